@@ -76,6 +76,9 @@ class RequestReader:
             is_causal = (given == expand(mask != 0, given.shape[-1])).all(dim=-1).all(dim=-1).flatten()
         order = call.inputs.arguments.get("cache_position")
         inputs = HostInputs(*to_host(ids, mask, types, positions, is_causal, features, order))
+        inputs.activated = self._components.weights.activated
+        if inputs.activated is not None and len(inputs.activated) != len(inputs.ids):
+            raise ValueError(f"alora_offsets of {len(inputs.activated)} rows, for {len(inputs.ids)}")
         _read_mask(inputs)
         if _has_negative(inputs.ids):  # which would be taken for one of the last tokens
             raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")

@@ -1,7 +1,8 @@
 """A few bytes of every tensor, compared in each call: the only trace of edits through `.data` or by another process.
 
-A look compares 16 bytes of each tensor in the host's memory, at the next of eight places: some 5 microseconds for
-BERT-base. Memory of other devices has to be waited for: there, all places are looked at in one call of 64.
+A look compares 64 bytes of each tensor in the host's memory, at the next of eight places: some 5 microseconds for
+BERT-base. Places differ from tensor to tensor, since sparse edits may be alike in all layers. Memory of other devices
+has to be waited for: there, all places are looked at in one call of 64.
 """
 
 from collections import defaultdict
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 N_PLACES = 8
-_WIDTH = 16  # bytes
+_WIDTH = 64  # bytes: what a processor reads at once
+_GOLDEN = 0.618  # its multiples are spread evenly between whole numbers
 _SELDOM = 64  # looks
 
 
@@ -20,11 +22,14 @@ class _View:
     """Places of some tensors that are read at once, and what was there."""
 
     def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int], read: Callable[[], bytes]) -> None:
-        """Read so many bytes of each."""
+        """Read so many bytes of each, once `take` is called."""
         self._tensors = tensors
         self._sizes = sizes
         self._read = read
-        self._seen = read()
+        self._seen = b""
+
+    def take(self) -> None:
+        self._seen = self._read()
 
     def differs(self) -> bool:
         return self._read() != self._seen
@@ -39,10 +44,10 @@ class _View:
 
 
 class Samples:
-    """Of tensors as they are when this is made. Safe to look at from several threads."""
+    """Of tensors as they were when `take` was called. Safe to look at from several threads."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Take samples; tensors whose memory cannot be seen have none."""
+        """Find out where to look; tensors whose memory cannot be seen are left out."""
         near: list[tuple[Tensor, memoryview]] = []
         far: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for tensor in tensors:
@@ -55,6 +60,12 @@ class Samples:
         self._near = [_near(near, place) for place in range(N_PLACES)]
         self._far = [_far(held) for held in far.values()]
         self._n_looks = 0
+        self._differ = False
+
+    def take(self) -> None:
+        """Take samples of what the tensors hold now."""
+        for view in (*self._near, *self._far):
+            view.take()
         self._differ = False
 
     def differ(self) -> bool:
@@ -82,20 +93,25 @@ def _memory(tensor: Tensor) -> Tensor | None:
         return None
 
 
-def _chunk(n_bytes: int, place: int) -> slice:
-    begin = max(0, n_bytes - _WIDTH) * (2 * place + 1) // (2 * N_PLACES)
+def _chunk(n_bytes: int, place: int, number: int) -> slice:
+    """Where to look in the memory of a tensor, by its number among all."""
+    share = (place + number * _GOLDEN % 1) / N_PLACES
+    begin = int(max(0, n_bytes - _WIDTH) * share) // _WIDTH * _WIDTH
     return slice(begin, min(n_bytes, begin + _WIDTH))
 
 
 def _near(held: Sequence[tuple[Tensor, memoryview]], place: int) -> _View:
     """One place of each tensor in the host's memory."""
-    views = [memory[_chunk(memory.nbytes, place)] for _, memory in held]
+    views = [memory[_chunk(memory.nbytes, place, number)] for number, (_, memory) in enumerate(held)]
     return _View([tensor for tensor, _ in held], [view.nbytes for view in views], partial(b"".join, views))
 
 
 def _far(held: Sequence[tuple[Tensor, Tensor]]) -> _View:
     """All places of each tensor on another device."""
-    chunks = [[memory[_chunk(len(memory), place)] for place in range(N_PLACES)] for _, memory in held]
+    chunks = [
+        [memory[_chunk(len(memory), place, number)] for place in range(N_PLACES)]
+        for number, (_, memory) in enumerate(held)
+    ]
     flat = [chunk for of_one in chunks for chunk in of_one]
 
     def read() -> bytes:

@@ -15,6 +15,7 @@ import hashlib
 import threading
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -27,6 +28,7 @@ from llmcache.models.hashing import digests, is_readable
 from llmcache.models.mark import Mark
 from llmcache.models.rope import changes_with_length
 from llmcache.models.samples import Samples
+from llmcache.models.tuners import Tuner, activated, are_by_row, is_tuner
 
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
@@ -62,7 +64,8 @@ class Weights:
         self._pointers: list[Tensor] = []
         self._outer: list[Tensor] = []
         self._dropouts: list[dict[str, Any]] = []
-        self._tuners: list[tuple[Any, str]] = []
+        self._tuners: list[Tuner] = []
+        self._left_out: tuple[str, ...] = ()
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
         self._samples = Samples()
         self._suspects: set[int] = set()
@@ -139,8 +142,12 @@ class Weights:
             return self._refusal
         if any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
             return "training"
-        # PEFT serves each row with an adapter of its own by hooks on its layers.
-        return "adapter_names" if any(tuner._forward_pre_hooks for tuner, _ in self._tuners) else None
+        return "adapter_names" if are_by_row(self._tuners) else None
+
+    @property
+    def activated(self) -> Sequence[int | None] | None:
+        """How many of each row's last columns an activated LoRA is in force for, in the call under way; mostly None."""
+        return activated(self._tuners)
 
     @property
     def is_training(self) -> bool:
@@ -204,20 +211,19 @@ class Weights:
         with self._suspecting:  # before anything is read: what another thread suspects meanwhile must stay
             suspects, self._suspects = self._suspects, set()
         suspects.update(map(id, self._trained))
-        have_bytes_changed = self._samples.differ()
-        if (known := self._recall()) is not None and not (suspects or have_bytes_changed):
+        if (known := self._recall()) is not None and not (suspects or self._samples.differ()):
             mark, (digest, self._refusal) = known
             self._become(mark, digest)
             return
         edited = self._samples.edited()
         if self._state[0] is None or self.mark() != self._state[0]:
             self._survey()
+        # Before the tensors are hashed: what is written meanwhile has to differ from the samples.
+        self._samples.take()
         if any(self._is_hashed(tensor) and id(tensor) not in suspects for tensor in edited):
             self._hashed.clear()  # written without a trace, so others may have been, too
             self._known.clear()
         mark = self.mark()
-        # Before the tensors are hashed: what is written meanwhile has to differ from the samples.
-        self._samples = Samples(one for one in (*self._tensors, *self._pointers) if id(one) not in self._rewritten)
         if self._state[0] is None or not mark.has_structure_of(self._state[0]):
             self._known.clear()
         self._refusal = self._find_refusal()
@@ -263,6 +269,7 @@ class Weights:
         ]
         self._holders, self._empty = [holder for holder in holders if holder], [one for one in holders if not one]
         self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
+        self._find_tuners()
         self._named = self._name_tensors()
         unwatched = {id(one) for one in self._found.tensors.values() if is_readable(one) and one.is_inference()}
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
@@ -271,11 +278,11 @@ class Weights:
         self._rewritten = {
             id(buffer) for part in self._modules if changes_with_length(part) for buffer in part._buffers.values()
         }
+        self._samples = Samples(one for one in (*self._tensors, *self._pointers) if id(one) not in self._rewritten)
         self._dropouts = [vars(part) for part in self._modules if _drops(part)]
-        self._forget_merged()
 
     def _name_tensors(self) -> list[tuple[str, Tensor]]:
-        """All tensors by path, each once."""
+        """All tensors by path, each once: where an adapter that is in force has it, if one does."""
         # Not state_dict(): buffers that are not saved (rotary tables) decide the output as well.
         own = (
             (f"{path}.{name}", tensor)
@@ -284,23 +291,24 @@ class Weights:
             for name, tensor in (*part._parameters.items(), *part._buffers.items())
             if tensor is not None
         )
-        outer, named = set(map(id, self._outer)), dict[int, tuple[str, Tensor]]()
+        outer, named = set(map(id, self._outer)), dict[int, tuple[bool, str, Tensor]]()
         for path, tensor in (*own, *self._found.tensors.items()):
-            if id(tensor) not in outer and (id(tensor) not in named or path < named[id(tensor)][0]):
-                named[id(tensor)] = (path, tensor)
-        return list(named.values())
+            place = (f"{path}:".startswith(self._left_out), path)
+            if id(tensor) not in outer and (id(tensor) not in named or place < named[id(tensor)][:2]):
+                named[id(tensor)] = (*place, tensor)
+        return [(path, tensor) for _, path, tensor in named.values()]
 
-    def _forget_merged(self) -> None:
-        """Hash again what PEFT merged adapters into, or took them out of: that is written through `.data`."""
-        before = {id(tuner): merged for tuner, merged in self._tuners}
-        # PEFT's layers carry a flag of this name; on whole models transformers has a method of the same name.
-        tuners = [part for part in self._modules if isinstance(getattr(part, "disable_adapters", None), bool)]
-        self._tuners = [(tuner, str(getattr(tuner, "merged_adapters", None))) for tuner in tuners]
-        for tuner, merged in self._tuners:
-            if before.get(id(tuner), merged) != merged:
-                self._known.clear()
-                for tensor in (*tuner.parameters(), *tuner.buffers()):
-                    self._hashed.pop(id(tensor), None)
+    def _find_tuners(self) -> None:
+        """Look at PEFT's layers, and hash again what came under them or out, or was merged: that is written unseen."""
+        before = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
+        self._tuners = [Tuner(path, part) for path, part in self._found.parts.items() if is_tuner(part)]
+        self._left_out = tuple(chain.from_iterable(tuner.left_out for tuner in self._tuners))
+        now = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
+        if changed := before.keys() ^ now.keys():
+            self._known.clear()
+            for key in changed:
+                for tensor in (now.get(key) or before[key]).tensors:
+                    self._hashed.pop(tensor, None)
 
     def _find_refusal(self) -> str | None:
         if self._found.unseen or not all(is_readable(tensor) for _, tensor in self._named):
@@ -355,7 +363,11 @@ class Weights:
             f"{path}:{tensor.dtype}:{tuple(tensor.shape)}:{self._hashed[id(tensor)][-1]}"
             for path, tensor in self._named
         ]
-        return hashlib.sha256("\n".join(sorted(chain(tensors, self._found.facts))).encode()).hexdigest()
+        lines = chain(tensors, self._found.facts)
+        if self._tuners:
+            in_force = (line for line in lines if not line.startswith(self._left_out))
+            lines = chain(in_force, *(tuner.facts for tuner in self._tuners))
+        return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def _holds_gradient(tensor: Tensor) -> bool:

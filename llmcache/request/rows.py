@@ -110,6 +110,7 @@ class HostInputs:
         order: Where the K/V of the tokens goes (T,), or None.
         is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
         is_full: Every token is valid.
+        activated: How many of a row's last columns an activated LoRA is in force for (None: for none); None without one.
     """
 
     ids: Any
@@ -121,6 +122,7 @@ class HostInputs:
     order: Any = None
     is_binary: Any = None
     is_full: Any = False
+    activated: Sequence[int | None] | None = None
 
 
 def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
@@ -191,6 +193,8 @@ def read_rows(
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
+        if inputs.activated is not None:
+            _update(sha, b"activated", _activated(inputs.activated[number], valid, len(row_ids)))
         has_layout, layout = layout_counts and n_valid < len(row_ids), b""
         if has_layout:
             _update_layout(sha, inputs, number, mask)
@@ -248,6 +252,14 @@ def _start(positions: NDArray[np.int64] | None, valid: Positions, n_valid: int) 
     if positions is None:
         return int(valid.start)
     return int(positions[0]) if (np.diff(positions) == 1).all() else None
+
+
+def _activated(n_columns: int | None, valid: Positions, length: int) -> list[int] | None:
+    """From which of a row's tokens on an activated LoRA is in force; None: from none on."""
+    if not n_columns:
+        return None
+    first = length - min(n_columns, length)
+    return [first - (valid.start if isinstance(valid, slice) else 0)]
 
 
 def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:

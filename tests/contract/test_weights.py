@@ -85,7 +85,9 @@ SEEN: dict[str, Edit] = {
     "half": lambda m: m.half(),
     "double": lambda m: m.double(),
     "an embedding made anew": lambda m: nn.init.normal_(m.embeddings.word_embeddings.weight),
-    "another parameter": lambda m: setattr(m.encoder.layer[0].output.dense, "weight", nn.Parameter(torch.randn(32, 48))),
+    "another parameter": lambda m: setattr(
+        m.encoder.layer[0].output.dense, "weight", nn.Parameter(torch.randn(32, 48))
+    ),
     "another module": lambda m: setattr(m.encoder.layer[0], "output", build(BARE["bert"], 5).encoder.layer[0].output),
     "a fused step": step,
     "pruned": lambda m: prune.l1_unstructured(m.encoder.layer[1].output.dense, "weight", amount=0.5),
@@ -105,7 +107,9 @@ UNCOUNTED: dict[str, Edit] = {
     ".data copied": lambda m: weight(m).data.copy_(torch.randn(32, 48)),
     ".data of all, averaged": average,
     "a NumPy view": lambda m: weight(m).detach().numpy().__imul__(1.5),
-    "a vector of all": quietly(lambda m: vector_to_parameters(parameters_to_vector(m.parameters()) * 1.1, m.parameters())),
+    "a vector of all": quietly(
+        lambda m: vector_to_parameters(parameters_to_vector(m.parameters()) * 1.1, m.parameters())
+    ),
     "foreach": lambda m: torch._foreach_mul_([p.data for p in m.parameters()], 1.1),
     "memory with another counter": lambda m: alias(weight(m).data).mul_(1.5),
     "memory with another counter, all of it": lambda m: [alias(p.data).mul_(1.1) for p in m.parameters()],
