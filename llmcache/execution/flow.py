@@ -228,8 +228,9 @@ class Flow:
             self._missed(call)
             raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
-        # An activated LoRA counts columns from the end, so that a chunk would be taken for the end.
-        chunks = None if self._components.weights.activated else self.chunks.get()
+        chunks = self.chunks.get()
+        if chunks is not None and self._components.weights.activated is not None:
+            chunks = None  # activated LoRA counts columns from the end, and would take that of a chunk for it
         if chunks is not None and (call is None or call.passes_layers) and chunks.fit(self._arguments, args, kwargs):
             return self._completed(frame, self._run_chunks(chunks, call, frame, forward, args, kwargs))
         if call is None or template is None:

@@ -54,7 +54,7 @@ class Samples:
             if (memory := _memory(tensor)) is None:
                 continue
             if memory.is_cpu:
-                near.append((tensor, memoryview(memory.numpy())))
+                near.append((tensor, memory.numpy().data))
             else:
                 far[memory.device].append((tensor, memory))
         self._near = [_near(near, place) for place in range(N_PLACES)]

@@ -4,9 +4,8 @@ What belongs to an adapter that is not in force decides no state, so it is no pa
 beside the one that is used.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -33,7 +32,8 @@ class Tuner:
         #: How lines of a digest begin that are about adapters which are not in force, or about all of them.
         self.left_out = (
             *(f"{one}{end}" for one in idle for end in ".:="),
-            *(f"{path}.{name}=" for name in (*_OF_ALL, *held)),
+            *(f"{path}.{name}=" for name in _OF_ALL),
+            *(f"{path}.{name}{end}" for name in held for end in ("=", "._keys=")),
         )
         ours = {
             name: {key: kept[key] for key in active if key in kept}
@@ -49,22 +49,21 @@ def is_tuner(part: nn.Module) -> bool:
     return isinstance(getattr(part, "disable_adapters", None), bool)
 
 
-def are_by_row(tuners: Iterable[Tuner]) -> bool:
+def are_by_row(hooks: Iterable[Mapping[int, Any]]) -> bool:
     """Whether PEFT, by hooks that it hung on its layers, has each row computed with an adapter of its own."""
-    hooks = list(chain.from_iterable(tuner.module._forward_pre_hooks.values() for tuner in tuners))
-    if not hooks:
-        return False
-    offsets = [hook.keywords for hook in hooks if isinstance(hook, partial) and set(hook.keywords) == {_OFFSETS}]
-    return len(offsets) < len(hooks) or len({id(one[_OFFSETS]) for one in offsets}) > 1
+    found = [hook for held in hooks if held for hook in held.values()]
+    offsets = {id(hook.keywords[_OFFSETS]) for hook in found if _is_activation(hook)}
+    return len(offsets) > 1 or not all(map(_is_activation, found))
 
 
-def activated(tuners: Iterable[Tuner]) -> Sequence[int | None] | None:
-    """How many of each row's last columns an activated LoRA is in force for (None: for none); None without one."""
-    for tuner in tuners:
-        for hook in tuner.module._forward_pre_hooks.values():
-            found: Sequence[int | None] | None = getattr(hook, "keywords", {}).get(_OFFSETS)
-            return found
-    return None
+def activated(hooks: Iterable[Mapping[int, Any]]) -> Sequence[int | None] | None:
+    """For how many of each row's last columns an activated LoRA is in force (None: for none); None without one."""
+    found = (hook for held in hooks if held for hook in held.values())
+    return next((hook.keywords[_OFFSETS] for hook in found if _is_activation(hook)), None)
+
+
+def _is_activation(hook: Any) -> bool:
+    return isinstance(hook, partial) and set(hook.keywords) == {_OFFSETS}
 
 
 def _by_adapter(module: Any) -> Iterator[tuple[str, Any]]:

@@ -66,6 +66,8 @@ class Weights:
         self._dropouts: list[dict[str, Any]] = []
         self._tuners: list[Tuner] = []
         self._left_out: tuple[str, ...] = ()
+        self._hooks: list[Any] = []  # of PEFT's layers
+        self._first: Tensor | None = None
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
         self._samples = Samples()
         self._suspects: set[int] = set()
@@ -76,12 +78,16 @@ class Weights:
         self._rewritten: set[int] = set()
         self._n_alike = 0
 
-    def digest(self) -> str:
-        """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read."""
+    def digest(self, is_kept: bool = False) -> str:
+        """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read.
+
+        Args:
+            is_kept: It goes with what outlives the process: all samples are looked at, not those of one place.
+        """
         self._n_alike += 1
-        if self._is_stale():
+        if self._is_stale(is_kept):
             with self._lock:
-                if self._is_stale():  # another thread may have refreshed meanwhile
+                if self._is_stale(is_kept):  # another thread may have refreshed meanwhile
                     self._refresh()
         return self._state[1]
 
@@ -142,12 +148,12 @@ class Weights:
             return self._refusal
         if any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
             return "training"
-        return "adapter_names" if are_by_row(self._tuners) else None
+        return "adapter_names" if are_by_row(self._hooks) else None
 
     @property
     def activated(self) -> Sequence[int | None] | None:
         """How many of each row's last columns an activated LoRA is in force for, in the call under way; mostly None."""
-        return activated(self._tuners)
+        return activated(self._hooks)
 
     @property
     def is_training(self) -> bool:
@@ -168,10 +174,10 @@ class Weights:
 
     # -- comparing -----------------------------------------------------------------------------------------------------
 
-    def _is_stale(self) -> bool:
+    def _is_stale(self, is_kept: bool) -> bool:
         if self._suspects or self._trained or self._state[0] is None:
             return True
-        return self.mark() != self._state[0] or self._samples.differ()
+        return self.mark() != self._state[0] or self._samples.differ() or bool(is_kept and self._samples.edited())
 
     def mark(self) -> Mark:
         """What every edit makes another one, also an edit that was taken back; no weight is read."""
@@ -184,6 +190,7 @@ class Weights:
                 *map(_VERSION, self._outer),
                 *map(len, found.spaces),
                 any(self._empty),
+                self._first is None or self._first.requires_grad,  # PEFT freezes a model before it writes to it
             )
             held = (*chain.from_iterable(map(dict.values, self._holders)), *map(type, self._modules), *found.held())
             return Mark(numbers, held, found.settings(), found.contents())
@@ -275,6 +282,7 @@ class Weights:
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
         self._pointers = [tensor for tensor in readable if id(tensor) in unwatched]
+        self._first = next((tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad), None)
         self._rewritten = {
             id(buffer) for part in self._modules if changes_with_length(part) for buffer in part._buffers.values()
         }
@@ -303,6 +311,7 @@ class Weights:
         before = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
         self._tuners = [Tuner(path, part) for path, part in self._found.parts.items() if is_tuner(part)]
         self._left_out = tuple(chain.from_iterable(tuner.left_out for tuner in self._tuners))
+        self._hooks = [tuner.module._forward_pre_hooks for tuner in self._tuners]
         now = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
         if changed := before.keys() ^ now.keys():
             self._known.clear()

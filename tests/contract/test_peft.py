@@ -1,6 +1,5 @@
 """PEFT's adapters, put on, switched, merged and swapped under a wrapped model: never an answer of other weights."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,6 @@ def check(cache: LLMCache, model: nn.Module, hits: int | None = None, **inputs: 
 
 def tuned(*names: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **more: Any) -> Any:
     """A model with adapters of these names, of which the first is in force."""
-    torch.manual_seed(3)
     model = get_peft_model(build(make), lora(**more), adapter_name=names[0])
     for name in names[1:]:
         model.add_adapter(name, lora(**more))
@@ -199,8 +197,9 @@ def test_a_save_made_after_merging(tmp_path: Path) -> None:
 
 def saved(folder: Path, seed: int, **more: Any) -> str:
     """A folder with an adapter of its own."""
+    base = build(CLASSIFIERS["bert"])
     torch.manual_seed(seed)
-    model = get_peft_model(build(CLASSIFIERS["bert"]), lora(**more))
+    model = get_peft_model(base, lora(**more))
     model.save_pretrained(folder)
     return str(folder)
 

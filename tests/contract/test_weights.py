@@ -16,7 +16,7 @@ from tests.contract.judge import ask, check_same
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 X = padded([6, 4])
-#: Calls after which an edit that leaves no trace but in the values is seen, be it of a part of a tensor (docs/reuse.md).
+#: Calls after which an edit of a part of a tensor that leaves no other trace is seen (docs/reuse.md).
 PLACES = 8
 
 Edit = Callable[[Any], object]
