@@ -5,10 +5,11 @@ their attributes and configs (`attributes.py` says which); that costs some 70 mi
 has a digest of its own, so that an edit costs hashing what was edited; the digests of the latest states are kept, so
 that adapters or settings that take turns cost nothing. Fused optimizers write weights without moving the counter. So
 after a forward with gradients all that takes gradients is hashed again, and while gradients are held, these tensors
-are hashed in every call, or, where that takes long, the call is computed.
+are hashed in every call, or, where that takes long, the call is computed. Other edits without a trace (through `.data`,
+by another process) are seen by samples (`samples.py`); after one everything is hashed again.
 
-Not seen are edits through `.data` alone, edits of a setting that are taken back before the call ends, attributes of
-classes, and what functions read from globals: call `cache.clear()` after one.
+Not seen are edits without a trace that no sample meets, edits of a setting that are taken back before the call ends,
+attributes of classes, and what functions read from globals: call `cache.clear()` after one.
 """
 
 import hashlib
