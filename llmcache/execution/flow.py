@@ -229,6 +229,8 @@ class Flow:
             raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
         chunks = self.chunks.get()
+        if chunks is not None and self._components.weights.activated is not None:
+            chunks = None  # activated LoRA counts columns from the end, and would take that of a chunk for it
         if chunks is not None and (call is None or call.passes_layers) and chunks.fit(self._arguments, args, kwargs):
             return self._completed(frame, self._run_chunks(chunks, call, frame, forward, args, kwargs))
         if call is None or template is None:

@@ -148,6 +148,9 @@ class Lookup:
         call.plan.is_served = 0 < len(call.plan.reused) == call.n_rows and all(
             reuse.layer == self._last for reuse in call.plan.reused.values()
         )
+        if call.plan.reused and not call.plan.is_served and self._components.weights.activated is not None:
+            call.plan.cancel()  # PEFT's hooks expect all rows of the batch
+            self.withdraw(call)
 
     def withdraw(self, call: Call) -> None:
         """Hits of the call that the audit drew are not served after all."""

@@ -78,6 +78,7 @@ class RequestReader:
             is_causal = (given == expand(mask != 0, given.shape[-1])).all(dim=-1).all(dim=-1).flatten()
         order = call.inputs.arguments.get("cache_position")
         inputs = HostInputs(*to_host(ids, mask, types, positions, is_causal, features, order))
+        inputs.activated = self._components.weights.activated
         _read_mask(inputs)
         if _has_negative(inputs.ids):  # which would be taken for one of the last tokens
             raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
@@ -126,6 +127,8 @@ class RequestReader:
     def _refusal_of_all(self, inputs: HostInputs) -> str:
         """Why no row takes part: tokens are not put one after the other, or positions not encoded as in other calls."""
         n_tokens = inputs.ids.shape[1]
+        if inputs.activated is not None and len(inputs.activated) != len(inputs.ids):
+            return "adapter_names"
         if inputs.order is not None and not np.array_equal(inputs.order, np.arange(n_tokens)):
             return "unknown_argument"
         if self._steady_length is None:

@@ -111,6 +111,7 @@ class HostInputs:
         order: Where the K/V of the tokens goes (T,), or None.
         is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
         is_full: Every token is valid.
+        activated: For how many of a row's last columns an activated LoRA is in force (None: for none), or None.
     """
 
     ids: Any
@@ -122,6 +123,7 @@ class HostInputs:
     order: Any = None
     is_binary: Any = None
     is_full: Any = False
+    activated: Any = None
 
 
 def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
@@ -199,6 +201,8 @@ def read_rows(
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
+        if inputs.activated is not None:
+            _update(sha, b"activated", _activated(inputs.activated, number, valid, len(row_ids)))
         has_layout, layout = layout_counts and n_valid < len(row_ids), b""
         if has_layout:
             _update_layout(sha, inputs, number, mask)
@@ -256,6 +260,14 @@ def _start(positions: NDArray[np.int64] | None, valid: Positions, n_valid: int) 
     if positions is None:
         return int(valid.start)
     return int(positions[0]) if (np.diff(positions) == 1).all() else None
+
+
+def _activated(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> list[int] | None:
+    """From which of a row's tokens on an activated LoRA is in force; None: from none on."""
+    n_columns = offsets[number] if number < len(offsets) else None
+    if not n_columns:
+        return None
+    return [length - min(n_columns, length) - (valid.start if isinstance(valid, slice) else 0)]
 
 
 def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:
