@@ -411,7 +411,8 @@ class LLMCache:
         """Within: requests are stored in, and served from, this namespace only, but for prefixes that may be shared.
 
         Holds for this thread and async task, and for tasks begun in it. A thread started inside (an executor's, say)
-        begins in the default namespace: enter the namespace there, or run it in a copy of the context.
+        begins in the default namespace: enter the namespace there, or run it in a copy of the context. Blocks may end in
+        any order; the last one that is still open holds. A generator that yields within it shares it with its consumer.
 
         Args:
             name: The namespace.
