@@ -229,7 +229,8 @@ class Flow:
             raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
         chunks = self.chunks.get()
-        if chunks is not None and (call is None or call.passes_layers) and chunks.fit(self._arguments, args, kwargs):
+        # What bypasses the cache may ask for more than last states, or encode positions by the length of the whole.
+        if chunks is not None and call is not None and call.passes_layers and chunks.fit(self._arguments, args, kwargs):
             return self._completed(frame, self._run_chunks(chunks, call, frame, forward, args, kwargs))
         if call is None or template is None:
             output = forward(*args, **kwargs)
@@ -486,7 +487,7 @@ class Flow:
     def _run_chunks(
         self,
         chunks: Chunks,
-        call: Call | None,
+        call: Call,
         frame: Frame,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -499,10 +500,8 @@ class Flow:
                 output, waited_s = chunks.run(forward, self._arguments, args, kwargs)
         finally:
             frame.call = call
-        if call is not None:
-            call.progress.has_begun = call.progress.is_complete = True
-        if (metered := call or frame.passing) is not None:
-            self._meter.waited(metered, waited_s)
+        call.progress.has_begun = call.progress.is_complete = True
+        self._meter.waited(call, waited_s)
         return output
 
     def _abandon(self, call: Call) -> None:
