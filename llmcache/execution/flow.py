@@ -512,7 +512,8 @@ class Flow:
 
     def _learn_template(self, call: Call, output: Any) -> None:
         with self._components.counters.guard("look at the trunk's output"):
-            if output is not None:  # the trunk did not fail
+            # Where requests are collected it may be a twin, which is not to be compared with the trunk's own pooler.
+            if output is not None and not self._components.is_collecting:
                 self._fast_path.learn(call, output)
 
     def forget(self) -> None:
