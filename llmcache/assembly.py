@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ from llmcache.matching.index import INDEXES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
-from llmcache.models.hooks import plain_forward
 from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.twin import run_unseen
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.request.rows import id_dtype
@@ -145,7 +146,7 @@ def make_calibrated(
     fingerprint, decision = _make_matching(config)
     tokens = None
     if isinstance(fingerprint, Learned):
-        tokens = TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
+        tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
         fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
     if config.decide_component.name == "student":

@@ -409,7 +409,9 @@ class LLMCache:
         """Within: requests are stored in, and served from, this namespace only, but for prefixes that may be shared.
 
         Holds for this thread and async task, and for tasks begun in it. A thread started inside (an executor's, say)
-        begins in the default namespace: enter the namespace there, or run it in a copy of the context.
+        begins in the default namespace: enter the namespace there, or run it in a copy of the context. Blocks may end
+        in any order; the last one that is still open holds. A generator that yields within one shares it with whoever
+        runs the generator.
 
         Args:
             name: The namespace.
@@ -458,8 +460,8 @@ class LLMCache:
         """Within: what a prompt has left to run is run in chunks, and something is done between two of them.
 
         Meant for servers, which let others have the model meanwhile. Holds for calls with a K/V cache and no mask; the
-        whole prompt is looked up and stored as ever, and outputs are those of one run within the last bits. Per thread
-        and async task.
+        whole prompt is looked up and stored as ever, and outputs are those of one run within the last bits. A call that
+        bypasses the cache is run at once. Per thread and async task.
 
         Args:
             n_tokens: Of a chunk, at least 1.

@@ -77,6 +77,8 @@ class RequestReader:
         if (given := call.inputs.mask_4d) is not None and mask is not None:
             is_causal = (given == expand(mask != 0, given.shape[-1])).all(dim=-1).all(dim=-1).flatten()
         order = call.inputs.arguments.get("cache_position")
+        if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
+            mask = mask.float()  # NumPy knows no bfloat16
         inputs = HostInputs(*to_host(ids, mask, types, positions, is_causal, features, order))
         inputs.activated = self._components.weights.activated
         _read_mask(inputs)
@@ -159,7 +161,7 @@ class RequestReader:
         """
         if self._tables is None or self._tables[0] != (device, weights):
             with torch.inference_mode(False):
-                table = torch.ones(vocabulary_size(self._components.trunk), dtype=torch.bool)
+                table = torch.ones(vocabulary_size(self._components.trunk), dtype=torch.bool, device="cpu")
                 table[list(special_ids(self._components.trunk, self._tokenizer))] = False
                 self._tables = ((device, weights), (table.numpy(), table.to(device)))
         return self._tables[1]

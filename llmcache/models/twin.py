@@ -1,16 +1,22 @@
-"""A second module over the same parameters, which nothing hangs on: it is compiled or tried in place of the first."""
+"""A second module over the same tensors, which nothing hangs on.
+
+It is compiled in place of a wrapped one, tried before anything is wrapped, or computes for the audit, unseen by hooks.
+"""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
 from llmcache.errors import ConfigError
+from llmcache.models.hooks import plain_forward
 
 
 def make_twin(module: nn.Module) -> nn.Module:
@@ -51,6 +57,34 @@ def make_trial(module: nn.Module, replaced: Mapping[nn.Module, nn.Module] | None
         for name, child in part._modules.items():
             part._modules[name] = getattr(child, "_orig_mod", child)  # of what torch.compile() made
     return trial.eval() if module.training else trial
+
+
+def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Of a module and each part, a second one with the same tensors and attributes, without hooks; cheap to make.
+
+    Edits of parameters and buffers reach both. An attribute that holds a module, or a function bound to one, is shared.
+
+    Raises:
+        ConfigError: Somebody replaced the forward of a part.
+    """
+    replicas = {part: type(part).__new__(type(part)) for part in module.modules()}
+    for part, replica in replicas.items():
+        if getattr(plain_forward(part), "__func__", None) is not type(part).forward:
+            raise ConfigError(f"the forward of a {type(part).__name__} was replaced, and would be run for the original")
+        own = {name: value for name, value in part.__dict__.items() if name != "forward"}
+        own |= {name: OrderedDict() for name in own if name.endswith(("ward_hooks", "ward_pre_hooks"))}
+        own["_modules"] = {name: None if one is None else replicas[one] for name, one in part._modules.items()}
+        own["_compiled_call_impl"] = None
+        replica.__dict__ = own
+    return replicas
+
+
+def run_unseen(module: nn.Module, **inputs: Any) -> Any:
+    """What a module returns, without the cache, and without hooks where it can be run so."""
+    try:
+        return make_replicas(module)[module](**inputs)
+    except ConfigError:
+        return plain_forward(module)(**inputs)
 
 
 @contextmanager
