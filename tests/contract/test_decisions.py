@@ -1,4 +1,4 @@
-"""Calibrated reuse decides what `decisions.json` says that it decided: the same limit, the same hits, the same risks."""
+"""Calibrated reuse decides what `decisions.json` says: the same limit, the same hits, the same risks."""
 
 import re
 
