@@ -182,10 +182,10 @@ def _n_hits(decided: Record) -> int:
 def write(made: Record, folder: Path) -> Path:
     """Write a record as `folder/STREAM.json`: one line for what it is of, and one a calibration."""
     lines = [json.dumps(one, separators=(",", ":")) for one in made["decided"]]
-    about = json.dumps({**made, "decided": []}).removesuffix("]}")
+    about = json.dumps({name: value for name, value in made.items() if name != "decided"}).removesuffix("}")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{made['stream']}.json"
-    write_whole(path, about + "\n" + ",\n".join(lines) + "\n]}\n")
+    write_whole(path, f'{about}, "decided": [\n' + ",\n".join(lines) + "\n]}\n")
     return path
 
 

@@ -3,7 +3,7 @@
     python -m tests.contract.decisions    writes decisions.json anew: after decisions were changed on purpose
 
 The stream, the model's weights and every seed are the same on all machines. The model computes in float64, so that what
-a processor rounds otherwise shows in the last bits of float32 only, as risks that differ by about 2e-6.
+a processor rounds otherwise shows in the last bits of float32 only, as risks that differ by some 1e-6.
 """
 
 import json
@@ -20,8 +20,8 @@ import transformers as tf
 from llmcache import LLMCache
 
 FILE = Path(__file__).with_suffix(".json")
-#: How far limits and risks may be off. Between six sets of kernels, SSE to AVX-512, it was 2e-6.
-ROUNDING = 1e-5
+#: How far limits and risks may be off. Between sets of kernels, SSE to AVX-512, it was 5e-6.
+ROUNDING = 2e-5
 N_LATER, N_REPEATS = 60, 10
 _N_TOPICS, _N_WORDS, _FIRST_WORD = 5, 12, 10  # words of each topic; id of the first one
 _HIDDEN = 32
@@ -58,7 +58,7 @@ CASES: Mapping[str, Case] = {
     "labels": Case(4, {"max_drop": 0.15}, "labels"),
     "score": Case(5, {"max_drop": 0.15}, "score"),
     "embedding": Case(6, {"max_drop": 0.15, "answer": "embedding"}, "embedding", span=70),
-    "audit": Case(7, {"max_drop": 0.2, "audit": 0.5, "audit_in_background": False}),
+    "audit": Case(7, {"max_drop": 0.2, "audit": 1.0, "audit_in_background": False}),  # each hit is drawn
 }
 
 

@@ -37,14 +37,14 @@ def test_recorded_decisions_are_worth_comparing() -> None:
     assert RECORDED["audit"]["n_changed"] and RECORDED["audit"]["n_quarantined"]
 
 
-RECORD = {"limit": 0.2, "hit_rate": 0.5, "served": "s-", "risks": [0.1, 0.2 + 1e-6]}
+RECORD = {"limit": 0.2, "hit_rate": 0.5, "served": "s-", "risks": [0.1, 0.2 + 1e-5]}
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {},
-        {"limit": 0.2 + 1e-6, "risks": [0.1 + 1e-6, 0.2]},
+        {"limit": 0.2 + 1e-5, "risks": [0.1 + 1e-5, 0.2]},
         {"served": "ss", "hit_rate": 1.0},  # the second one's risk is the limit, but for rounding
     ],
 )
