@@ -44,14 +44,14 @@ class Case:
     settings: Mapping[str, Any]
     answer: str = "class"
     n: int = 200  # requests that are calibrated on
-    calibrate: Mapping[str, Any] = field(default_factory=dict)  # arguments of `calibrate`
+    calibrate: Mapping[str, Any] = field(default_factory=dict)  # arguments of `calibrate`, without labels
     n_rows: int = 1  # of a call that is served
     span: int = 40  # weights are up to this many 256ths: the larger, the less alike are states
 
 
 CASES: Mapping[str, Case] = {
     "class": Case(0, {"max_drop": 0.05}, n=300),
-    "arguments": Case(1, {}, calibrate={"max_drop": 0.2, "delta": 0.2, "seed": 7}),
+    "arguments": Case(1, {}, calibrate={"max_drop": 0.03, "delta": 0.2, "seed": 7, "metric": "accuracy"}),
     "batches": Case(2, {"max_drop": 0.1, "delta": 0.01}, n_rows=8),
     "learn": Case(3, {"learn": 200, "max_drop": 0.1}),
     "growing": Case(3, {"learn": 200, "max_drop": 0.1, "sources": "growing"}),
@@ -95,7 +95,7 @@ def make_model(case: Case) -> Any:
             if weight.ndim > 1:
                 weight.copy_(torch.from_numpy(rng.integers(-case.span, case.span + 1, tuple(weight.shape)) / 256))
         pooled = model.bert(inputs).pooler_output.numpy()
-        counts = (topics[:, :, None] == np.arange(_N_TOPICS)).sum(axis=1)  # words of each topic
+        counts = _counts(topics)
         if case.answer == "labels":
             aims = np.where(counts >= 2, 1.0, -1.0)
         elif case.answer == "score":
@@ -118,7 +118,8 @@ def decide(case: Case) -> dict[str, Any]:
     answer is not the model's own.
     """
     model = make_model(case)
-    first, later = draw(case.n, 10 + case.seed)[0], draw(N_LATER, 500 + case.seed)[0]
+    first, topics = draw(case.n, 10 + case.seed)
+    later = draw(N_LATER, 500 + case.seed)[0]
     stream = torch.cat([later, first[: N_REPEATS // 2], later[: N_REPEATS // 2]])
     read = _reading(case.answer)
     with torch.inference_mode():
@@ -129,7 +130,8 @@ def decide(case: Case) -> dict[str, Any]:
             for part in first.split(5):
                 cache(input_ids=part)
         else:
-            cache.calibrate([{"input_ids": part} for part in first.split(50)], **case.calibrate)
+            labels = _counts(topics).argmax(axis=1).tolist() if "metric" in case.calibrate else None
+            cache.calibrate([{"input_ids": part} for part in first.split(50)], labels=labels, **case.calibrate)
         found = cache.calibration
         assert found is not None
         chosen = found.chosen
@@ -187,6 +189,12 @@ def read_recorded() -> dict[str, dict[str, Any]]:
     """What was recorded, by the name of the case."""
     known: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return known
+
+
+def _counts(topics: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """How many words of each request are of each topic (n, topics)."""
+    counts: np.ndarray[Any, Any] = (topics[:, :, None] == np.arange(_N_TOPICS)).sum(axis=1)
+    return counts
 
 
 def _reading(answer: str) -> Callable[[torch.Tensor], list[Any]]:
