@@ -50,6 +50,7 @@ EXPERIMENTS = (
     ("runs",),
     ("report",),
     ("cli",),
+    ("decisions",),
 )
 ROWS = {"llmcache": LIBRARY, "experiments": EXPERIMENTS}
 #: What generation may know of the library: it works on models that are wrapped, and on others.
