@@ -165,7 +165,7 @@ def _answer(request: Request, refusal: Refusal) -> JSONResponse:
 def _log(error: Exception, scope: Scope) -> Refusal:
     """Log a failure, and return what the client is told."""
     request_id = scope.get("state", {}).get("request_id", "-")
-    logger.error("request %s failed: %s", request_id, described(error))
+    logger.error("%s", described(error, request_id))
     return Refusal("backend", f"{_FAILED}; its log has more under {request_id}")
 
 

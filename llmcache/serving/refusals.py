@@ -93,10 +93,16 @@ class Refusal(LLMCacheError):
         return named | ({"WWW-Authenticate": "Bearer"} if self.kind == "unauthorised" else {})
 
 
-def described(error: BaseException) -> str:
-    """An error's type and place, for the log. Not its text, which may quote the request."""
+def described(error: BaseException, request: str = "") -> str:
+    """An error's type and place, for the log. Not its text, which may quote the request.
+
+    Args:
+        error: As it was caught.
+        request: Where it is known, the id of the request.
+    """
     places = [f"{one.filename}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__, limit=-3)]
-    return f"{type(error).__name__} at {' < '.join(reversed(places)) or 'an unknown place'}"
+    where = f" in request {request}," if request else ""
+    return f"{type(error).__name__}{where} at {' < '.join(reversed(places))}"
 
 
 def stopping() -> Refusal:

@@ -85,6 +85,7 @@ def test_settings_and_modules_of_a_model(
     _check(_made(models, tmp_path, after, default_prompt_name="query", **settings))
 
 
+@pytest.mark.slow
 def test_a_decoder_of_sentence_transformers_is_an_embedding_model(tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
