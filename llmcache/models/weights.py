@@ -284,7 +284,9 @@ class Weights:
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
         self._pointers = [tensor for tensor in readable if id(tensor) in unwatched]
-        self._first = next((tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad), None)
+        # Under PEFT's layers, those that require gradients change whenever adapters take turns.
+        leaves = (tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad)
+        self._first = None if self._tuners else next(leaves, None)
         self._rewritten = {
             id(buffer) for part in self._modules if changes_with_length(part) for buffer in part._buffers.values()
         }

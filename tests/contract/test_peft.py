@@ -115,7 +115,32 @@ def tuned(*names: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **mo
 # -- merged, for every kind --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+# Of each way to write to the weights one.
+WALKED = [
+    *(
+        "LoraConfig",
+        "LoraConfig dora",
+        "LoraConfig bias",
+        "LoraConfig embedding",
+        "LoHaConfig",
+        "IA3Config",
+        "OFTConfig",
+    ),
+    *(
+        "VeraConfig",
+        "AdaLoraConfig",
+        "ShiraConfig",
+        "HRAConfig",
+        "BeftConfig",
+        "FrodConfig",
+        "PeanutConfig",
+        "OSFConfig",
+    ),
+    *("LNTuningConfig", "TrainableTokensConfig"),
+]
+
+
+@pytest.mark.parametrize("method", WALKED)
 def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
     """Adapters of any kind may be put on, merged, disabled and merged for good under a cache."""
     cache = LLMCache.wrap(encoder())
