@@ -79,7 +79,7 @@ def find_coupling(trunk: Trunk) -> str:
 
 def _are_independent(trunk: Trunk) -> bool:
     """Whether rows come out alike beside others, where kernels are the same, and alone, where they may be others."""
-    trial = make_trial(trunk.module)
+    trial = make_trial(trunk.module, runs_functions=True)
     first, second, *others = _rows(trunk)
     together = _run(trial, first, second)
     is_first_alike = _is_alike(together[0], _run(trial, first, others[0])[0])

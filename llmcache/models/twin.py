@@ -6,7 +6,7 @@ It is compiled in place of a wrapped one, tried before anything is wrapped, or c
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -17,6 +17,8 @@ from torch import nn
 
 from llmcache.errors import ConfigError
 from llmcache.models.hooks import plain_forward
+
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_forward_" in name and "_hooks" in name)
 
 
 def make_twin(module: nn.Module) -> nn.Module:
@@ -39,20 +41,25 @@ def make_twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def make_trial(module: nn.Module, replaced: Mapping[nn.Module, nn.Module] | None = None) -> nn.Module:
+def make_trial(
+    module: nn.Module, replaced: Mapping[nn.Module, nn.Module] | None = None, runs_functions: bool = False
+) -> nn.Module:
     """A copy in eval mode that shares nothing but parameters, without anybody's hooks, to be run uncompiled.
 
     Args:
         module: Not touched.
         replaced: Parts of it that are not copied, and what stands for each in the copy.
+        runs_functions: Functions that were put in place of the forward of its parts may be run, though they may call
+            the parts of `module`.
 
     Raises:
-        TypeError: A part's forward was replaced by a function that may call the part itself.
+        TypeError: A forward was replaced by a function that must not be run.
         Exception: Whatever copying a part's attributes raises.
     """
     trial = _copy(module, (), {id(part): other for part, other in (replaced or {}).items()})
     for part in trial.modules():
-        if not isinstance(part.__dict__.get("forward"), MethodType | partial | None):
+        is_own = isinstance(part.__dict__.get("forward"), MethodType | partial | None)  # bound to the copy
+        if not is_own and (part is trial or not runs_functions):
             raise TypeError(f"the forward of a {type(part).__name__} was replaced")
         for name, child in part._modules.items():
             part._modules[name] = getattr(child, "_orig_mod", child)  # of what torch.compile() made
@@ -90,16 +97,15 @@ def run_unseen(module: nn.Module, **inputs: Any) -> Any:
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
     """Within: no gradients and no autocast, and random numbers are as before afterwards."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices):
+    devices = [device] if device.type == "cuda" and torch.cuda.is_available() else []
+    plain = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    with torch.no_grad(), plain, torch.random.fork_rng(devices):
         yield
 
 
 def _copy(module: nn.Module, shared: Iterator[object] | tuple[()], memo: dict[int, object]) -> nn.Module:
     parameters = (one for part in module.modules() for one in part._parameters.values())
     memo |= {id(one): one for one in chain(parameters, shared) if one is not None}
-    twin = copy.deepcopy(module, memo)
-    for part in twin.modules():
-        part._forward_hooks.clear()
-        part._forward_pre_hooks.clear()
-    return twin
+    for part in module.modules():  # what hooks hold on to is not copied
+        memo |= {id(hooks): type(hooks)() for name, hooks in vars(part).items() if name in _HOOKS}
+    return copy.deepcopy(module, memo)
