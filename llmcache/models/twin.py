@@ -14,6 +14,8 @@ from torch import nn
 from llmcache.errors import ConfigError
 from llmcache.models.hooks import plain_forward
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def make_twin(module: nn.Module) -> nn.Module:
     """A copy that shares parameters and buffers, without anybody's hooks, each part with the forward of its class.
@@ -50,11 +52,13 @@ def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
     for part, replica in replicas.items():
         if getattr(plain_forward(part), "__func__", None) is not type(part).forward:
             raise ConfigError(f"the forward of a {type(part).__name__} was replaced, and would be run for the original")
-        own = {name: value for name, value in part.__dict__.items() if name != "forward"}
-        own |= {name: OrderedDict() for name in own if name.endswith(("ward_hooks", "ward_pre_hooks"))}
+        own = replica.__dict__
+        own |= part.__dict__
+        own.pop("forward", None)
         own["_modules"] = {name: None if one is None else replicas[one] for name, one in part._modules.items()}
         own["_compiled_call_impl"] = None
-        replica.__dict__ = own
+        for name in _HOOKS:
+            own[name] = OrderedDict()
     return replicas
 
 
