@@ -17,7 +17,7 @@ from torch import Tensor
 from llmcache.arrays import Bools, Floats
 from llmcache.execution.components import Components
 from llmcache.fingerprint import Fingerprint, View
-from llmcache.models.adapters import special_ids, vocabulary_size
+from llmcache.models.adapters import first_position, special_ids, vocabulary_size
 from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import head_reads_padding
@@ -49,6 +49,7 @@ class RequestReader:
         self._layout_counts = keeps_tokens and not heeds_mask
         self._layout_is_kept = keeps_tokens and heeds_mask
         self._steady_length = steady_length(parts.trunk.module)
+        self._first_position = first_position(parts.trunk.module)
 
     def scope(self, call: Call, entering: torch.dtype) -> Scope:
         """Scope of a call whose first layer receives states of this dtype."""
@@ -105,6 +106,9 @@ class RequestReader:
         reason = self._refusal_of_all(inputs)
         for row in rows:
             row.bypass_reason = reason or self._refusal(row, inputs, has_content[row.number])
+        if fingerprint is not None and self._may_be_refused(inputs):
+            for row in rows:
+                row.is_misread = True
         components, make = self._components, None
         epoch, mark = components.banks.fingerprint_epoch, components.weights.mark_of(scope.weights)
         if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(scope.weights):
@@ -137,6 +141,17 @@ class RequestReader:
             return ""
         length = n_tokens if inputs.positions is None else int(inputs.positions.max(initial=-1)) + 1
         return "" if length < self._steady_length else "rope_by_length"
+
+    def _may_be_refused(self, inputs: HostInputs) -> bool:
+        """Whether positions or token types of a call may be beyond the model's tables, which then raises."""
+        config = self._components.trunk.config
+        n_positions, n_types = setting(config, "max_position_embeddings"), setting(config, "type_vocab_size")
+        n_tokens = inputs.ids.shape[1] + self._first_position
+        return _reaches(inputs.types, n_types) or (
+            n_positions is not None and n_tokens > n_positions
+            if inputs.positions is None
+            else _reaches(inputs.positions, n_positions)
+        )
 
     def _refusal(self, row: Row, inputs: HostInputs, has_content: bool) -> str:
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:
@@ -176,6 +191,11 @@ def _project(
         for number in np.flatnonzero(~np.isfinite(vectors).all(axis=-1)).tolist():
             rows[number].bypass_reason = rows[number].bypass_reason or "not_finite"
     return dict.fromkeys(layers, vectors), forecasts
+
+
+def _reaches(values: NDArray[Any] | None, n: int | None) -> bool:
+    """Whether a value is below 0, or n or more; None: there are none, or n is not known."""
+    return values is not None and n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
 
 
 def _has_negative(ids: NDArray[np.int64]) -> bool:

@@ -335,5 +335,12 @@ def vocabulary_size(trunk: Trunk) -> int:
     return int(size)
 
 
+def first_position(trunk: nn.Module) -> int:
+    """The position of the first token in a call without positions: RoBERTa counts from the padding id plus 1."""
+    tables = (part for name, part in trunk.named_modules() if name.endswith("position_embeddings"))
+    padding = [getattr(table, "padding_idx", None) for table in tables]
+    return max((one + 1 for one in padding if one is not None), default=0)
+
+
 def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device

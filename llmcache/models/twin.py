@@ -18,7 +18,7 @@ from torch import nn
 from llmcache.errors import ConfigError
 from llmcache.models.hooks import plain_forward
 
-_HOOKS = frozenset(name for name in vars(nn.Module()) if "_forward_" in name and "_hooks" in name)
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "ward_" in name and "_hooks" in name)
 
 
 def make_twin(module: nn.Module) -> nn.Module:
@@ -78,11 +78,13 @@ def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
     for part, replica in replicas.items():
         if getattr(plain_forward(part), "__func__", None) is not type(part).forward:
             raise ConfigError(f"the forward of a {type(part).__name__} was replaced, and would be run for the original")
-        own = {name: value for name, value in part.__dict__.items() if name != "forward"}
-        own |= {name: OrderedDict() for name in own if name.endswith(("ward_hooks", "ward_pre_hooks"))}
+        own = replica.__dict__
+        own |= part.__dict__
+        own.pop("forward", None)
         own["_modules"] = {name: None if one is None else replicas[one] for name, one in part._modules.items()}
         own["_compiled_call_impl"] = None
-        replica.__dict__ = own
+        for name in _HOOKS:
+            own[name] = OrderedDict()
     return replicas
 
 

@@ -79,7 +79,8 @@ class Row:
         bypass_reason: Why the row takes no part in caching, or "".
         has_layout: Its key covers its padding as well, so that what is stored of it fits every place of the row.
         layout: Digest of what its padding is made of, where that is kept and not part of the key; else b"".
-        is_misread: The head may read a place of it that is not valid: what another request left there is not known.
+        is_misread: No other request may serve it: the head may read a place of it that is not valid, and what another
+            one left there is not known; or its call may be one that the model refuses.
         again: A key of its own, where an earlier row of the call has the same key; else "". What the model makes of the
             two may differ in the last bits, since kernels round by the place in a batch.
     """

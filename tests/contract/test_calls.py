@@ -1,0 +1,301 @@
+"""Same call, same output as the unwrapped model, at every position: whatever a call is made of, whoever makes it."""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from llmcache import LLMCache
+from tests.contract.judge import ask, check_calls, check_same
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, PAD, TOKEN_HEADS, VOCABULARY, build, tokens
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "bert": BARE["bert"],
+    "classifier": CLASSIFIERS["bert"],
+    "roberta": BARE["roberta"],
+    "t5": BARE["t5"],
+    "gpt2": GENERATORS["gpt2"],
+    "llama": GENERATORS["llama"],
+}
+#: What a family's forward takes beside ids and mask.
+POSITIONS, TYPES, KV = {"bert", "classifier", "gpt2", "llama"}, {"bert", "classifier"}, {"gpt2", "llama"}
+CALLS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@functools.cache
+def pair(family: str) -> tuple[LLMCache, nn.Module]:
+    """A cache that stays, so that calls meet what others have stored, and a plain copy of its model."""
+    return LLMCache.wrap(build(FAMILIES[family]), auto_bypass=False), build(FAMILIES[family])
+
+
+# -- calls made up ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw: Any, family: str) -> dict[str, Any]:
+    """Arguments of a call: few different requests, so that parts of batches come again in other company."""
+    rows = draw(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([3, 5])), min_size=1, max_size=5))
+    sides = draw(st.sampled_from(["left", "right", "both", "mixed"]))
+    width = max(length for _, length in rows) + draw(st.sampled_from([0, 0, 2]))
+    ids, mask = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.int64)
+    for number, (seed, length) in enumerate(rows):
+        spare = width - length
+        side = ("left", "right", "both")[number % 3] if sides == "mixed" else sides
+        first = {"left": spare, "right": 0, "both": spare // 2}[side]
+        ids[number, first : first + length] = tokens(1, length, seed)[0]
+        mask[number, first : first + length] = 1
+    if draw(st.integers(0, 3)) == 0:
+        mask[draw(st.integers(0, len(rows) - 1)), width // 2] = 0  # a hole, or padding
+    call: dict[str, Any] = {"input_ids": ids}
+    if not mask.all() or draw(st.booleans()):
+        call["attention_mask"] = mask.to(draw(st.sampled_from([torch.int64, torch.int64, torch.bool, torch.float32])))
+    counted = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    if family in POSITIONS:
+        made = {"none": None, "columns": torch.arange(width)[None], "counted": counted, "from 2": counted + 2}
+        call["position_ids"] = made[draw(st.sampled_from(["none", *made]))]
+    if family in TYPES:
+        call["token_type_ids"] = draw(st.sampled_from([None, torch.zeros_like(ids), (ids % 2).clone()]))
+    if family in KV:
+        call["use_cache"] = draw(st.sampled_from([None, True, False]))
+    call["return_dict"] = draw(st.sampled_from([None, True, False]))
+    return {name: value for name, value in call.items() if value is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@CALLS
+@given(data=st.data())
+def test_any_call(family: str, data: st.DataObject) -> None:
+    """Same call, same output: batches partly known, permuted, with duplicates, padded anywhere, with holes, square."""
+    cache, plain = pair(family)
+    call = data.draw(calls(family))
+    check_calls(cache.model, plain, call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_were_served(family: str) -> None:
+    """What was computed for a batch serves its rows in other batches: alone, permuted, twice in one, beside others."""
+    cache, plain = pair(family)
+    ids = tokens(5, 5, 50)
+    before = cache.stats()
+    order = ([0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3, 1], [2], [0, 4, 1, 3, 2])
+    for rows in order:
+        check_same(ask(cache.model, input_ids=ids[rows]), ask(plain, input_ids=ids[rows]), where=str(rows))
+    after = cache.stats()
+    assert (
+        after.n_hits - before.n_hits >= sum(map(len, order[1:])) - 2
+    )  # the repeats of a row may be computed once more
+    assert (after.errors, after.n_requests - before.n_requests) == (0, sum(map(len, order)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_repeat_is_the_stored_run(family: str) -> None:
+    """A call that comes again returns the first run, bit for bit."""
+    model = build(FAMILIES[family])
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        first = ask(model, input_ids=tokens(3, 5))
+        for _ in range(2):
+            check_same(ask(model, input_ids=tokens(3, 5)), first, exact=True)
+            assert [one.rung for one in cache.last] == ["exact"] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_by_position(family: str) -> None:
+    """Arguments may be passed by position or by name."""
+    cache, plain = pair(family)
+    ids, mask = tokens(2, 5, 60), torch.ones(2, 5, dtype=torch.int64)
+    after_ids = (None, mask) if family == "gpt2" else (mask,)
+    for args, more in ((ids,), {}), ((ids, *after_ids), {}), ((ids,), {"attention_mask": mask}):
+        for _ in range(2):
+            check_same(ask(cache.model, *args, **more), ask(plain, *args, **more))
+
+
+# -- gradients, modes, autocast ---------------------------------------------------------------------------------------
+
+
+def test_gradients() -> None:
+    """With gradients on, the model computes: outputs, losses and gradients are its own, and nothing is served."""
+    model, plain = build(CLASSIFIERS["bert"]), build(CLASSIFIERS["bert"])
+    call = {"input_ids": tokens(3, 5), "labels": torch.tensor([0, 1, 2])}
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        ask(model, **call)
+        for _ in range(2):
+            losses = [one(**call).loss for one in (model, plain)]
+            for loss in losses:
+                loss.backward()
+            assert cache.last[0].rung is None
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert (ours.grad is None) == (theirs.grad is None)
+                if ours.grad is not None:
+                    assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+        assert losses[0].item() == losses[1].item() and cache.stats().n_hits == 0
+        for one in (model, plain):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+        check_calls(model, plain, call)
+
+
+def test_answers_of_every_mode_are_of_that_mode() -> None:
+    """What is stored under `inference_mode` serves under `no_grad` as a normal tensor, and the other way round."""
+    model, plain = build(BARE["bert"]), build(BARE["bert"])
+    modes: tuple[Callable[[], AbstractContextManager[object]], ...] = (torch.inference_mode, torch.no_grad, nullcontext)
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for seed, order in enumerate(itertools.permutations(modes)):
+            for mode in (*order, *order):
+                with mode():
+                    found, expected = (one(input_ids=tokens(2, 5, seed)) for one in (model, plain))
+                    check_same(found, expected)
+                    for ours, theirs in zip(found.values(), expected.values(), strict=True):
+                        assert ours.is_inference() == theirs.is_inference()
+                        assert ours.requires_grad == theirs.requires_grad
+                if mode is torch.no_grad:
+                    found.last_hidden_state.mul_(2.0)  # a normal tensor may be written, and take part in autograd
+                    (found.last_hidden_state * torch.ones(1, requires_grad=True)).sum().backward()
+        assert cache.stats().n_hits > 0
+
+
+@pytest.mark.parametrize("family", ["bert", "classifier", "gpt2"])
+def test_autocast(family: str) -> None:
+    """What was computed under autocast serves there alone."""
+    model, plain = build(FAMILIES[family]), build(FAMILIES[family])
+    contexts = {
+        "off": nullcontext,
+        "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+        "float16": lambda: torch.autocast("cpu", torch.float16),
+        "not enabled": lambda: torch.autocast("cpu", torch.bfloat16, enabled=False),
+    }
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for name in (*contexts, *contexts, *reversed(contexts)):
+            with contexts[name]():
+                found, expected = (ask(one, input_ids=tokens(2, 5)) for one in (model, plain))
+            check_same(found, expected, exact=True, where=name)
+        assert cache.stats().n_hits == 2 * (3 * len(contexts) - 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_dtypes_of_models(family: str, dtype: torch.dtype) -> None:
+    """A model of any float dtype is answered in its dtype; a change of dtype is never served from before."""
+    model, plain = build(FAMILIES[family]), build(FAMILIES[family])
+    whole, part = {"input_ids": tokens(3, 5)}, {"input_ids": tokens(3, 5)[1:]}
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        check_calls(model, plain, whole)
+        for one in (model, plain):
+            one.to(dtype)
+        check_calls(model, plain, whole, part)
+        assert cache.stats().n_hits == 3 + 3 + 2 * 2
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["classifier", "span", "token", "masked", "causal"])
+def test_losses(head: str) -> None:
+    """A loss is of the labels that are passed with it, though the request is known with others, or without."""
+    make = CLASSIFIERS["bert"] if head == "classifier" else TOKEN_HEADS[head]
+    model, plain = build(make), build(make)
+    ids = tokens(3, 6)
+
+    def labels(seed: int) -> dict[str, Tensor]:
+        rng = torch.Generator().manual_seed(seed)
+        if head == "span":
+            return {name: torch.randint(6, (3,), generator=rng) for name in ("start_positions", "end_positions")}
+        n_labels = {"classifier": 5, "token": 2}.get(head, VOCABULARY)
+        return {"labels": torch.randint(n_labels, (3,) if head == "classifier" else (3, 6), generator=rng)}
+
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for rows in (slice(3), slice(1, 3)):
+            for more in ({}, labels(1), labels(2), {}):
+                call = {name: value[rows] for name, value in {"input_ids": ids, **more}.items()}
+                check_calls(model, plain, call)
+        assert cache.stats().n_hits > 3 * 4
+
+
+# -- owners and threads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_handed_out_may_be_changed(family: str) -> None:
+    """Outputs, K/V and inputs belong to the caller: what it writes to them reaches no later answer."""
+    model, plain = build(FAMILIES[family]), build(FAMILIES[family])
+    expected = [ask(plain, input_ids=tokens(2, 5, seed)) for seed in (0, 1)]
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for _ in range(3):
+            for seed in (0, 1):
+                ids = tokens(2, 5, seed)
+                found = ask(model, input_ids=ids)
+                check_same(found, expected[seed])
+                ids.fill_(7)
+                with torch.inference_mode():
+                    for value in found.values():
+                        if isinstance(value, Tensor):
+                            value.fill_(float("nan"))
+                        else:
+                            for layer in value.layers:
+                                layer.keys.zero_()
+                                layer.values.zero_()
+        assert cache.stats().n_hits == 8
+
+
+@pytest.mark.parametrize("family", sorted(KV))
+def test_kv_is_continued(family: str) -> None:
+    """A K/V cache that a hit has filled is continued as one that the model filled."""
+    cache, plain = pair(family)
+    ids = tokens(2, 9, 70)
+    for _ in range(2):
+        kept, own = DynamicCache(), DynamicCache()
+        for part in (ids[:, :6], ids[:, 6:7], ids[:, 7:]):
+            found = ask(cache.model, input_ids=part, past_key_values=kept)
+            check_same(found, ask(plain, input_ids=part, past_key_values=own))
+        check_same(kept, own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_threads(family: str) -> None:
+    """A wrapped model is used from any number of threads: each is given what it asked for."""
+    model, plain = build(FAMILIES[family]), build(FAMILIES[family])
+    rng = torch.Generator().manual_seed(0)
+    ids = tokens(4, 5)
+    batches = [torch.randint(4, (1 + n % 3,), generator=rng).tolist() for n in range(15)]
+    expected = [ask(plain, input_ids=ids[rows]) for rows in batches]
+    start = threading.Barrier(4)
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+
+        def work(first: int) -> int:
+            start.wait()
+            for n in range(len(batches)):
+                number = (first * 4 + n) % len(batches)
+                found = ask(model, input_ids=ids[batches[number]])
+                assert len(cache.last) == len(batches[number])  # this thread's own
+                check_same(found, expected[number], where=f"batch {number}")
+            return len(batches)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(work, range(4))) == 60
+        stats = cache.stats()
+        assert stats.errors == 0 and stats.n_hits > 0 and stats.n_requests == 4 * sum(map(len, batches))
+
+
+def test_unwrapping_leaves_the_model_as_it_was() -> None:
+    """`unwrap` takes the cache off: outputs are the plain model's, bit for bit, and so is the model."""
+    model, plain = build(BARE["bert"]), build(BARE["bert"])
+    known = {name: dict(part.__dict__) for name, part in model.named_modules()}
+    cache = LLMCache.wrap(model, auto_bypass=False)
+    check_calls(model, plain, {"input_ids": tokens(2, 5)})
+    assert cache.unwrap() is model
+    check_same(ask(model, input_ids=tokens(2, 5)), ask(plain, input_ids=tokens(2, 5)), exact=True)
+    assert {name: list(part.__dict__) for name, part in model.named_modules()} == {
+        name: list(own) for name, own in known.items()
+    }

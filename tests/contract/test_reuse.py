@@ -1,0 +1,69 @@
+"""What approximate reuse does not answer: requests that the model itself refuses."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from llmcache import LLMCache
+from tests.contract.judge import ask
+from tests.contract.streams import calibrated, classifier, requests
+
+FRESH = requests(40, seed=7)[0]
+N_TOKENS = FRESH.shape[1]
+PLACES = torch.arange(N_TOKENS)[None]
+#: Arguments beside the ids that the classifier takes, and some that it refuses, in calls that are made alike.
+BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "token types": ({"token_type_ids": 0}, {"token_type_ids": 2}),
+    "negative token types": ({"token_type_ids": 0}, {"token_type_ids": -1}),
+    "positions": ({"attention_mask": 1, "position_ids": PLACES}, {"attention_mask": 1, "position_ids": PLACES + 60}),
+    "negative positions": (
+        {"attention_mask": 1, "position_ids": PLACES},
+        {"attention_mask": 1, "position_ids": PLACES - 1},
+    ),
+    "dtype of token types": ({"token_type_ids": 0}, {"token_type_ids": torch.zeros(1, N_TOKENS, dtype=torch.uint8)}),
+    "dtype of ids": ({}, {"input_ids": torch.int16}),
+    "length": ({}, {"input_ids": 9}),
+    "padding": ({"attention_mask": 1}, {"attention_mask": 1, "padding": 60}),
+}
+
+
+@pytest.fixture
+def cache() -> Iterator[LLMCache]:
+    with calibrated(audit=1.0) as cache:
+        yield cache
+
+
+@pytest.fixture(scope="module")
+def plain() -> nn.Module:
+    return classifier()
+
+
+def made(ids: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
+    """A call for a request: a number fills an argument, or tells how many copies of the ids; a dtype is theirs."""
+    call = {"input_ids": ids[None]}
+    for name, value in given.items():
+        if name == "input_ids":
+            call[name] = ids[None].to(value) if isinstance(value, torch.dtype) else ids[None].repeat(1, value)
+        elif name != "padding":
+            call[name] = value if isinstance(value, Tensor) else torch.full_like(ids[None], value)
+    return {name: pad(value, (0, given.get("padding", 0))) for name, value in call.items()}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache, plain: nn.Module, name: str) -> None:
+    """A call that the plain model refuses is refused, though a request like it could serve it approximately."""
+    taken, refused = BEYOND[name]
+    rungs = []
+    for row in FRESH:
+        ask(cache.model, **made(row, taken))
+        rungs.append(cache.last[0].rung)
+    assert "semantic" in rungs
+    for row in requests(20, seed=8)[0]:
+        with pytest.raises((IndexError, RuntimeError)) as expected:
+            ask(plain, **made(row, refused))
+        with pytest.raises(expected.type):
+            ask(cache.model, **made(row, refused))
