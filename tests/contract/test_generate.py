@@ -1,7 +1,7 @@
 """`generate()` on a wrapped model gives the tokens of the model without a cache, in all of its modes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache as once
 from typing import Any
 
@@ -106,29 +106,30 @@ def check_tokens(family: str, inputs: Any = LEFT, is_served: bool = True, **how:
         assert not is_served or cache.stats().n_hits > before
 
 
-@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [(way, families[number % 2]) for families in (DECODERS, ENCODER_DECODERS) for number, way in enumerate(WAYS)],
+)
 def test_every_way_of_decoding(family: str, way: str) -> None:
     """docs/generation.md: transformers' own `generate()` works on a wrapped model, and repeats serve its prefill."""
     check_tokens(family, **WAYS[way])
 
 
-@pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("way", OF_DECODERS)
-def test_ways_of_decoders_only(family: str, way: str) -> None:
+def test_ways_of_decoders_only(way: str) -> None:
     """docs/generation.md: also where prompts come in chunks or as embeddings, or the model is asked twice a token."""
-    check_tokens(family, **OF_DECODERS[way], is_served=way == "guidance")
+    check_tokens("llama", **OF_DECODERS[way], is_served=way == "guidance")
 
 
 @pytest.mark.parametrize("family", [*SLIDING, *OTHERS])
-@pytest.mark.parametrize("way", ["greedy", "beams"])
-def test_other_families(family: str, way: str) -> None:
+def test_other_families(family: str) -> None:
     """docs/generation.md: whatever K/V cache the family makes, a sliding window included."""
-    check_tokens(family, **WAYS[way], is_served=family not in SLIDING)
+    check_tokens(family, num_beams=2, is_served=family not in SLIDING)
 
 
-@pytest.mark.parametrize("family", ["llama", "bart"])
-@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "static cache"])
+@pytest.mark.parametrize(
+    ("family", "way"), [("llama", "greedy"), ("gpt2", "beams"), ("llama", "static cache"), ("bart", "sampling")]
+)
 def test_everything_that_generate_returns(family: str, way: str) -> None:
     """docs/reuse.md: scores, logits and K/V of a repeat are those of the stored run."""
     how = {**WAYS[way], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -149,7 +150,7 @@ def test_states_and_attentions_of_every_layer(family: str) -> None:
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
 @pytest.mark.parametrize("layout", ["right", "none", "known rows"])
 def test_other_batches(family: str, layout: str) -> None:
     """docs/reuse.md: prompts padded on the right, without a mask, or of which some are known."""
@@ -177,24 +178,30 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("on", ["model", "assistant", "both"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    ("draft", "on"),
+    [
+        ("another model", "both"),
+        ("another model", "assistant"),
+        ("another model, sampling", "both"),
+        ("prompt lookup", "model"),
+        ("early exit", "model"),
+    ],
+)
 def test_drafts(draft: str, on: str) -> None:
     """docs/generation.md: also where another model, a shallower one or the prompt itself proposes the tokens."""
-    how, has_assistant = DRAFTS[draft], draft.startswith("another")
-    if on != "model" and not has_assistant:
-        return
-    models = [plain("llama", "causal"), plain("gpt2", "causal")]
-    fresh_ones = [fresh("llama", "causal"), fresh("gpt2", "causal")]
-    prompts = [{"input_ids": ids} for ids in (KNOWN, GOES_ON, KNOWN, torch.cat([tokens(1, 5)] * 3, dim=1))]
-    caches = [
-        LLMCache.wrap(one) for one, name in zip(fresh_ones, ("model", "assistant"), strict=True) if on in (name, "both")
-    ]
-    for inputs in prompts:
-        more = [{"assistant_model": both[1]} if has_assistant else {} for both in (models, fresh_ones)]
-        expected = write(models[0], inputs, **how, **more[0])
-        assert write(fresh_ones[0], inputs, **how, **more[1]).tolist() == expected.tolist()
-    assert all(cache.stats().n_hits >= 1 and cache.stats().errors == 0 for cache in caches)
+    model, assistant = plain("llama", "causal"), plain("gpt2", "causal")
+    copies = to_wrap("llama", "causal"), to_wrap("gpt2", "causal")
+    chosen = {"model": copies[:1], "assistant": copies[1:], "both": copies}[on]
+    has_assistant = draft.startswith("another")
+    with ExitStack() as until_the_end:
+        caches = [until_the_end.enter_context(LLMCache.wrap(one)) for one in chosen]
+        for ids in (KNOWN, GOES_ON, KNOWN):
+            more = {"assistant_model": assistant} if has_assistant else {}
+            expected = write(model, {"input_ids": ids}, **DRAFTS[draft], **more)
+            more = {"assistant_model": copies[1]} if has_assistant else {}
+            assert write(copies[0], {"input_ids": ids}, **DRAFTS[draft], **more).tolist() == expected.tolist()
+        assert all(cache.stats().n_hits >= 1 and cache.stats().errors == 0 for cache in caches)
 
 
 def test_a_loop_of_the_users_own() -> None:
@@ -239,8 +246,17 @@ def test_streamers_hear_the_same(family: str) -> None:
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3"])
-@pytest.mark.parametrize("kv", ["none", "handed back", "static"])
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [
+        ("llama", "none"),
+        ("llama", "handed back"),
+        ("qwen3", "static"),
+        ("gpt2", "handed back"),
+        ("mistral", "none"),
+        ("mistral", "handed back"),
+    ],
+)
 def test_a_conversation(family: str, kv: str) -> None:
     """docs/prefix.md: each turn's prompt begins with the one before, and K/V may be handed back in."""
 
@@ -274,7 +290,7 @@ def test_conversations_that_take_turns() -> None:
             for ids in (stem, *branches, torch.cat(branches)):
                 expected = write(plain("llama", "causal"), {"input_ids": ids})
                 assert write(cache.model, {"input_ids": ids}).tolist() == expected.tolist()
-        assert cache.stats().hits["prefix"] >= 3 and cache.stats().hits["exact"] >= 3
+        assert cache.stats().n_hits >= 3 + 7
 
 
 # -- llmcache.generation -----------------------------------------------------------------------------------------------
@@ -290,22 +306,19 @@ SAMPLINGS: dict[str, tuple[Sampling, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("way", SAMPLINGS)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize(("family", "kind"), [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "sliding")])
 def test_tokens_are_those_of_generate(family: str, way: str, kind: Any) -> None:
     """docs/generation.md: the tokens are those of `generate()` asked for the same, with the same seed."""
     sampling, how = SAMPLINGS[way]
-    model = plain(family, "causal")
+    how = {"eos_token_id": None, **how, "max_new_tokens": sampling.max_new_tokens}
     with wrapped(family) as cache:
         for ids in (KNOWN, GOES_ON, KNOWN):
-            made = write(model, {"input_ids": ids}, **{"eos_token_id": None, **how, "max_new_tokens": 6})
-            expected = made[0, ids.shape[1] :].tolist()
+            expected = write(plain(family, "causal"), {"input_ids": ids}, **how)[0, ids.shape[1] :].tolist()
             got = generate(cache.model, ids, sampling, cache=kind)
             assert (list(got.tokens), got.n_prompt) == (expected, ids.shape[1])
-            assert got.stopped_by == ("stop" if way == "stopped" and expected[-1] in sampling.stop_ids else "length")
-            assert list(generate(model, ids, sampling, cache=kind).tokens) == expected
-        if family not in SLIDING:
+            assert got.stopped_by == ("stop" if expected[-1] in sampling.stop_ids else "length")
+        if kind != "sliding":
             assert (got.rung, cache.stats().hits["prefix"]) == ("exact", 1)
 
 
@@ -313,18 +326,18 @@ def test_streams_of_several_readers_do_not_mix() -> None:
     """docs/generation.md: a stream's K/V is its own, so streams may take turns, be closed, or be left."""
     model, sampling = plain("llama", "causal"), SAMPLINGS["sampled"][0]
     prompts = [KNOWN, GOES_ON, tokens(1, 6)]
-    expected = [generate(model, ids, sampling).tokens for ids in prompts]
+    alone = [generate(model, ids, sampling) for ids in prompts]
     with wrapped("llama") as cache:
         for _ in range(2):
             left = stream(cache.model, KNOWN, sampling)
-            assert next(left).id == expected[0][0]
+            assert next(left).id == alone[0].tokens[0]
             left.close()
             answers = [stream(cache.model, ids, sampling) for ids in prompts]
-            together = list(zip(*answers, strict=True))
-            assert [tuple(token.id for token in one) for one in zip(*together, strict=True)] == expected
-            for answer, ids in zip(answers, prompts, strict=True):
-                logprobs = generate(model, ids, sampling).logprobs
-                assert answer.generation().logprobs == pytest.approx(logprobs, abs=1e-5)
+            for _ in range(sampling.max_new_tokens):
+                assert all(next(answer) for answer in answers)
+            for answer, own in zip(answers, alone, strict=True):
+                assert answer.generation().tokens == own.tokens
+                assert answer.generation().logprobs == pytest.approx(own.logprobs, abs=1e-5)
         assert cache.stats().n_hits >= 4
 
 
@@ -350,12 +363,12 @@ def test_prefill_and_decode_steps_of_a_padded_batch(family: str, left: bool) -> 
 
 def test_a_chat_keeps_its_conversation() -> None:
     """docs/generation.md: the beginning of each turn's prompt was a prompt before, so the prefix rung serves it."""
-    told = []
-    for model in (plain("llama", "causal"), fresh("llama", "causal")):
-        cache = LLMCache.wrap(model) if told else None
-        chat = Chat(model, tokenizer(), Sampling(max_new_tokens=4), system=" ".join(f"w{n}" for n in range(20)))
-        told.append([["".join(chat.ask(text)), chat.turn().generation.tokens] for text in ("w5 w6", "w7", "w8 w9")])
-        if cache is not None:
-            assert chat.turn().generation.n_prefix > 16
-            assert cache.stats().hits["prefix"] == 2
-    assert told[0] == told[1]
+    spoken: list[Any] = []
+    system = " ".join(f"w{number}" for number in range(18))
+    for model in (plain("llama", "causal"), to_wrap("llama", "causal")):
+        chat = Chat(model, tokenizer(), Sampling(max_new_tokens=2, stop_ids=()), system=system)
+        with LLMCache.wrap(model) if spoken else nullcontext():
+            spoken.append([("".join(chat.ask(text)), chat.turn().generation) for text in ("w5 w6", "w7")])
+    for (text, made), (own_text, own) in zip(*spoken, strict=True):
+        assert (text, made.tokens) == (own_text, own.tokens)
+    assert [made.n_prefix >= 16 for _, made in spoken[1]] == [False, True]
