@@ -259,11 +259,11 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
 
 
 def _asks_for_more(module: nn.Module) -> tuple[str, ...]:
-    """Names of `output_...` arguments: transformers records what the class says, its config names others."""
+    """Names of `output_...` arguments: those that the class records, and flags of its config (not sizes so named)."""
     recorded = getattr(module, "_can_record_outputs", None) or {}
     settings = getattr(getattr(module, "config", None), "__dict__", {})
-    configured = (name for name in settings if name.startswith("output_"))
-    return tuple(dict.fromkeys((*_ALWAYS_ASKED, *(f"output_{what}" for what in recorded), *configured)))
+    flags = (name for name, value in settings.items() if name.startswith("output_") and isinstance(value, bool))
+    return tuple(dict.fromkeys((*_ALWAYS_ASKED, *(f"output_{what}" for what in recorded), *flags)))
 
 
 def first_attention(trunk: Trunk) -> nn.Module:

@@ -20,7 +20,7 @@ from tests.tiny_models import batch, padded, tokens
 LAYOUTS = ("right", "left", "none", "holes")
 #: Layers that share weights, or that keep K/V under a name that is not known: wrapping them is refused so far.
 REFUSED = ("albert", "neox", "bloom", "falcon")
-#: Their layers hand on more than states, or in another layout: computed so far.
+#: Layers that hand on more than states, or states in another layout: such calls are computed so far.
 COMPUTED = ("megatron", "squeezebert")
 WRAPPED = [family for family in FAMILIES if family not in REFUSED]
 HEADS = [
@@ -49,25 +49,36 @@ def arguments(family: str, kind: str, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs | {"use_cache": False} if makes_none or getattr(config, "sliding_window", None) else inputs
 
 
-def check_repeats(family: str, kind: str, inputs: dict[str, Any], at_least: int = 1) -> None:
-    """Cold and twice warm: bit for bit where no row or every row is a hit."""
-    inputs = arguments(family, kind, inputs)
-    expected = ask(plain(family, kind), **inputs)
+def check_repeats(family: str, kind: str, *calls: dict[str, Any], at_least: int = 1) -> None:
+    """Each call twice: bit for bit where no row or every row is a hit, and the second time a hit."""
     with wrapped(family, kind) as cache:
-        for turn in ("cold", "warm", "once more"):
-            before = cache.stats().n_hits
-            output = ask(cache.model, **inputs)
-            n_hits = cache.stats().n_hits - before
-            check_same(output, expected, exact=n_hits in (0, inputs["input_ids"].shape[:-1].numel()), where=turn)
-            assert n_hits >= (0 if turn == "cold" or family in COMPUTED else at_least), turn
+        for call in calls:
+            inputs = arguments(family, kind, call)
+            expected = ask(plain(family, kind), **inputs)
+            for turn in ("cold", "warm"):
+                before = cache.stats().n_hits
+                output = ask(cache.model, **inputs)
+                n_hits = cache.stats().n_hits - before
+                check_same(output, expected, exact=n_hits in (0, inputs["input_ids"].shape[:-1].numel()), where=turn)
+            assert family in COMPUTED or n_hits >= at_least
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", WRAPPED)
-def test_repeats_are_hits_and_the_same_at_every_position(family: str, layout: str) -> None:
+def test_repeats_are_hits_and_the_same_at_every_position(family: str) -> None:
     """docs/reuse.md: cold is bitwise the plain model, and an exact hit the stored run, padding included."""
     kind = the_first_kind(family)
-    check_repeats(family, kind, inputs_of(family, kind, layout), at_least=3)
+    check_repeats(family, kind, *(inputs_of(family, kind, layout) for layout in LAYOUTS), at_least=3)
+
+
+@pytest.mark.parametrize("family", COMPUTED)
+@pytest.mark.xfail(strict=True, reason="layers are still swapped, and what these return is not known how to be made up")
+def test_whatever_layers_hand_on_the_last_states_are_cached(family: str) -> None:
+    """docs/reuse.md: an entry is a row of what the trunk returned, so what its layers return does not matter."""
+    inputs = inputs_of(family, "bare")
+    with wrapped(family, "bare") as cache:
+        for _ in range(2):
+            ask(cache.model, **inputs)
+        assert cache.stats().n_hits == 3
 
 
 @pytest.mark.parametrize("family", WRAPPED)
@@ -90,12 +101,12 @@ def test_heads_and_their_losses(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["classifier", "token", "span", "masked", "choice", "sentence"])
-@pytest.mark.parametrize("layout", ["left", "none", "holes"])
-def test_heads_in_every_layout(kind: str, layout: str) -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_heads_in_every_layout(kind: str, number: int) -> None:
     """docs/reuse.md: what a head reads is served whatever the padding, or computed."""
-    for family in of_kind(kind)[:6]:
-        if family in WRAPPED:
-            check_repeats(family, kind, inputs_of(family, kind, layout), at_least=0 if layout == "holes" else 1)
+    family = [one for one, of in HEADS if of == kind][number % 2 if kind == "sentence" else number]
+    check_repeats(family, kind, *(inputs_of(family, kind, layout) for layout in ("left", "none")))
+    check_repeats(family, kind, inputs_of(family, kind, "holes"), at_least=0)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -175,7 +186,7 @@ calls = st.lists(
 
 
 @pytest.mark.parametrize(("family", "kind"), [("bert", "bare"), ("bert", "classifier"), ("gpt2", "causal")])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(stream=calls)
 def test_any_stream_of_calls(family: str, kind: str, stream: list[tuple[list[int], bool]]) -> None:
     """docs/reuse.md: decisions are per row, whatever came before and whatever stands beside it."""
