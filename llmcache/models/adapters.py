@@ -105,9 +105,7 @@ ADAPTERS: dict[str, Adapter] = {
         Adapter(
             "deberta", ("DebertaModel", "DebertaV2Model"), "encoder.layer", attention="attention.self", skipped=None
         ),
-        Adapter(
-            "rembert", ("RemBertModel",), "encoder.layer", attention="attention.self", skipped=_before_attentions
-        ),
+        Adapter("rembert", ("RemBertModel",), "encoder.layer", attention="attention.self", skipped=_before_attentions),
         Adapter("modernbert", ("ModernBertModel",), "layers", norm="final_norm", attention="attn", skipped=None),
         Adapter(
             "llama",

@@ -111,7 +111,7 @@ def test_heads_in_every_layout(kind: str, number: int) -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_that_cannot_be_wrapped_is_left_as_it_was(family: str) -> None:
-    """README and docs/api.md: `UnsupportedModelError` if no trunk is found; who finds one has to serve it right."""
+    """docs/index.md: a model is recognised by its layers and served right, or refused and left alone."""
     for kind in FAMILIES[family][1]:
         inputs = arguments(family, kind, inputs_of(family, kind))
         model = to_wrap(family, kind)
