@@ -3,6 +3,8 @@
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from llmcache.banks.stores.seal import Seal
 from llmcache.banks.tier import BreakEven, Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
-from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
+from llmcache.calibration.requirements import check_settings, check_student, refuse_coupled, refuse_unsafe
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
@@ -38,9 +40,10 @@ from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import Decision, thresholds
 from llmcache.matching.index import INDEXES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate, special_ids, vocabulary_size
+from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
-from llmcache.models.hooks import plain_forward
 from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.twin import run_unseen
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.request.rows import id_dtype
@@ -67,7 +70,14 @@ def assemble(
     # Entries are needed where something else may read them, or was named to keep them.
     is_plain = not config.rungs and config.compression.name == "none"
     is_in_blocks = prefix is not None and is_exact and is_plain and layers[-1] == trunk.depth - 1
-    counters = Counters()
+    counters, weights = Counters(), Weights(trunk.module)
+    coupling = Coupling(trunk, weights)
+    with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
+        digest = weights.digest()  # now, so that the first request does not wait for it
+        if head.observed is not None:
+            head.observed.was_of(digest)
+        if weights.unreadable is None and (reason := coupling.reason(digest)) and config.tau is not None:
+            refuse_coupled(f"tau={config.tau}", reason)
     keeps_entries = is_exact and not codec.n_fit  # of a codec that is fitted, other processes know nothing
     tier = _open_tier(trunk, payload, config, layers, counters, is_of_use=keeps_entries or prefix is not None)
     banks = _make_banks(trunk, payload, config, layers, searched_by, prefix, tier if keeps_entries else None)
@@ -93,7 +103,8 @@ def assemble(
         fingerprint=searched_by,
         is_per_layer=config.fingerprint_per_layer,
         attention=first_attention(trunk) if searched_by is not None and searched_by.reads_attention else None,
-        weights=Weights(trunk.module),
+        weights=weights,
+        coupling=coupling,
         gate=gate,
         prefix=prefix,
         is_in_blocks=is_in_blocks,
@@ -110,7 +121,7 @@ def _inspect(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payloa
     """What is hooked, what reads its output, and what of a state is kept for that."""
     trunk = locate(model, config.adapter)
     vocabulary_size(trunk)  # each call reads tokens by it
-    head = find_head(model, trunk.adapter.family)
+    head = find_head(model, trunk)
     if config.tau is not None:
         refuse_unsafe(f"tau={config.tau}", head, config)
     payload = _choose_payload(trunk, head, config)
@@ -123,6 +134,9 @@ def make_calibrated(
 ) -> Calibrated:
     """Build what calibrates a cache; `compute` runs the wrapped model in a namespace, on tokenised inputs."""
     check_settings(parts.head, config)
+    digest = parts.weights.digest()
+    if parts.weights.unreadable is None:
+        refuse_coupled("a calibration", parts.coupling.reason(digest))
     names = _names(model)
     if config.audit and names is not None and "input_ids" not in names:
         raise ConfigError(
@@ -132,7 +146,7 @@ def make_calibrated(
     fingerprint, decision = _make_matching(config)
     tokens = None
     if isinstance(fingerprint, Learned):
-        tokens = TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
+        tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
         fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
     if config.decide_component.name == "student":

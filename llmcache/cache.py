@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -48,8 +48,6 @@ class LLMCache:
         self._answer_of = answer_of
         self._components = assemble(model, config, tokenizer, answer_of)
         self._flow = Flow(self._components, tokenizer)
-        with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
-            self._components.weights.digest()  # now, so that the first request does not wait for it
         head = None if self._components.prefix is None else model
         self._installed = install(self._components.trunk, self._flow, self._components.attention, head)
         if self._components.head.pooled is not None and self._components.payload.name == "mean":
@@ -295,8 +293,8 @@ class LLMCache:
         For servers on a CPU, whose threads look up and answer meanwhile: in one process they and a small model's
         forward take turns at Python's interpreter lock. Outputs are equal bit for bit. The process shares the weights;
         it takes the memory of the libraries once more. It ends with `unwrap`, or when it fails; calls are computed here
-        then. Calls that have to see layers are computed here as well, counted in `stats().compiled`. It takes the
-        place of graphs (`compile`). Not saved.
+        then. A forked process computes by itself. Calls that have to see layers are computed here as well, counted in
+        `stats().compiled`. It takes the place of graphs (`compile`). Not saved.
 
         Raises:
             ConfigError: The model is on an accelerator; its calls are decided at its layers (they keep K/V, say); it is
@@ -411,7 +409,9 @@ class LLMCache:
         """Within: requests are stored in, and served from, this namespace only, but for prefixes that may be shared.
 
         Holds for this thread and async task, and for tasks begun in it. A thread started inside (an executor's, say)
-        begins in the default namespace: enter the namespace there, or run it in a copy of the context.
+        begins in the default namespace: enter the namespace there, or run it in a copy of the context. Blocks may end
+        in any order; the last one that is still open holds. A generator that yields within one shares it with whoever
+        runs the generator.
 
         Args:
             name: The namespace.
@@ -460,8 +460,8 @@ class LLMCache:
         """Within: what a prompt has left to run is run in chunks, and something is done between two of them.
 
         Meant for servers, which let others have the model meanwhile. Holds for calls with a K/V cache and no mask; the
-        whole prompt is looked up and stored as ever, and outputs are those of one run within the last bits. Per thread
-        and async task.
+        whole prompt is looked up and stored as ever, and outputs are those of one run within the last bits. A call that
+        bypasses the cache is run at once. Per thread and async task.
 
         Args:
             n_tokens: Of a chunk, at least 1.

@@ -20,9 +20,11 @@ from llmcache.errors import ConfigError, WrapError
 from llmcache.execution.components import Components
 from llmcache.execution.flow import Flow
 from llmcache.matching.answers import Reading
-from llmcache.models.hooks import Installed, listen, watch
+from llmcache.models.hooks import Installed, install, listen, watch
+from llmcache.models.twin import make_replicas
 from llmcache.request.observation import Observation
 from llmcache.request.variables import setting
+from llmcache.threads import forkable
 
 
 @dataclass(eq=False)
@@ -37,7 +39,7 @@ class Calibrator:
     tokenizer: Any  # of requests that are texts
     answer_of: Reading  # finds the answer in what the model returned
     # Reentrant: requests that are given may be made by observing others.
-    _lock: AbstractContextManager[Any] = field(init=False, default_factory=threading.RLock)
+    _lock: AbstractContextManager[Any] = field(init=False, default_factory=lambda: forkable(threading.RLock()))
 
     def start(self) -> None:
         if self.components.observer is not None:
@@ -91,16 +93,32 @@ class Calibrator:
         assert self.components.calibrated is not None and self.components.observer is not None
         return self.components.calibrated, self.components.observer
 
-    def _compute(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
+    def _compute(self, inputs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
+        """Call a model with tokenised inputs, which sentence-transformers takes in one argument."""
+        model = self.model if model is None else model
         with torch.inference_mode():
-            if self.components.head.name == "sentence embedding":
-                return self.model(dict(inputs))
-            return self.model(**inputs)
+            return model(dict(inputs)) if self.components.head.name == "sentence embedding" else model(**inputs)
 
     def _compute_in(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
         with setting(self.flow.namespace, namespace):
-            return self._compute(inputs)
+            return self._compute(inputs, self._without_hooks())
+
+    def _without_hooks(self) -> nn.Module:
+        """A model of the same tensors that the cache sees, and hooks of users do not."""
+        try:
+            replicas = make_replicas(self.model)
+        except ConfigError:  # only the model itself computes as it does
+            return self.model
+        parts, observer = self.components, self.components.observer
+        trunk, attention = parts.trunk, parts.attention
+        norm = None if trunk.norm is None else replicas[trunk.norm]
+        layers = tuple(replicas[layer] for layer in trunk.layers)
+        trunk = replace(trunk, module=replicas[trunk.module], layers=layers, norm=norm)
+        install(trunk, self.flow, None if attention is None else replicas[attention])
+        model = replicas[self.model]
+        if observer is not None and not observer.answers.reads_payload:
+            watch(model, self.flow, trunk)
+        return model
 
     def _watch(self, observer: Observer) -> None:
         """See what the whole model puts out, where answers are read from that."""

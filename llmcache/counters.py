@@ -9,18 +9,22 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
+from llmcache.errors import StoreError
 from llmcache.request.bypass import CURES
 from llmcache.request.call import Call
 from llmcache.stats import Health, Stats
+from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
 N_LATEST = 64  # calls, or looks, over which the share of failed ones is averaged; older ones fade
 _AT_FIRST = 16  # successes that it begins with: one failure among the first calls is no tenth of them
 _FAILING = 0.1  # share of failed ones from which it is failing
+_TOLD_EVERY_S = 60.0  # of a store, which may fail in every call
 _RECOVERED = 0.05  # share below which it works again: after some 45 calls without failure, or 192 if all had failed
 # Decode steps are what generation is made of, and comparisons what costs are known by: nothing for the user to cure.
 _WANTED = ("decode", "disabled", "compared")
@@ -29,9 +33,11 @@ _WANTED = ("decode", "disabled", "compared")
 class Counters:
     """Counts as calls end. Thread-safe."""
 
-    def __init__(self) -> None:
-        """All zero."""
-        self._lock = threading.Lock()
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        """All zero; `clock` tells seconds that never go back."""
+        self._clock = clock
+        self._store_told_s = -_TOLD_EVERY_S
+        self._lock = forkable(threading.Lock())
         self._hits: Counter[str] = Counter()
         self._hits_by_layer: Counter[int] = Counter()
         self._reuses_by_layer: Counter[int] = Counter()
@@ -73,7 +79,10 @@ class Counters:
             logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
 
     def error(self, what: str, error: Exception) -> None:
-        """Count a failure of the call under way; of each kind the first, the 10th, the 100th and so on are logged."""
+        """Count a failure of the call under way; of each kind the first, the 10th, the 100th and so on are logged.
+
+        Those of a store are trouble elsewhere, and no fault to be found here: one line a minute tells of all.
+        """
         with self._lock:
             self._has_failed = True
         self._count_failure(what, error)
@@ -105,7 +114,14 @@ class Counters:
             self._totals["errors"] += 1
             self._failures[kind] += 1
             n = self._failures[kind]
-        if is_told(n):
+            is_of_store, now = isinstance(error, StoreError), self._clock()
+            is_due = is_of_store and now - self._store_told_s >= _TOLD_EVERY_S
+            if is_due:
+                self._store_told_s = now
+        if is_due:
+            often = "" if n == 1 else f" ({n:,} times by now)"
+            logger.warning("llmcache failed to %s%s: %s; computing instead", what, often, error)
+        elif is_told(n) and not is_of_store:
             often = "" if n == 1 else f" for the {n:,}th time"
             logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
 

@@ -85,7 +85,7 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    weights = components.weights.digest()
+    weights = components.weights.digest(is_kept=True)
     if reason := components.weights.unreadable:
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     try:

@@ -4,12 +4,14 @@ import gc
 import os
 import sys
 import threading
+from collections import Counter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     finally:
         sys.settrace(tracers[0])
         threading.settrace(tracers[1])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List what was skipped, a line for each reason; a reason says what would enable the test."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section("skipped")
+    for reason, n in Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped).most_common():
+        terminalreporter.write_line(f"{n:5d}  {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -45,12 +45,27 @@ def test_constraints_are_plain_pins() -> None:
 
 def test_every_dependency_is_pinned() -> None:
     groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
-    wanted = {package_name(requirement) for group in groups for requirement in group} - {"llmcache"}
+    wanted = {package_name(requirement) for group in groups for requirement in group} - {PROJECT["name"]}
     assert wanted <= {package_name(line) for line in CONSTRAINTS}
 
 
-def test_ci_runs_check_then_test() -> None:
+def test_ci_runs_what_a_developer_runs_and_judges_coverage() -> None:
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert "set -euo pipefail" in lines
-    assert lines[-2:] == ["make check", "make test"]
+    assert lines[-3:] == ["make check", "make docs", 'make test COVER="$cover"']
+    assert "cover=95" in lines
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+
+
+def test_no_line_installs_the_package_of_another_project() -> None:
+    """`llmcache` on PyPI is somebody else's; ours has a name of its own."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    lines = [
+        f"{name}: {line}"
+        for name in listed
+        if not name.startswith("results/")
+        for line in (ROOT / name).read_text(encoding="utf-8", errors="ignore").splitlines()
+        if re.search(r"pip3? install .*?[ '\"]llmcache(?![\w/-])", line)
+    ]
+    assert PROJECT["name"] != "llmcache"
+    assert lines == []

@@ -50,10 +50,11 @@ EXPERIMENTS = (
     ("runs",),
     ("report",),
     ("cli",),
+    ("decisions",),
 )
 ROWS = {"llmcache": LIBRARY, "experiments": EXPERIMENTS}
 #: What generation may know of the library: it works on models that are wrapped, and on others.
-GENERATION = {"generation", "models", "request", "errors"}
+GENERATION = {"generation", "models", "request", "errors", "threads"}
 
 
 @functools.cache

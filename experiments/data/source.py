@@ -20,7 +20,7 @@ def from_hub(name: str, config: str | None, split: str) -> list[tuple[str, Mappi
         import datasets
     except ImportError:
         raise ConfigError(
-            f"data: {name} comes from the hub, which needs a package: pip install 'llmcache[exp]'"
+            f"data: {name} comes from the hub, which needs a package: pip install 'llmcache-torch[exp]'"
         ) from None
     try:
         with asking(name):

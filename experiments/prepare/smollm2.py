@@ -83,5 +83,5 @@ def _read(folder: str) -> Loaded:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE)
     except ImportError as error:
-        raise ConfigError("smollm2: reading its file needs a package: pip install 'llmcache[demo]'") from error
+        raise ConfigError("smollm2: reading its file needs a package: pip install 'llmcache-torch[demo]'") from error
     return Loaded(model.eval(), tokenizer)

@@ -94,7 +94,7 @@ def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: 
             dataloader_pin_memory=False,
         )
     except ImportError as error:
-        raise ConfigError("prepare: training needs a package: pip install 'llmcache[exp]'") from error
+        raise ConfigError("prepare: training needs a package: pip install 'llmcache-torch[exp]'") from error
 
 
 def _last(checkpoints: Path) -> str | None:

@@ -21,7 +21,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("plot: matplotlib is missing: pip install 'llmcache[demo]'") from None
+        raise ConfigError("plot: matplotlib is missing: pip install 'llmcache-torch[demo]'") from None
     matplotlib.use("Agg")
 
 

@@ -126,7 +126,7 @@ def check_installed() -> None:
     if shutil.which("redis-server") is None:
         raise ConfigError("redis-server is not installed: apt-get install redis-server")
     if find_spec("redis") is None:
-        raise ConfigError("redis-py is not installed: pip install 'llmcache[redis]'")
+        raise ConfigError("redis-py is not installed: pip install 'llmcache-torch[redis]'")
 
 
 def wait_until(holds: Any) -> None:

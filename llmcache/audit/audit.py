@@ -30,6 +30,7 @@ from llmcache.config import CacheConfig
 from llmcache.request.call import Call, Reuse
 from llmcache.request.observation import Observation
 from llmcache.stats import AuditStats
+from llmcache.threads import forkable
 
 
 class Audit:
@@ -58,7 +59,7 @@ class Audit:
         self._n_accounts = 0
         self._process = os.getpid()
         self._n_alarms = 0
-        self._lock = threading.RLock()  # who handles a log record may ask for the stats
+        self._lock = forkable(threading.RLock())  # who handles a log record may ask for the stats
 
     # -- while a call is served ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, TypeVar
 
-from llmcache.threads import compute_alone
+from llmcache.threads import at_fork, compute_alone, forkable
 
 Owner = TypeVar("Owner")
 
@@ -71,14 +71,16 @@ class IdleWorker(Generic[Owner]):
         self._clock = clock
         self._credit_s = 0.0  # what calls may still spend on jobs; less than nothing after one that took longer
         self._jobs: deque[Job[Owner]] = deque()
-        self._condition = threading.Condition()
-        self._working = threading.RLock()  # one job at a time, whoever does it; a job may ask for others to be dropped
+        self._condition = forkable(threading.Condition())
+        # One job at a time, whoever does it; a job may ask for others to be dropped.
+        self._working = forkable(threading.RLock(), is_waited_for=False)
         self._is_working = False
         self._n_calls = 0
         self._last_call_s = clock()
         self._counted_s = self._last_call_s  # until when the time of calls has earned credit
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        at_fork(self._begin_anew)
         weakref.finalize(owner, self.close)  # also when the interpreter ends, which must not meet a thread in torch
 
     def __len__(self) -> int:
@@ -101,8 +103,7 @@ class IdleWorker(Generic[Owner]):
             if self._is_closed:
                 return
             self._jobs.append(job)
-            is_alive = self._thread is not None and self._thread.is_alive()  # a forked process is left without
-            if self._in_background and not is_alive:
+            if self._in_background and (self._thread is None or not self._thread.is_alive()):
                 self._thread = threading.Thread(target=self._run, name="llmcache-audit", daemon=True)
                 self._thread.start()
             self._condition.notify()
@@ -117,7 +118,7 @@ class IdleWorker(Generic[Owner]):
     def leave(self) -> None:
         """A call has ended."""
         with self._condition:
-            self._n_calls -= 1
+            self._n_calls = max(0, self._n_calls - 1)  # a call that forked ends in the child as well
             self._last_call_s = now = self._clock()
             earned_s = self._share * (now - self._counted_s)
             self._credit_s, self._counted_s = min(self._credit_s + earned_s, _MOST_CREDIT_S), now
@@ -170,6 +171,10 @@ class IdleWorker(Generic[Owner]):
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _begin_anew(self) -> None:
+        """In a forked process: no thread, no job under way, no calls of other threads."""
+        self._thread, self._is_working, self._n_calls = None, False, 0
 
     def _run(self) -> None:
         compute_alone()

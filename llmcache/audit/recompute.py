@@ -17,6 +17,7 @@ from llmcache.audit.account import Audited
 from llmcache.models.arguments import DECIDING
 from llmcache.request.call import Call
 from llmcache.request.rows import Row
+from llmcache.threads import forkable
 
 _MOST = 8  # looks that are taken together: more make a call that comes meanwhile wait for longer
 _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest; only equal ones; each is taken alone
@@ -55,7 +56,7 @@ class RecomputeQueue:
         self._waiting: list[Recompute] = []
         self._parked: list[Recompute] = []  # until the model is again as it was when they were served
         self._most = _MOST
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
 
     def __len__(self) -> int:
         """How many wait, those that cannot be computed now included."""

@@ -28,6 +28,7 @@ from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.published import FORMAT, Published, Standing, digest_of
 from llmcache.config import CacheConfig
 from llmcache.request.rows import Scope
+from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
@@ -83,7 +84,7 @@ class SharedCalibration:
         self._n_steps, self._resume_at, self._rest = 0, 0, _LEAST_REST
         self._is_busy = False  # something is done behind the calls
         self._has_warned = False
-        self._lock = threading.RLock()
+        self._lock = forkable(threading.RLock())
         #: Told that one was taken up: what calls cost is no longer what it was.
         self.on_taken_up: Callable[[], object] = lambda: None
         calibrated.on_void = self._tell

@@ -67,9 +67,11 @@ class Tally:
         for (epoch, weight), n in self.struck.items():
             struck[_told_as(epoch, latest), weight] += n
         flat = {"by_epoch": list(by_epoch.items()), "by_ease": list(self.by_ease.items())}
-        tensors = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in flat.items()}
+        tensors = {name: torch.tensor(rows, dtype=torch.float64, device="cpu") for name, rows in flat.items()}
         for name, counts in (("open", self.open), ("found", self.found), ("struck", struck)):
-            tensors[name] = torch.tensor([(*kind, n) for kind, n in counts.items() if n], dtype=torch.float32)
+            tensors[name] = torch.tensor(
+                [(*kind, n) for kind, n in counts.items() if n], dtype=torch.float32, device="cpu"
+            )
         return tensors, {name: self.figures[name] for name in FIGURES}
 
     @classmethod

@@ -32,6 +32,7 @@ from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
 from llmcache.matching.partition import Neighbour
 from llmcache.request.rows import Row, Scope
+from llmcache.threads import forkable
 
 _AT_ONCE = 256  # requests whose states are read together
 
@@ -67,7 +68,7 @@ class CacheBanks:
         self._index = FingerprintIndex(fingerprint, make_index, self.layer_banks.layers_of, by_length, by_layer)
         #: Told before anything is forgotten, here and beside the banks.
         self.purges = Purges()
-        self._lock = threading.RLock()
+        self._lock = forkable(threading.RLock())
         self._make_way = make_way
         self._tier = None if tier is None else EntryTier(tier)
         self.has_tier = tier is not None  # `promote` may find something
@@ -151,6 +152,8 @@ class CacheBanks:
             if decode is None:
                 return None
             self.layer_banks.used(key, layers)
+            if self._tier is not None and self._tier.offer_again(key, request, entries) and self.elsewhere is not None:
+                self.elsewhere.announce(key, request, self._tier.generation(request.scope))
         return decode()
 
     def put(

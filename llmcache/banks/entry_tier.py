@@ -47,6 +47,16 @@ class EntryTier:
         for layer, entry in entries.items():
             self._tier.put(request.scope, _name(key, layer, is_held(entry)), entry.tensors, about, generation)
 
+    def offer_again(self, key: str, request: StoredRequest, entries: Mapping[int, Entry]) -> bool:
+        """Have entries written that were dropped when they were put; whether there were any."""
+        if not self._tier.has_dropped:
+            return False
+        scope = request.scope
+        lacking = {n: one for n, one in entries.items() if self._tier.lacks(scope, _name(key, n, is_held(one)))}
+        if lacking:
+            self.put(key, request, lacking, self.generation(scope))
+        return bool(lacking)
+
     def fetch(
         self, scope: Scope, wanted: Sequence[Wanted], layers: Sequence[int], with_kv: bool
     ) -> Iterator[SavedRequest]:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TypeAlias
 
+from llmcache.threads import forkable
+
 NO_GENERATION = -1  # and what is below it: that no namespace has, so that what is put with it is left out
 _MOST_NAMES = 10_000
 
@@ -28,7 +30,7 @@ class Generations:
         self._new: set[str] = set()
         self._n_changes = 0  # before and after each forgetting, and at each question within one
         self._is_forgetting = False
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
 
     def of(self, namespace: str, ask: Ask) -> int:
         """The number of a namespace, as far as it is known; else at most `NO_GENERATION`.
@@ -136,7 +138,7 @@ class Purges:
         self.now = 0  # times that anything was forgotten
         self._last: dict[str, int] = {}
         self._last_of_all = 0
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
 
     def tell(self, namespace: str | None) -> None:
         """A namespace is about to be forgotten, None: all."""

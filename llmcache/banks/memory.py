@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmcache.banks.entry import Entry
+from llmcache.threads import forkable
 
 SMALL_BYTES = 16 * 1024
 BLOCK_BYTES = 1024 * 1024
@@ -43,7 +44,7 @@ class Memory:
         self._slabs: dict[int, Slab] = {}
         self._number_of: dict[Signature, int] = {}
         self._numbers = count()
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
 
     def __getitem__(self, key: str) -> Entry:
         with self._lock:

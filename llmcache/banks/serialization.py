@@ -75,7 +75,7 @@ def pack_states(records: list[SavedRequest]) -> dict[str, Tensor]:
             groups[layer, shapes].append((i, entry))
     packed: dict[str, Tensor] = {}
     for g, ((layer, _), members) in enumerate(groups.items()):
-        packed[f"{layer}/{g}/requests"] = torch.tensor([i for i, _ in members])
+        packed[f"{layer}/{g}/requests"] = torch.tensor([i for i, _ in members], device="cpu")
         for name in members[0][1].tensors:
             packed[f"{layer}/{g}/state/{name}"] = torch.stack([entry.tensors[name].cpu() for _, entry in members])
     return packed

@@ -34,6 +34,7 @@ from llmcache.banks.write_behind import Job, WriteBehind
 from llmcache.counters import Counters
 from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
+from llmcache.threads import at_fork, forkable
 
 logger = logging.getLogger("llmcache")
 
@@ -86,18 +87,19 @@ class Tier:
         self._settings = settings
         self._behind = WriteBehind(store, seal, counters)
         weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
-        self._following = threading.RLock()
+        self._following = forkable(threading.RLock())
         self._cursor: str | None = None
         self._has_missed = False  # maybe purges of what was loaded
         self._silent_since: float | None = None  # when it first told events and no numbers
         self._generations = Generations()
-        self._noting = threading.Lock()
+        self._noting = forkable(threading.Lock())
         self._n_reading = 0  # namespaces of which announcements are being read
         self._scopes: dict[Scope, str] = {}
         self._counts: Counter[str] = Counter()
         self._mismatched: Counter[str] = Counter()
         self._read_s = 0.0
         self.break_even = BreakEven()
+        at_fork(self._begin_anew)
         self.follow(lambda namespace: None)  # from now on: what was purged before is not in memory
         self._cursor = self._cursor or ""  # of a store that is not there yet, events may be missing when it is
 
@@ -248,6 +250,15 @@ class Tier:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self._behind.add(Job(self._key(scope, name), generation, tensors, about, nbytes))
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether values were dropped that may be put again; see `lacks`."""
+        return self._behind.has_dropped
+
+    def lacks(self, scope: Scope, name: str) -> bool:
+        """Whether a value that was put was dropped; who asks puts it again."""
+        return self._behind.take_dropped(self._key(scope, name))
+
     def announce(
         self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], generation: int
     ) -> None:
@@ -327,6 +338,11 @@ class Tier:
             with self._noting:
                 self._n_reading -= 1
 
+    def _begin_anew(self) -> None:
+        """In a forked process: what the parent's thread was to read is read by this one's."""
+        self._n_reading = 0
+        self.hear_again()
+
     def _forget(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Have a namespace forgotten, None: all."""
         with self._generations.forgetting(namespace):
@@ -364,7 +380,9 @@ class Tier:
         return [name for name, number in generations.items() if number is None or number != now[name]]
 
     def _now(self, namespace: str) -> int | None:
-        return self._ask("ask the store for a generation", lambda: self._store.generation(namespace))
+        ask = partial(self._store.generation, namespace)
+        # Urgent where reads are late and writes are not: nothing is written of a namespace without its number.
+        return self._ask("ask the store for a generation", ask, is_urgent=not self._behind.is_resting)
 
     def _ask(self, what: str, act: Callable[[], _T], is_urgent: bool = False) -> _T | None:
         """What the store says; None where it fails, or failed so often that it is not asked unless it is urgent."""

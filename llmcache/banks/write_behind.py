@@ -1,24 +1,30 @@
-"""What is to lie in a store is written behind the answers, by a thread of its own; what is too much is left out."""
+"""What is to lie in a store is written behind the answers, by a thread of its own, which tries again where that fails.
 
-import os
+What is too much, or could not be written, is dropped; who uses it next offers it again.
+"""
+
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from time import monotonic
 from typing import Any
 
 from torch import Tensor
 
+from llmcache.banks.generations import NO_GENERATION
 from llmcache.banks.stores.base import Put, Store, StoreKey
 from llmcache.banks.stores.seal import Seal
 from llmcache.counters import Counters
-from llmcache.threads import compute_alone
+from llmcache.threads import at_fork, compute_alone, forkable
 
 MAX_WAITING_BYTES = 256 << 20
 _AT_ONCE_BYTES = 32 << 20  # sealed and put together
 _PATIENCE_S = 60.0  # for what waits when the store is closed
 _FAILURES = 3  # in a row, after which a store is not asked until it answers again
-_REST_S, _LONGEST_REST_S = 0.1, 30.0  # before it is pinged
+_REST_S, _LONGEST_REST_S = 0.1, 30.0  # before it is asked again
+_MOST_DROPPED = 65_536  # that are known to have been dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,46 +61,91 @@ class Breaker:
         return self.n_failed >= _FAILURES
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
+class Rest:
+    """When something that failed may be tried again: later and later."""
+
+    _rest_s: float = 0.0
+    _until: float = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; 0 if it may be."""
+        return max(0.0, self._until - monotonic())
+
+    def begin(self) -> None:
+        """It failed, again if it was tried after a rest."""
+        self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S) or _REST_S
+        self._until = monotonic() + self._rest_s
+
+    def end(self) -> None:
+        """It succeeded."""
+        self._rest_s = self._until = 0.0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class WriteBehind:
     """Jobs that wait for a store, and the thread that does them. Thread-safe.
 
-    It holds nothing of the cache, which may go while it works.
+    It holds nothing of the cache, which may go while it works. What calls wait for may be late on a store that takes
+    writes, so the `breaker` of those is another one than the rest between writes.
     """
 
     store: Store
     seal: Seal
     counters: Counters
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: Breaker = field(default_factory=Breaker)  # of what calls wait for
     n_written: int = 0
     n_dropped: int = 0
     is_closed: bool = False
     _jobs: deque[Job] = field(default_factory=deque)
-    _tasks: deque[Callable[[], object]] = field(default_factory=deque)
+    _tasks: deque[Callable[[], bool]] = field(default_factory=deque)
     _nbytes: int = 0
+    _dropped: dict[StoreKey, None] = field(default_factory=dict)  # the latest at the end
+    _n_failed: int = 0  # writes and tasks in a row
+    _rest: Rest = field(default_factory=Rest)  # of writes and tasks
+    _ping_rest: Rest = field(default_factory=Rest)
     _is_busy: bool = False
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _changed: threading.Condition = field(default_factory=lambda: forkable(threading.Condition()))
     _thread: threading.Thread | None = None
-    _process: int = 0  # a forked one is left without the thread
+
+    def __post_init__(self) -> None:
+        at_fork(self._begin_anew)
 
     def add(self, job: Job) -> None:
-        """Have a value written later. It is dropped, and counted, where too much waits or the store does not answer."""
+        """Have a value written later. It is dropped, and counted, where too much waits or the store takes no writes.
+
+        So is one of a namespace whose number is not known: no store would take it.
+        """
         with self._changed:
-            if self.is_closed or self.breaker.is_open or self._nbytes + job.nbytes > MAX_WAITING_BYTES:
-                self.n_dropped += 1
+            is_too_much = self._nbytes + job.nbytes > MAX_WAITING_BYTES
+            if self.is_closed or self.is_resting or is_too_much or job.generation <= NO_GENERATION:
+                self._drop([job])
                 return
             self._jobs.append(job)
             self._nbytes += job.nbytes
             self._rouse()
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether something is to be offered again."""
+        return bool(self._dropped)
+
+    def take_dropped(self, key: StoreKey) -> bool:
+        """Whether a value was dropped; it counts as offered again."""
+        with self._changed:
+            return self._dropped.pop(key, self) is None
+
     def do(self, what: str, task: Callable[[], object]) -> None:
         """Have something done after what waits, once the store answers; what fails is a failure of the store."""
 
-        def act() -> None:
+        def act() -> bool:
             try:
                 task()
             except Exception as error:
-                self.failed(what, error)
+                self.counters.error(what, error)
+                return False
+            return True
 
         with self._changed:
             if not self.is_closed:
@@ -102,17 +153,23 @@ class WriteBehind:
                 self._rouse()
 
     def failed(self, what: str, error: Exception) -> None:
-        """Count a failure of the store; after some, the thread looks when it answers again."""
+        """Count a failure of what calls wait for; after some, the thread looks when the store answers again."""
         self.counters.error(what, error)
         with self._changed:
             self.breaker.n_failed += 1
             if self.breaker.is_open and not self.is_closed:
+                self._ping_rest.begin()
                 self._rouse()
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether writes failed, and are not tried again yet."""
+        return self._n_failed >= _FAILURES and self._rest.left_s > 0
 
     def drain(self) -> None:
         """Wait until all that waited is written or dropped, for a minute at most."""
         with self._changed:
-            if threading.current_thread() is not self._thread and self._process == os.getpid():
+            if self._thread not in (None, threading.current_thread()):
                 self._changed.wait_for(lambda: not (self._has_work or self._is_busy), _PATIENCE_S)
 
     def close(self) -> None:
@@ -123,17 +180,29 @@ class WriteBehind:
                 return
             self.is_closed = True
             self._changed.notify_all()
-        if self._thread not in (None, threading.current_thread()) and self._process == os.getpid():
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join(_PATIENCE_S)
         self.store.close()
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._jobs) or (bool(self._tasks) and not self.breaker.is_open)
+        return bool(self._jobs) or (bool(self._tasks) and not self.is_resting)
+
+    @property
+    def _wait_s(self) -> float | None:
+        """After how many seconds to look again though nobody said anything; None: not at all."""
+        ends = [self._ping_rest.left_s] if self.breaker.is_open else []
+        ends += [self._rest.left_s] if self._tasks else []
+        return min(ends, default=None)
+
+    def _begin_anew(self) -> None:
+        """In a forked process: what waits is written by the parent."""
+        self._jobs.clear()
+        self._tasks.clear()
+        self._nbytes, self._is_busy, self._thread = 0, False, None
 
     def _rouse(self) -> None:
-        if self._thread is None or not self._thread.is_alive() or self._process != os.getpid():
-            self._process = os.getpid()
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="llmcache-store-writer", daemon=True)
             self._thread.start()
         self._changed.notify_all()
@@ -144,65 +213,95 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._has_work or self.is_closed or self.breaker.is_open)
+                self._changed.wait_for(lambda: self._has_work or self.is_closed, self._wait_s)
                 if self.is_closed and not self._jobs:
                     return
                 jobs, self._jobs, self._is_busy = list(self._jobs), deque(), True
-            if self.breaker.is_open:
-                self._drop(jobs)
-                self._wait_for_the_store()
-            else:
-                self._write(jobs)
-                while self._tasks and not self.breaker.is_open:
-                    self._tasks.popleft()()
+            for some in _portions(jobs):
+                self._write(some)
+            while self._tasks and not self.is_resting:
+                if not self._tasks.popleft()():
+                    self._count(has_succeeded=False)
+            if self.breaker.is_open and not self._ping_rest.left_s:
+                self._ping()
 
     def _write(self, jobs: Sequence[Job]) -> None:
-        puts: list[Put] = []
-        nbytes, n_done = 0, 0
-        for i, job in enumerate(jobs):
-            if self.breaker.is_open:
-                self.n_dropped += len(puts)
-                self._done(jobs[n_done:i])
-                self._drop(jobs[i:])
-                return
+        """Write jobs together; tried again a moment later where that fails, and dropped where it goes on to fail."""
+        while not self.is_resting:
             try:
-                if not self.store.contains_prefix([job.key]):
-                    puts.append(job.put(self.seal))
-                    nbytes += job.nbytes
-                if puts and (nbytes >= _AT_ONCE_BYTES or i + 1 == len(jobs)):
-                    self.store.put_many(puts)
-                    self.n_written += len(puts)
-                    self.breaker.n_failed, puts, nbytes = 0, [], 0
+                n_written = self._put(jobs)
             except Exception as error:
-                self.n_dropped += len(puts) or 1
-                puts, nbytes = [], 0
-                self.failed("write to the store", error)
-            if not puts:
-                self._done(jobs[n_done : i + 1])
-                n_done = i + 1
-
-    def _drop(self, jobs: Sequence[Job]) -> None:
-        self.n_dropped += len(jobs)
-        self._done(jobs)
-
-    def _done(self, jobs: Sequence[Job]) -> None:
+                self._count(has_succeeded=False)
+                if self._n_failed >= _FAILURES or self._has_closed_within(_REST_S):
+                    self.counters.error("write to the store", error)
+                    break
+            else:
+                self._count(has_succeeded=True)
+                with self._changed:
+                    self.n_written += n_written
+                    self._nbytes -= sum(job.nbytes for job in jobs)
+                return
         with self._changed:
+            self._drop(jobs)
             self._nbytes -= sum(job.nbytes for job in jobs)
 
-    def _wait_for_the_store(self) -> None:
-        """Ping it now and then until it answers."""
-        rest_s = _REST_S
-        while True:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self.is_closed, rest_s)
-                if self.is_closed:
-                    return
-            try:
-                self.store.ping()
-            except Exception:
-                rest_s = min(2 * rest_s, _LONGEST_REST_S)
-            else:
-                self.breaker.n_failed = 0
-                return
+    def _has_closed_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_closed, seconds)
+
+    def _put(self, jobs: Sequence[Job]) -> int:
+        """Have the store hold values; how many it did not hold."""
+        absent = {*self.store.absent([job.key for job in jobs])}
+        puts = [put for job in jobs if job.key in absent and (put := self._sealed(job)) is not None]
+        if puts:
+            self.store.put_many(puts)
+        return len(puts)
+
+    def _sealed(self, job: Job) -> Put | None:
+        with self.counters.guard("seal a value"):  # it will not do so next time either
+            return job.put(self.seal)
+        with self._changed:
+            self.n_dropped += 1
+        return None
+
+    def _count(self, has_succeeded: bool) -> None:
+        """Take note how a write or task went."""
+        with self._changed:
+            self._n_failed = 0 if has_succeeded else self._n_failed + 1
+            if has_succeeded:
+                self._rest.end()
+            elif self._n_failed >= _FAILURES:
+                self._rest.begin()
+
+    def _drop(self, jobs: Sequence[Job]) -> None:
+        """The caller holds the lock."""
+        self.n_dropped += len(jobs)
+        for job in jobs:
+            if not job.is_note:
+                self._dropped.pop(job.key, None)
+                self._dropped[job.key] = None
+        for key in list(islice(self._dropped, max(0, len(self._dropped) - _MOST_DROPPED))):
+            del self._dropped[key]
+
+    def _ping(self) -> None:
+        try:
+            self.store.ping()
+        except Exception:
+            self._ping_rest.begin()
+        else:
+            self._ping_rest.end()
+            self.breaker.n_failed = 0
+
+
+def _portions(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    """Jobs in their order, as many together as are sealed at once."""
+    some: list[Job] = []
+    nbytes = 0
+    for job in jobs:
+        some.append(job)
+        nbytes += job.nbytes
+        if nbytes >= _AT_ONCE_BYTES:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some

@@ -34,6 +34,7 @@ from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Scope
 from llmcache.stats import Status
+from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
@@ -72,7 +73,7 @@ class CalibratedReuse:
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
         self._is_calibrating = False
-        self._lock = threading.RLock()
+        self._lock = forkable(threading.RLock())
 
     @property
     def is_learning(self) -> bool:

@@ -20,6 +20,15 @@ def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
     )
 
 
+def refuse_coupled(what: str, coupling: str) -> None:
+    """Refuse approximate reuse under a model in which rows of a call affect each other, for the reason given."""
+    if coupling:
+        raise ConfigError(
+            f"{what} with a model in which requests of a batch affect each other: {coupling}. What a stored request "
+            "was answered rests on those beside it: leave this out (repeats of whole calls are still served)"
+        )
+
+
 def check_settings(head: Head, config: CacheConfig) -> None:
     """Refuse settings under which no bound could be kept."""
     if config.tau is not None:

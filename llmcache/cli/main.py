@@ -44,7 +44,7 @@ def find_commands() -> Commands:
     for entry in entry_points(group="llmcache.commands"):
         # The wheel holds the library alone, but names the experiments of the checkout that it was built from. Another
         # package called `experiments` is none of ours.
-        is_ours = entry.dist is not None and entry.dist.name == __package__.partition(".")[0]
+        is_ours = entry.dist is not None and entry.dist.name == "llmcache-torch"
         if not is_ours or (CHECKOUT / "pyproject.toml").is_file():
             found |= entry.load()
     return {**found, **OWN}

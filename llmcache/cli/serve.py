@@ -55,7 +55,10 @@ def command(
     ] = True,
     warmup_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest warm-up input; 0: none.")] = 128,
     reveal_hits: Annotated[
-        bool, typer.Option(help="Tell in headers what the cache served, and times: who asks learns what was asked.")
+        bool,
+        typer.Option(
+            help="Tell in headers and usage what the cache served, and times: who asks learns what was asked."
+        ),
     ] = False,
     otlp_endpoint: Annotated[str | None, typer.Option(help="Where OpenTelemetry sends traces; extra otel.")] = None,
     threads: Annotated[
@@ -70,7 +73,7 @@ def command(
     try:
         from llmcache.serving.running import Uvicorn
     except ImportError:
-        raise ConfigError("llmcache serve needs packages: pip install 'llmcache[serve]'") from None
+        raise ConfigError("llmcache serve needs packages: pip install 'llmcache-torch[serve]'") from None
     import torch
 
     from llmcache.config import CacheConfig

@@ -69,7 +69,9 @@ def _prefill(trunk: Trunk, n_tokens: int) -> tuple[float, int]:
 def _read(tier: Tier, nbytes: int) -> float | None:
     """Seconds that reading a value of a size takes, checked and copied; None where the store does not have it."""
     name = f"{nbytes}"
-    tier.put(_SCOPE, name, {"x": torch.zeros(nbytes, dtype=torch.uint8)}, {}, tier.generation(_SCOPE.namespace))
+    tier.put(
+        _SCOPE, name, {"x": torch.zeros(nbytes, dtype=torch.uint8, device="cpu")}, {}, tier.generation(_SCOPE.namespace)
+    )
     tier.drain()
     if not tier.held(_SCOPE, [name]):
         return None

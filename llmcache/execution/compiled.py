@@ -37,6 +37,7 @@ from llmcache.request.bypass import CURES
 from llmcache.request.call import Call
 from llmcache.request.rows import Scope
 from llmcache.stats import CompileStats
+from llmcache.threads import forkable
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.execution.components import Components
@@ -103,8 +104,8 @@ class CompiledTrunk:
         self._lookup = lookup
         self._compiled: Compiled | None = None
         self._digest = ""  # the latest of weights that differ from those compiled in their values alone
-        self._making = threading.Lock()
-        self._lock = threading.Lock()
+        self._making = forkable(threading.Lock(), is_waited_for=False)
+        self._lock = forkable(threading.Lock())
         self._eager: Counter[str] = Counter()
         self._n_requests = self._n_failed = self._n_dropped = 0
         self._was_made = False
@@ -218,6 +219,8 @@ class CompiledTrunk:
             )
         if self._components.weights.is_training:
             raise ConfigError("compile: the model is in training mode: call model.eval() first")
+        if coupling := self._components.coupling.reason(self._components.weights.digest()):
+            raise ConfigError(f"compile: rows that are padded to a bucket would not come out the same: {coupling}")
         if any(map(changes_with_length, trunk.module.modules())):
             raise ConfigError("compile: this model's RoPE changes with the length of a call, which no graph follows")
 

@@ -22,6 +22,7 @@ from llmcache.execution.store_queue import StoreQueue
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.content_gate import ContentGate
 from llmcache.models.adapters import Trunk
+from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
@@ -74,6 +75,7 @@ class Components:
         is_per_layer: Each layer's bank is searched with the fingerprint of the states that enter the layer.
         attention: The first layer's self-attention where the fingerprint reads it, else None.
         weights: What states depend on.
+        coupling: Tells whether rows of a call affect each other.
         gate: Compares tokens after a neighbour was chosen, or None.
         prefix: What was computed for the beginnings of requests; None where the prefix rung is off.
         is_in_blocks: It also holds the requests that the exact rung serves, which then need no entries.
@@ -98,6 +100,7 @@ class Components:
     is_per_layer: bool
     attention: nn.Module | None
     weights: Weights
+    coupling: Coupling
     gate: ContentGate | None
     prefix: BlockPool | None = None
     is_in_blocks: bool = False

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from llmcache.execution.length_costs import KNOWN, Average, LengthCosts, Times, share_average
 from llmcache.stats import Cost
+from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
@@ -83,7 +84,7 @@ class CostModel:
         self._patience = patience
         # One slow call must not decide: so many times are the least, and what an accelerator has by then.
         self._fewest_times = max(1, patience // PROBE)
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
         self.n_let_pass = 0
         self.restart()
 

@@ -229,7 +229,10 @@ class Flow:
             raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
         chunks = self.chunks.get()
-        if chunks is not None and (call is None or call.passes_layers) and chunks.fit(self._arguments, args, kwargs):
+        if chunks is not None and self._components.weights.activated is not None:
+            chunks = None  # activated LoRA counts columns from the end, and would take that of a chunk for it
+        # What bypasses the cache may ask for more than last states, or encode positions by the length of the whole.
+        if chunks is not None and call is not None and call.passes_layers and chunks.fit(self._arguments, args, kwargs):
             return self._completed(frame, self._run_chunks(chunks, call, frame, forward, args, kwargs))
         if call is None or template is None:
             output = forward(*args, **kwargs)
@@ -486,7 +489,7 @@ class Flow:
     def _run_chunks(
         self,
         chunks: Chunks,
-        call: Call | None,
+        call: Call,
         frame: Frame,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -499,10 +502,8 @@ class Flow:
                 output, waited_s = chunks.run(forward, self._arguments, args, kwargs)
         finally:
             frame.call = call
-        if call is not None:
-            call.progress.has_begun = call.progress.is_complete = True
-        if (metered := call or frame.passing) is not None:
-            self._meter.waited(metered, waited_s)
+        call.progress.has_begun = call.progress.is_complete = True
+        self._meter.waited(call, waited_s)
         return output
 
     def _abandon(self, call: Call) -> None:
@@ -513,7 +514,8 @@ class Flow:
 
     def _learn_template(self, call: Call, output: Any) -> None:
         with self._components.counters.guard("look at the trunk's output"):
-            if output is not None:  # the trunk did not fail
+            # Where requests are collected it may be a twin, which is not to be compared with the trunk's own pooler.
+            if output is not None and not self._components.is_collecting:
                 self._fast_path.learn(call, output)
 
     def forget(self) -> None:

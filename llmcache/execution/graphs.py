@@ -187,7 +187,7 @@ class Maker:
 
     def _tokens(self, bucket: Bucket) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocabulary_size(self._trunk), bucket, generator=generator)
+        ids = torch.randint(vocabulary_size(self._trunk), bucket, generator=generator, device="cpu")
         return ids.to(device_of(self._twin))
 
     def _check(self, graph: Graph, bucket: Bucket) -> None:

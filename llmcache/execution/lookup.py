@@ -41,6 +41,7 @@ class Lookup:
         self._revalidation = revalidation
         self._reader = RequestReader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
+        self._observed = parts.head.observed if parts.payload.fits_any_length else None
         self._asked_later: tuple[Sequence[Rung], bool] | None = None  # of which rungs, whether one is asked above 0
 
     @property
@@ -129,7 +130,9 @@ class Lookup:
         call.plan.was_asked = True
         if self._components.is_collecting:
             return
+        is_whole = call.read.is_whole  # what is near to one of its rows says nothing of the call
         rungs = [rung for rung in self._components.rungs if rung.applies_at(number)]
+        rungs = [rung for rung in rungs if rung.is_lossless or not is_whole]
         for rung in rungs:
             started = perf_counter()
             decided = self._decide(call, rung, number)
@@ -138,11 +141,16 @@ class Lookup:
             call.plan.reused |= {reuse.row: reuse for reuse in decided}
             call.plan.reused_at += [reuse.layer for reuse in decided]
             call.progress.lookup_s += perf_counter() - started
+        if is_whole:
+            _hold_together(call)
         if _may_leave_out(call) and call.plan.reused and all(rung.is_lossless for rung in rungs):
             _serve_alone(call, call.plan.reused)
         call.plan.is_served = 0 < len(call.plan.reused) == call.n_rows and all(
             reuse.layer == self._last for reuse in call.plan.reused.values()
         )
+        if call.plan.reused and not call.plan.is_served and self._components.weights.activated is not None:
+            call.plan.cancel()  # PEFT's hooks expect all rows of the batch
+            self.withdraw(call)
 
     def withdraw(self, call: Call) -> None:
         """Hits of the call that the audit drew are not served after all."""
@@ -210,6 +218,8 @@ class Lookup:
             self._settle(call, queue, n_before, weights.mark_of(scope.weights))
         if (reason := weights.refusal) is not None:
             return reason
+        if self._observed is not None and self._observed.has_changed(scope.weights):
+            return "other_pooling"
         call.read = self._reader.read(call, scope, hidden, entering)
         call.read.purges = n_purges
         if tier is not None:
@@ -243,6 +253,13 @@ def not_cached(call: Call) -> NotCachedError:
 def _may_leave_out(call: Call) -> bool:
     """Whether it may be answered without some of its rows."""
     return call.inputs.may_leave_out and call.plan.prefill is None
+
+
+def _hold_together(call: Call) -> None:
+    """Reuse all rows at one layer, or none: computed without the others, the rest would come out otherwise."""
+    reused = call.plan.reused.values()
+    if len(reused) < len(call.read.rows) or len({reuse.layer for reuse in reused}) > 1:
+        call.plan.cancel()
 
 
 def _serve_alone(call: Call, found: Collection[int]) -> None:

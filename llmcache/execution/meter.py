@@ -1,7 +1,7 @@
 """Asks the cost model about each call, and tells it what the call took."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from time import perf_counter
@@ -185,11 +185,8 @@ class Meter:
 
     def waited(self, call: Call, seconds: float) -> None:
         """Leave out of what a call takes a time in which others had the model."""
-        progress = call.progress
-        if progress.started is not None:
-            progress.started += seconds
-        if progress.passing is not None:
-            progress.passing = replace(progress.passing, started=progress.passing.started + seconds)
+        if call.progress.started is not None:
+            call.progress.started += seconds
 
     def now(self, call: Call) -> float:
         """The time at which the call's work so far is done, if the call is timed."""

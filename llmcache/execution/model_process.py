@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llmcache.execution.eager import torch_settings
 from llmcache.execution.graphs import TrunkRun
+from llmcache.threads import at_fork, forkable
 
 _START_S = 120.0  # in which it has to have imported what it needs
 _CALL_S = 300.0  # in which a call has to be computed; later it is taken for stuck
@@ -46,7 +47,9 @@ class ModelProcess:
         self._process = context.Process(
             target=_serve, args=(theirs, run, torch_settings()), name="llmcache-model", daemon=True
         )
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock(), is_waited_for=False)
+        self._is_ours = True
+        at_fork(self._let_go)
         self._process.start()
         theirs.close()
         atexit.register(self.close)  # before multiprocessing's own, which would wait for it
@@ -61,8 +64,11 @@ class ModelProcess:
 
         Raises:
             RuntimeError: The trunk failed there.
-            OSError: The process is gone, or stuck; it is ended then.
+            OSError: The process is gone, or stuck; it is ended then. Or it serves the process that this one was forked
+                from, whose answers come by the same pipe.
         """
+        if not self._is_ours:
+            raise OSError("the model's process serves the process that this one was forked from")
         with self._lock:
             try:
                 self._connection.send({name: one.numpy() for name, one in inputs.items()})
@@ -89,10 +95,17 @@ class ModelProcess:
     def _end(self) -> None:
         """It ends by itself where nobody is left to ask it."""
         self._connection.close()
+        if not self._is_ours:
+            return
         self._process.join(_END_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+    def _let_go(self) -> None:
+        """In a forked process."""
+        self._is_ours = False
+        self._connection.close()
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------

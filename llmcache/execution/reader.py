@@ -43,6 +43,8 @@ class RequestReader:
         self._tokenizer = tokenizer
         self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
+        observed = parts.head.observed
+        self._reads_padding = observed is not None and observed.reads_padding and parts.payload.name == "sequence"
         keeps_tokens, heeds_mask = not parts.payload.fits_any_length, parts.head.pooled is not None
         self._layout_counts = keeps_tokens and not heeds_mask
         self._layout_is_kept = keeps_tokens and heeds_mask
@@ -75,7 +77,10 @@ class RequestReader:
         if (given := call.inputs.mask_4d) is not None and mask is not None:
             is_causal = (given == expand(mask != 0, given.shape[-1])).all(dim=-1).all(dim=-1).flatten()
         order = call.inputs.arguments.get("cache_position")
+        if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
+            mask = mask.float()  # NumPy knows no bfloat16
         inputs = HostInputs(*to_host(ids, mask, types, positions, is_causal, features, order))
+        inputs.activated = self._components.weights.activated
         _read_mask(inputs)
         if _has_negative(inputs.ids):  # which would be taken for one of the last tokens
             raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
@@ -85,7 +90,7 @@ class RequestReader:
         if fingerprint is not None and not fingerprint.reads_states:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
             inputs.features = fingerprint.features(view).numpy()
-        compiled = self._components.compiled
+        compiled, is_whole = self._components.compiled, bool(self._components.coupling.reason(scope.weights))
         rows = read_rows(
             scope,
             inputs,
@@ -94,6 +99,7 @@ class RequestReader:
             self._layout_counts,
             self._layout_is_kept,
             compiled is not None and compiled.covers(call, scope),
+            is_whole,
         )
         has_content = content.any(axis=1).tolist()
         reason = self._refusal_of_all(inputs)
@@ -105,7 +111,7 @@ class RequestReader:
             layers = (0,) if components.is_per_layer else components.banks.layers
             make = partial(_project, fingerprint, inputs.features, layers, rows)
         features = None if components.is_per_layer else inputs.features
-        return Read(rows, scope, entering, mark, shown, features, epoch, make)
+        return Read(rows, scope, entering, mark, shown, features, epoch, make, is_whole=is_whole)
 
     def _can_search(self, weights: str) -> bool:
         """Whether the fingerprint is one for these weights: it keeps vectors of tokens that it meets first."""
@@ -123,6 +129,8 @@ class RequestReader:
     def _refusal_of_all(self, inputs: HostInputs) -> str:
         """Why no row takes part: tokens are not put one after the other, or positions not encoded as in other calls."""
         n_tokens = inputs.ids.shape[1]
+        if inputs.activated is not None and len(inputs.activated) != len(inputs.ids):
+            return "adapter_names"
         if inputs.order is not None and not np.array_equal(inputs.order, np.arange(n_tokens)):
             return "unknown_argument"
         if self._steady_length is None:
@@ -143,6 +151,7 @@ class RequestReader:
             return "not_finite"  # no index takes such a vector, nor the other rows searched with it
         pad_id = setting(self._components.trunk.config, "pad_token_id")
         row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
+        row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
         return "head_reads_padding" if row.is_misread and not self._layout_counts else ""
 
     def _content_tables(self, device: torch.device, weights: str) -> tuple[Bools, Tensor]:
@@ -152,7 +161,7 @@ class RequestReader:
         """
         if self._tables is None or self._tables[0] != (device, weights):
             with torch.inference_mode(False):
-                table = torch.ones(vocabulary_size(self._components.trunk), dtype=torch.bool)
+                table = torch.ones(vocabulary_size(self._components.trunk), dtype=torch.bool, device="cpu")
                 table[list(special_ids(self._components.trunk, self._tokenizer))] = False
                 self._tables = ((device, weights), (table.numpy(), table.to(device)))
         return self._tables[1]

@@ -22,6 +22,7 @@ from llmcache.execution.fast_path import FastPath, Kind, OutputTemplate
 from llmcache.models.arguments import DECIDING
 from llmcache.models.mark import Mark
 from llmcache.request.call import Call, Inputs
+from llmcache.threads import forkable
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.execution.capture import StateCapture
@@ -88,7 +89,7 @@ class BypassRecorder:
         self._last = parts.trunk.depth - 1
         self._recorded: dict[Recorded, None] = {}  # oldest first
         self._places: dict[int, Recorded | str] = {}  # by hash: a record, or the key of a stored request
-        self._lock = threading.RLock()
+        self._lock = forkable(threading.RLock())
         self._can_record: tuple[Any, bool] | None = None  # with which fingerprint, and whether
         self._left = 0  # bytes that banks had left when that was looked at
         self.nbytes = 0

@@ -7,6 +7,7 @@ from llmcache.banks.cache_banks import CacheBanks
 from llmcache.counters import Counters
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
+from llmcache.threads import forkable
 
 _MOST_DUE = 1024  # rows that were left out to be checked, and have not come back
 
@@ -24,7 +25,7 @@ class Revalidation:
         self._banks = banks
         self._counters = counters
         self._due: dict[str, bool] = {}  # keys of those rows, the oldest first
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
 
     def select(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
         """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others.

@@ -9,7 +9,6 @@ cannot be shown to be theirs later is dropped.
 Trouble here costs speed, never correctness: it is counted, logged once, and the request is not stored.
 """
 
-import os
 import threading
 import weakref
 from collections import deque
@@ -21,7 +20,7 @@ from time import perf_counter
 from llmcache.counters import Counters
 from llmcache.models.mark import Mark
 from llmcache.request.call import Call
-from llmcache.threads import compute_alone
+from llmcache.threads import at_fork, compute_alone, forkable
 
 _IDLE_S = 0.02  # without a call, after which the processor is taken to be free
 MAX_WAITING = 16  # calls; a thread whose calls are looked up has one at most
@@ -34,16 +33,15 @@ Store = Callable[[Call, float | None, Mark | None], bool]
 class _Worker:
     """The thread of one queue, which it does not keep alive."""
 
-    wake: threading.Event = field(default_factory=threading.Event)
-    closed: threading.Event = field(default_factory=threading.Event)
+    wake: threading.Event = field(default_factory=lambda: forkable(threading.Event()))
+    closed: threading.Event = field(default_factory=lambda: forkable(threading.Event()))
     thread: threading.Thread | None = None
-    process: int = 0  # a forked one is left without the thread
 
     def close(self) -> None:
         """End the thread, after what it is doing."""
         self.closed.set()
         self.wake.set()
-        if self.thread not in (None, threading.current_thread()) and self.process == os.getpid():
+        if self.thread not in (None, threading.current_thread()):
             self.thread.join()
 
 
@@ -62,11 +60,12 @@ class StoreQueue:
         self._counters = counters
         self._spent = spent
         self._waiting: deque[tuple[int, Call, float | None]] = deque()
-        self._settling = threading.Lock()  # one call at a time, in their order
+        self._settling = forkable(threading.Lock())  # one call at a time, in their order
         self._settler = 0  # the thread that does
-        self._rousing = threading.Lock()
+        self._rousing = forkable(threading.Lock())
         self.n_added = 0  # calls, so far
         self._worker = _Worker()
+        at_fork(self._begin_anew)
         weakref.finalize(self, self._worker.close)  # also when the interpreter ends, which must not meet it in torch
 
     def __len__(self) -> int:
@@ -123,6 +122,11 @@ class StoreQueue:
         self.settle("asked")
         self._worker.close()
 
+    def _begin_anew(self) -> None:
+        """In a forked process: no thread; what waits is stored here as well."""
+        self._settler, self._worker.thread = 0, None
+        self._worker.wake.clear()
+
     def _settle_first(self, when: str, n_before: int, mark: Mark | None) -> None:
         started, is_kept = perf_counter(), False
         number, call, ended = self._waiting[0]
@@ -138,10 +142,9 @@ class StoreQueue:
 
     def _rouse(self) -> None:
         """Have the thread look soon; begin it where there is none, or no longer."""
-        worker, process = self._worker, os.getpid()
+        worker = self._worker
         if worker.thread is None or not worker.thread.is_alive():
-            has_died = worker.thread is not None and worker.process == process
-            worker.process = process
+            has_died = worker.thread is not None
             worker.thread = threading.Thread(
                 target=_store_when_quiet, args=(weakref.ref(self), worker), name="llmcache-store", daemon=True
             )

@@ -22,6 +22,7 @@ from torch import Tensor
 from llmcache.arrays import Floats, Ids, product
 from llmcache.fingerprint.base import Fingerprint, View
 from llmcache.fingerprint.mean import normalise
+from llmcache.threads import forkable
 
 Lookup = Callable[[Ids], Floats]
 
@@ -144,7 +145,7 @@ class _Pool:
         """Begin with no token met; `learned` is of `Learned.fit`, `embed` of `Learned.bind`."""
         self._learned = learned
         self._embed = embed
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
         self._place: dict[float, int] = {}
         self._width = width = learned["static"].shape[1]
         self._table: Floats = np.empty((0, 3 * width + 1), np.float32)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from llmcache.errors import RequestError
+from llmcache.threads import forkable
 
 Message = Mapping[str, Any]
 Truncate = Literal["left", "error"]
@@ -176,7 +177,7 @@ class _Latest(Generic[_Value]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: OrderedDict[str, _Value] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
 
     def __len__(self) -> int:
         return len(self._held)

@@ -62,6 +62,7 @@ _IDLE = frozenset(
         "_is_buffer",
         "persistent",
         "tensor_model_parallel",
+        "peft_config",  # what of it decides states is in PEFT's layers
     ]
 )
 # Of configs: what shapes the output, is part of the key already, or belongs to heads, losses, generation and saving.

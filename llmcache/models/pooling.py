@@ -18,6 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from llmcache.threads import forkable
+
 _TOKENS = "token_embeddings"
 _SENTENCE = "sentence_embedding"
 _MARK, _VEILED = "_llmcache_pooled", "_llmcache_veiled"  # attributes of states
@@ -63,7 +65,7 @@ class Veil:
     """Has nobody but one pooling layer see rows in which one vector stands for all tokens. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
         self._is_off = False
         self._pending: dict[int, weakref.ref[Tensor]] = {}  # states that no pooling layer has read, by id
 

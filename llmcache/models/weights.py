@@ -5,16 +5,18 @@ their attributes and configs (`attributes.py` says which); that costs some 70 mi
 has a digest of its own, so that an edit costs hashing what was edited; the digests of the latest states are kept, so
 that adapters or settings that take turns cost nothing. Fused optimizers write weights without moving the counter. So
 after a forward with gradients all that takes gradients is hashed again, and while gradients are held, these tensors
-are hashed in every call, or, where that takes long, the call is computed.
+are hashed in every call, or, where that takes long, the call is computed. Other edits without a trace (through `.data`,
+by another process) are seen by samples (`samples.py`); after one everything is hashed again.
 
-Not seen are edits through `.data` alone, edits of a setting that are taken back before the call ends, attributes of
-classes, and what functions read from globals: call `cache.clear()` after one.
+Not seen are edits without a trace that no sample meets, edits of a setting that are taken back before the call ends,
+attributes of classes, and what functions read from globals: call `cache.clear()` after one.
 """
 
 import hashlib
 import threading
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -26,6 +28,9 @@ from llmcache.models.attributes import Attributes
 from llmcache.models.hashing import digests, is_readable
 from llmcache.models.mark import Mark
 from llmcache.models.rope import changes_with_length
+from llmcache.models.samples import Samples
+from llmcache.models.tuners import Tuner, activated, are_by_row, is_tuner
+from llmcache.threads import forkable
 
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
@@ -50,8 +55,8 @@ class Weights:
         """
         self._module = module
         self._without = without
-        self._lock = threading.Lock()
-        self._suspecting = threading.Lock()
+        self._lock = forkable(threading.Lock())
+        self._suspecting = forkable(threading.Lock())
         self._found = Attributes({})
         self._modules: list[nn.Module] = []
         self._holders: list[dict[str, Any]] = []
@@ -61,8 +66,12 @@ class Weights:
         self._pointers: list[Tensor] = []
         self._outer: list[Tensor] = []
         self._dropouts: list[dict[str, Any]] = []
-        self._tuners: list[tuple[Any, str]] = []
+        self._tuners: list[Tuner] = []
+        self._left_out: tuple[str, ...] = ()
+        self._hooks: list[Any] = []  # of PEFT's layers
+        self._first: Tensor | None = None
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
+        self._samples = Samples()
         self._suspects: set[int] = set()
         self._trained: list[Tensor] = []  # hold gradients, so that a step may follow at any time
         self._known: OrderedDict[Mark, tuple[str, str | None]] = OrderedDict()  # digest and refusal
@@ -71,12 +80,16 @@ class Weights:
         self._rewritten: set[int] = set()
         self._n_alike = 0
 
-    def digest(self) -> str:
-        """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read."""
+    def digest(self, is_kept: bool = False) -> str:
+        """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read.
+
+        Args:
+            is_kept: It goes with what outlives the process: all samples are looked at, not those of one place.
+        """
         self._n_alike += 1
-        if self._is_stale():
+        if self._is_stale(is_kept):
             with self._lock:
-                if self._is_stale():  # another thread may have refreshed meanwhile
+                if self._is_stale(is_kept):  # another thread may have refreshed meanwhile
                     self._refresh()
         return self._state[1]
 
@@ -101,7 +114,7 @@ class Weights:
         if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False
         now = self.mark()
-        if now == mark and not (self._suspects or self._trained):
+        if now == mark and not (self._suspects or self._trained or self._samples.differ()):
             return True
         return (now == mark or self._may_be_alike(mark, now)) and self.digest() == digest
 
@@ -137,8 +150,12 @@ class Weights:
             return self._refusal
         if any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
             return "training"
-        # PEFT serves each row with an adapter of its own by hooks on its layers.
-        return "adapter_names" if any(tuner._forward_pre_hooks for tuner, _ in self._tuners) else None
+        return "adapter_names" if are_by_row(self._hooks) else None
+
+    @property
+    def activated(self) -> Sequence[int | None] | None:
+        """How many of each row's last columns an activated LoRA is in force for, in the call under way; mostly None."""
+        return activated(self._hooks)
 
     @property
     def is_training(self) -> bool:
@@ -159,8 +176,10 @@ class Weights:
 
     # -- comparing -----------------------------------------------------------------------------------------------------
 
-    def _is_stale(self) -> bool:
-        return bool(self._suspects or self._trained) or self._state[0] is None or self.mark() != self._state[0]
+    def _is_stale(self, is_kept: bool) -> bool:
+        if self._suspects or self._trained or self._state[0] is None:
+            return True
+        return self.mark() != self._state[0] or self._samples.differ() or bool(is_kept and self._samples.edited())
 
     def mark(self) -> Mark:
         """What every edit makes another one, also an edit that was taken back; no weight is read."""
@@ -173,6 +192,7 @@ class Weights:
                 *map(_VERSION, self._outer),
                 *map(len, found.spaces),
                 any(self._empty),
+                self._first is None or self._first.requires_grad,  # PEFT freezes a model before it writes to it
             )
             held = (*chain.from_iterable(map(dict.values, self._holders)), *map(type, self._modules), *found.held())
             return Mark(numbers, held, found.settings(), found.contents())
@@ -200,12 +220,18 @@ class Weights:
         with self._suspecting:  # before anything is read: what another thread suspects meanwhile must stay
             suspects, self._suspects = self._suspects, set()
         suspects.update(map(id, self._trained))
-        if (known := self._recall()) is not None and not suspects:
+        if (known := self._recall()) is not None and not (suspects or self._samples.differ()):
             mark, (digest, self._refusal) = known
             self._become(mark, digest)
             return
+        edited = self._samples.edited()
         if self._state[0] is None or self.mark() != self._state[0]:
             self._survey()
+        # Before the tensors are hashed: what is written meanwhile has to differ from the samples.
+        self._samples.take()
+        if any(self._is_hashed(tensor) and id(tensor) not in suspects for tensor in edited):
+            self._hashed.clear()  # written without a trace, so others may have been, too
+            self._known.clear()
         mark = self.mark()
         if self._state[0] is None or not mark.has_structure_of(self._state[0]):
             self._known.clear()
@@ -252,19 +278,21 @@ class Weights:
         ]
         self._holders, self._empty = [holder for holder in holders if holder], [one for one in holders if not one]
         self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
+        self._find_tuners()
         self._named = self._name_tensors()
         unwatched = {id(one) for one in self._found.tensors.values() if is_readable(one) and one.is_inference()}
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
         self._pointers = [tensor for tensor in readable if id(tensor) in unwatched]
+        self._first = next((tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad), None)
         self._rewritten = {
             id(buffer) for part in self._modules if changes_with_length(part) for buffer in part._buffers.values()
         }
+        self._samples = Samples(one for one in (*self._tensors, *self._pointers) if id(one) not in self._rewritten)
         self._dropouts = [vars(part) for part in self._modules if _drops(part)]
-        self._forget_merged()
 
     def _name_tensors(self) -> list[tuple[str, Tensor]]:
-        """All tensors by path, each once."""
+        """All tensors by path, each once: where an adapter that is in force has it, if one does."""
         # Not state_dict(): buffers that are not saved (rotary tables) decide the output as well.
         own = (
             (f"{path}.{name}", tensor)
@@ -273,23 +301,25 @@ class Weights:
             for name, tensor in (*part._parameters.items(), *part._buffers.items())
             if tensor is not None
         )
-        outer, named = set(map(id, self._outer)), dict[int, tuple[str, Tensor]]()
+        outer, named = set(map(id, self._outer)), dict[int, tuple[bool, str, Tensor]]()
         for path, tensor in (*own, *self._found.tensors.items()):
-            if id(tensor) not in outer and (id(tensor) not in named or path < named[id(tensor)][0]):
-                named[id(tensor)] = (path, tensor)
-        return list(named.values())
+            place = (f"{path}:".startswith(self._left_out), path)
+            if id(tensor) not in outer and (id(tensor) not in named or place < named[id(tensor)][:2]):
+                named[id(tensor)] = (*place, tensor)
+        return [(path, tensor) for _, path, tensor in named.values()]
 
-    def _forget_merged(self) -> None:
-        """Hash again what PEFT merged adapters into, or took them out of: that is written through `.data`."""
-        before = {id(tuner): merged for tuner, merged in self._tuners}
-        # PEFT's layers carry a flag of this name; on whole models transformers has a method of the same name.
-        tuners = [part for part in self._modules if isinstance(getattr(part, "disable_adapters", None), bool)]
-        self._tuners = [(tuner, str(getattr(tuner, "merged_adapters", None))) for tuner in tuners]
-        for tuner, merged in self._tuners:
-            if before.get(id(tuner), merged) != merged:
-                self._known.clear()
-                for tensor in (*tuner.parameters(), *tuner.buffers()):
-                    self._hashed.pop(id(tensor), None)
+    def _find_tuners(self) -> None:
+        """Look at PEFT's layers, and hash again what came under them or out, or was merged: that is written unseen."""
+        before = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
+        self._tuners = [Tuner(path, part) for path, part in self._found.parts.items() if is_tuner(part)]
+        self._left_out = tuple(chain.from_iterable(tuner.left_out for tuner in self._tuners))
+        self._hooks = [tuner.module._forward_pre_hooks for tuner in self._tuners]
+        now = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
+        if changed := before.keys() ^ now.keys():
+            self._known.clear()
+            for key in changed:
+                for tensor in (now.get(key) or before[key]).tensors:
+                    self._hashed.pop(tensor, None)
 
     def _find_refusal(self) -> str | None:
         if self._found.unseen or not all(is_readable(tensor) for _, tensor in self._named):
@@ -316,18 +346,21 @@ class Weights:
         """Make digests of tensors that have none yet, or may have changed."""
         hashed, fresh = {}, []
         for _, tensor in self._named:
-            version = self._version_of(tensor)
-            known = self._hashed.get(id(tensor))
-            if known is not None and version >= 0 and known[2:4] == (tensor.data_ptr(), version):
-                hashed[id(tensor)] = known
+            if self._is_hashed(tensor):
+                hashed[id(tensor)] = self._hashed[id(tensor)]
             if id(tensor) not in hashed or id(tensor) in suspects:
-                fresh.append((tensor, version))
+                fresh.append((tensor, self._version_of(tensor)))
         for (tensor, version), digest in zip(fresh, digests([tensor for tensor, _ in fresh]), strict=True):
             if id(tensor) in hashed and hashed[id(tensor)][-1] != digest:
                 self._known.clear()  # written without a trace: what was known of other settings no longer holds
             # Memory is kept alive as well: what replaces it can then not be mistaken for it by its address.
             hashed[id(tensor)] = (tensor, _storage(tensor), _address(tensor), version, digest)
         self._hashed = hashed
+
+    def _is_hashed(self, tensor: Tensor) -> bool:
+        """Whether no edit was counted since a tensor was hashed."""
+        known, version = self._hashed.get(id(tensor)), self._version_of(tensor)
+        return known is not None and version >= 0 and known[2:4] == (tensor.data_ptr(), version)
 
     def _version_of(self, tensor: Tensor) -> int:
         """Edits of a tensor, and of the one that wraps it; -1 where they are not counted."""
@@ -341,7 +374,11 @@ class Weights:
             f"{path}:{tensor.dtype}:{tuple(tensor.shape)}:{self._hashed[id(tensor)][-1]}"
             for path, tensor in self._named
         ]
-        return hashlib.sha256("\n".join(sorted(chain(tensors, self._found.facts))).encode()).hexdigest()
+        lines = chain(tensors, self._found.facts)
+        if self._tuners:
+            in_force = (line for line in lines if not line.startswith(self._left_out))
+            lines = chain(in_force, *(tuner.facts for tuner in self._tuners))
+        return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def _holds_gradient(tensor: Tensor) -> bool:
@@ -350,7 +387,7 @@ def _holds_gradient(tensor: Tensor) -> bool:
 
 def _drops(part: nn.Module) -> bool:
     """Whether a module drops at random what passes, in training mode."""
-    if isinstance(part, nn.modules.dropout._DropoutNd):
+    if isinstance(part, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):  # or mixes the rows of a batch
         return True
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(part).items())
 

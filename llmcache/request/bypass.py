@@ -50,7 +50,8 @@ CURES: dict[str, str] = {
     "edit between calls, and keep what a forward counts or logs outside of the trunk's modules",
     "gradients_held": "the weights hold gradients, so an optimizer may write them unseen in each call: call "
     "optimizer.zero_grad() before the model is evaluated",
-    "adapter_names": "PEFT serves each row with an adapter of its own: call it with one adapter a batch",
+    "adapter_names": "PEFT computes each row with adapters of its own (adapter_names, X-LoRA): call it with one "
+    "adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
     "cache: pass the tokenizer's 2-D mask",
     "mask_values": "the attention mask holds other values than 0 and 1, by which some models multiply: pass 0 and 1",

@@ -107,6 +107,7 @@ class Read:
         fingerprint_epoch: Of the banks' fingerprint, when the features were made.
         generation: Of the namespace in the store behind memory, before anything was computed; 0 without one.
         purges: `Purges.now` of the banks, likewise.
+        is_whole: Its rows affect each other, so that all are served, of this very call, or none is.
         make: Makes fingerprints and forecasts of them, and notes of rows that have none why they take no part; None
             when nothing is searched.
     """
@@ -121,6 +122,7 @@ class Read:
     make: Callable[[], tuple[dict[int, Floats], Floats | None]] | None = None
     generation: int = 0
     purges: int = 0
+    is_whole: bool = False
     _made: tuple[dict[int, Floats], Floats | None] | None = None
 
     def project(self) -> tuple[dict[int, Floats], Floats | None]:

@@ -19,6 +19,9 @@ class Outcome:
             that was forecast, not a request that is like this one.
         similarity: To that request; of a row that was computed, to the nearest one found, over all searches made for
             it. None when no search was made or nothing was there to be found.
+        risk: Risk score of who would serve it approximately, whether that was allowed or not: a hit's is at most
+            `Calibration.limit`. Infinite where a content gate refused or the source is quarantined. None when no
+            search was made or nothing was there to be found.
         n_prefix: First tokens that a stored prefix served, 0 without.
         bypassed: Why the cache was not used (`llmcache.request.bypass.CURES`), or None.
     """
@@ -28,6 +31,7 @@ class Outcome:
     layer: int | None = None
     source: str | None = None
     similarity: float | None = None
+    risk: float | None = None
     n_prefix: int = 0
     bypassed: str | None = None
 
@@ -49,6 +53,8 @@ def _outcome(call: Call, row: Row) -> Outcome:
     if row.number in call.served:
         return Outcome(row.key, "prefix", n_prefix=call.served[row.number])
     reuse = call.plan.reused.get(row.number)
+    choice = call.plan.choices.get(row.number)
+    risk = None if choice is None else choice.risk
     if reuse is None:
-        return Outcome(row.key, similarity=call.plan.nearest.get(row.number))
-    return Outcome(row.key, reuse.rung, reuse.layer, reuse.key, reuse.similarity)
+        return Outcome(row.key, similarity=call.plan.nearest.get(row.number), risk=risk)
+    return Outcome(row.key, reuse.rung, reuse.layer, reuse.key, reuse.similarity, risk)

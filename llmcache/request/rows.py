@@ -70,7 +70,8 @@ class Row:
 
     Attributes:
         number: Its row in the batch.
-        key: SHA-256 (base64) of its scope, valid tokens, types and positions.
+        key: SHA-256 (base64) of its scope, valid tokens, types and positions; of the whole call where rows affect each
+            other.
         ids: Its valid token ids, packed; compared on a hit.
         valid: Where the valid tokens are in the row.
         n_valid: How many they are.
@@ -110,6 +111,7 @@ class HostInputs:
         order: Where the K/V of the tokens goes (T,), or None.
         is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
         is_full: Every token is valid.
+        activated: For how many of a row's last columns an activated LoRA is in force (None: for none), or None.
     """
 
     ids: Any
@@ -121,6 +123,7 @@ class HostInputs:
     order: Any = None
     is_binary: Any = None
     is_full: Any = False
+    activated: Any = None
 
 
 def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
@@ -156,6 +159,7 @@ def read_rows(
     layout_counts: bool = False,
     layout_is_kept: bool = False,
     is_compiled: bool = False,
+    is_whole: bool = False,
 ) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
@@ -170,16 +174,22 @@ def read_rows(
         layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
         layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
         is_compiled: Graphs may run the call, whose kernels differ in the last bits.
+        is_whole: Rows affect each other: the key of each covers all rows, and its place among them.
     """
     prefix = _sha_of(scope).copy()
     if is_compiled:
         prefix.update(b"compiled;")
+    if is_whole:
+        for number, mask in enumerate([None] * len(inputs.ids) if inputs.valid is None else inputs.valid):
+            _update_layout(prefix, inputs, number, mask)
     rows: list[Row] = []
     n_seen: dict[str, int] = {}
     for number, row_ids in enumerate(inputs.ids):
         mask = None if inputs.valid is None else inputs.valid[number]
         valid, n_valid = _valid_positions(None if padding_counts or inputs.is_full else mask, len(row_ids))
         sha = prefix.copy()
+        if is_whole:
+            _update(sha, b"place", [number])
         _update(sha, b"ids", row_ids[valid])
         _update(sha, b"types", _row(inputs.types, number, valid))
         _update(sha, b"positions", _row(inputs.positions, number, valid))
@@ -191,6 +201,8 @@ def read_rows(
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
+        if inputs.activated is not None:
+            _update(sha, b"activated", _activated(inputs.activated, number, valid, len(row_ids)))
         has_layout, layout = layout_counts and n_valid < len(row_ids), b""
         if has_layout:
             _update_layout(sha, inputs, number, mask)
@@ -248,6 +260,14 @@ def _start(positions: NDArray[np.int64] | None, valid: Positions, n_valid: int) 
     if positions is None:
         return int(valid.start)
     return int(positions[0]) if (np.diff(positions) == 1).all() else None
+
+
+def _activated(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> list[int] | None:
+    """From which of a row's tokens on an activated LoRA is in force; None: from none on."""
+    n_columns = offsets[number] if number < len(offsets) else None
+    if not n_columns:
+        return None
+    return [length - min(n_columns, length) - (valid.start if isinstance(valid, slice) else 0)]
 
 
 def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:

@@ -1,18 +1,50 @@
 """Context variables that hold a value for a while. What is set in a thread or async task is not seen by others."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TypeVar
+from contextvars import Context, ContextVar
+from functools import cache
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger("llmcache")
+#: Blocks of `setting` that are open in this context, oldest first: each with its variable and value.
+_OPEN: ContextVar[tuple[tuple[ContextVar[Any], Any], ...]] = ContextVar("llmcache_open", default=())
 
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Within: the variable has this value; afterwards, the one that it had."""
-    token = variable.set(value)
+    """Within: the variable has this value. Afterwards it has that of the last block that is still open, or its default.
+
+    Generators that take turns end their blocks in any order, so a block does not put back the value that it found.
+    """
+    block = (variable, value)
+    _OPEN.set((*_OPEN.get(), block))
+    variable.set(value)
     try:
         yield
     finally:
-        variable.reset(token)
+        _close(block)
+
+
+def _close(block: tuple[ContextVar[Any], Any]) -> None:
+    variable, blocks = block[0], _OPEN.get()
+    same = [one for one in blocks if one[0] is variable]
+    if not same or same[-1] is not block:
+        _warn(variable.name)
+    if any(one is block for one in same):  # else it was opened in another context, in which it stays open
+        _OPEN.set(tuple(one for one in blocks if one is not block))
+        left = [one for one in same if one is not block]
+        variable.set(left[-1][1] if left else Context().run(variable.get))
+
+
+@cache
+def _warn(name: str) -> None:
+    """Say once that a block of a variable ended where another one was in force."""
+    logger.warning(
+        "a block that sets %s ended after one that began later, or in another thread or task: calls within it may have "
+        "been made under the other one. Do not yield within such a block: enter it around each call",
+        name,
+    )

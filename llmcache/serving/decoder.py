@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
+from jinja2.exceptions import TemplateError, UndefinedError
 
 from llmcache.cache import LLMCache
 from llmcache.errors import ConfigError, RequestError
@@ -27,7 +28,7 @@ from llmcache.generation import PromptCache, Sampling, StoppedBy, Stream, Token,
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.refusals import Refusal, stopping
+from llmcache.serving.refusals import Refusal, described, stopping
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import PUBLIC, Tenant
 from llmcache.serving.tokenizing import beginning
@@ -41,6 +42,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 _N_ENCODING = 4  # texts that are tokenised at once
 _PROMPTS_KNOWN = 64  # of each namespace: a prompt's tokens take 0.3 MB at a context of 8,192
+_OF_MESSAGES = (TemplateError, UndefinedError)  # a template raised the first, or looks for what messages lack
 _MOST_NEW = 4096  # tokens of an answer where neither request nor model says
 
 
@@ -222,7 +224,7 @@ class Decoder:
         try:
             ids = known.encode(prompt).ids
         except RequestError as error:
-            raise Refusal("tokenizer", _why(prompt, error), param=param) from None  # its text may quote the prompt
+            raise _refused(prompt, error, param) from None  # its text may quote the prompt
         self.watcher.tokenised(perf_counter() - began)
         return ids
 
@@ -251,8 +253,8 @@ class Decoder:
         try:
             await self._run(flight)
         except Exception as error:
-            # Of its text nothing is told or logged, which may quote the request.
-            logger.error("a generation failed: %s", type(error).__name__)
+            self.watcher.failed()
+            logger.error("a generation failed: %s", described(error))
             self._end(flight, Refusal("backend", "the model failed on this request"))
         finally:
             self._n_running -= 1
@@ -453,12 +455,18 @@ class Generating(AsyncIterator[Token]):
         self._decoder.leave(self._flight, self)
 
 
-def _why(prompt: Any, error: RequestError) -> str:
-    """Why a prompt has no tokens, in words that quote nothing of it."""
-    if isinstance(error.__cause__, UnicodeEncodeError):
-        return "the prompt is no valid Unicode text (a lone surrogate)"
-    if not isinstance(prompt, str) and error.__cause__ is not None:
-        return "the model's chat template does not take these messages: it may want their roles in another order"
-    if not isinstance(prompt, str) and "no chat template" in str(error):
-        return "the model has no chat template: use /v1/completions"
-    return "the prompt is empty: give at least one token"
+def _refused(prompt: Any, error: RequestError, param: str) -> Refusal:
+    """Why a prompt has no tokens, in words that quote nothing of it. A template that fails is logged."""
+    cause, text = error.__cause__, "the prompt is empty: give at least one token"
+    if isinstance(cause, UnicodeEncodeError):
+        text = "the prompt is no valid Unicode text (a lone surrogate)"
+    elif type(cause) in _OF_MESSAGES:
+        text = "the model's chat template does not take these messages: it may want their roles in another order"
+    elif cause is not None:
+        logger.error("the model's chat template failed: %s", described(cause))
+        return Refusal(
+            "backend", f"the model's chat template failed ({type(cause).__name__}): the server's log says where"
+        )
+    elif not isinstance(prompt, str) and "no chat template" in str(error):
+        text = "the model has no chat template: use /v1/completions"
+    return Refusal("tokenizer", text, param=param)

@@ -8,6 +8,7 @@ Lookups and batches run the same wrapped model, which any number of threads may 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -16,10 +17,12 @@ from llmcache.cache import LLMCache
 from llmcache.serving.lookups import Lookups, Missing, overloaded
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.padded_model import Forward, Output, PaddedModel
-from llmcache.serving.refusals import Refusal, stopping
+from llmcache.serving.refusals import Refusal, described, stopping
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens
 from llmcache.serving.watching import Watcher
+
+logger = logging.getLogger("llmcache.serving")
 
 _PADDED = 0.25  # of a batch's tokens: so much padding is always allowed
 _PADDING = 4  # tokens of padding that are worth one run less, until that is measured
@@ -43,6 +46,11 @@ class _Miss:
     asked_at: float = field(default_factory=perf_counter)  # before it was looked up
     n_waiting: int = 0  # who wants it; at 0 nobody does any more
     is_running: bool = False
+
+    @property
+    def kind(self) -> tuple[str, bool, int]:
+        """What inputs of one batch have in common."""
+        return self.key[0], self.is_looked_up, self.key[1].n_prompt
 
 
 class Encoder:
@@ -131,8 +139,8 @@ class Encoder:
 
         try:
             return [await self._thread.run(lambda one=one: self._model.states(one, states_of)) for one in tokens]  # type: ignore[misc]
-        except Exception:
-            raise _failed() from None
+        except Exception as error:
+            raise self._failed(described(error)) from None
 
     def close(self) -> None:
         """End the threads of lookups."""
@@ -181,7 +189,8 @@ class Encoder:
                 self._watcher.queued(begun - miss.queued_at)
             try:
                 outputs = await self._thread.run(lambda batch=batch, begun=begun: self._compute(batch, begun))  # type: ignore[misc]
-            except Exception:  # the thread was closed
+            except Exception as error:  # the thread was closed
+                logger.warning("a batch was not computed: %s", described(error))
                 outputs = [stopping()] * len(batch)
             for miss, output in zip(batch, outputs, strict=True):
                 del self._in_flight[miss.key]
@@ -199,8 +208,7 @@ class Encoder:
             return []
         first, settings = self._queue[0], self._settings
         most = settings.max_batch_requests or len(self._queue)
-        kind = first.key[0], first.is_looked_up
-        near = [miss for miss in self._queue if (miss.key[0], miss.is_looked_up) == kind]
+        near = [miss for miss in self._queue if miss.kind == first.kind]
         near.sort(key=lambda miss: abs(len(miss.key[1]) - len(first.key[1])))
         batch: list[_Miss] = []
         longest = n_tokens = 0
@@ -232,12 +240,12 @@ class Encoder:
         self._watcher.batch(len(batch), sum(map(len, tokens)))
         try:
             made = self._model.run(tokens, namespace, batch[0].is_looked_up)
-        except Exception:
+        except Exception as error:
             if len(batch) == 1:
-                return [_failed()]
+                return [self._failed(described(error))]
             return [self._compute([miss], begun)[0] for miss in batch]
         return [
-            replace(one, queue_s=begun - miss.queued_at) if one.is_finite else _failed()
+            replace(one, queue_s=begun - miss.queued_at) if one.is_finite else self._failed("its output is not finite")
             for miss, one in zip(batch, made, strict=True)
         ]
 
@@ -261,6 +269,8 @@ class Encoder:
             # Far beyond what fills a run a larger batch computes no more inputs a second.
             self._most_tokens = min(self._settings.max_batch_tokens, max(_LONG, int(_BATCH_S / token_s)))
 
-
-def _failed() -> Refusal:
-    return Refusal("backend", "the model failed on this input")
+    def _failed(self, why: str) -> Refusal:
+        """Count and log that an input could not be computed; returns what the client is told."""
+        self._watcher.failed()
+        logger.error("the model failed on an input: %s", why)
+        return Refusal("backend", "the model failed on this input")

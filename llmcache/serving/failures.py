@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmcache.errors import LLMCacheError
 from llmcache.serving.asgi import header_values, refuse, route_path
-from llmcache.serving.refusals import Kind, Refusal, dialect_of, stopping
+from llmcache.serving.refusals import Kind, Refusal, described, dialect_of, stopping
 
 logger = logging.getLogger("llmcache")
 
@@ -166,8 +165,7 @@ def _answer(request: Request, refusal: Refusal) -> JSONResponse:
 def _log(error: Exception, scope: Scope) -> Refusal:
     """Log a failure, and return what the client is told."""
     request_id = scope.get("state", {}).get("request_id", "-")
-    places = [f"{one.filename}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__, limit=-3)]
-    logger.error("%s in request %s, at %s", type(error).__name__, request_id, " < ".join(reversed(places)))
+    logger.error("%s", described(error, request_id))
     return Refusal("backend", f"{_FAILED}; its log has more under {request_id}")
 
 

@@ -85,11 +85,14 @@ class History:
         """Within: a sample is taken every few seconds, in a thread of its own since `read` may wait."""
 
         async def keep() -> None:
+            is_failing = False
             while True:
                 try:
                     self.add(await asyncio.to_thread(read))
+                    is_failing = False
                 except Exception:  # the page then lacks a sample, and no request an answer
-                    logger.debug("llmcache: no sample was taken", exc_info=True)
+                    logger.log(logging.DEBUG if is_failing else logging.WARNING, "no sample was taken", exc_info=True)
+                    is_failing = True
                 await asyncio.sleep(every_s)
 
         task = asyncio.create_task(keep())

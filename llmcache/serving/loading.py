@@ -1,5 +1,6 @@
 """From a name to a model that can be served: what kind it is, and how it is called."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ NAMES: Mapping[Kind, str] = {
     "reranker": "a reranker",
     "decoder": "a causal language model",
 }
+_SAMPLE = "Where is my CARD?"
 _MOST = 10**6  # tokenizers say more than this where nobody told them
 
 
@@ -50,6 +52,9 @@ class Served:
         labels: Of a classifier, by number.
         is_multi_label: Any number of them may hold at once.
         prompts: Texts that go before an input, by name.
+        default_prompt: Name of the one that goes before texts for which none is named.
+        is_prompt_pooled: Tokens of a prompt are pooled as those of the input are.
+        dimensions: Of an embedding, where a request asks for no other number; None: all that the model has.
     """
 
     name: str
@@ -63,6 +68,9 @@ class Served:
     labels: tuple[str, ...] = ()
     is_multi_label: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    is_prompt_pooled: bool = True
+    dimensions: int | None = None
 
     @property
     def config(self) -> Any:
@@ -73,9 +81,10 @@ class Served:
 def load_served(name: str, models_dir: Path | None = None) -> Served:
     """Load a model: `minilm` (packaged), a folder, one of `models_dir` first, or a name on the hub.
 
-    Its architecture says what it is: `...ForCausalLM` a decoder; `...ForSequenceClassification` a classifier, with one
-    label a reranker; others are embedding models. A sentence-transformers model that ends in a `Dense` with as many
-    outputs as its config has labels is a classifier, too.
+    Its architecture says what it is: `...ForCausalLM` a decoder, unless it is of sentence-transformers;
+    `...ForSequenceClassification` a classifier, with one label a reranker; others are embedding models. A
+    sentence-transformers model that ends in a `Dense` with as many outputs as its config has labels is a classifier,
+    too.
 
     Raises:
         ConfigError: It could not be loaded, or is of another kind.
@@ -83,7 +92,7 @@ def load_served(name: str, models_dir: Path | None = None) -> Served:
     source = _source(name, models_dir)
     config = _config(name, source)
     architecture = next(iter(config.architectures or ("",)))
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")) and _find(source, "modules.json") is None:
         return _decoder(name, models_dir)
     if architecture.endswith("ForSequenceClassification"):
         return _with_head(name, source, config)
@@ -107,6 +116,27 @@ def _config(name: str, source: str) -> Any:
             f"model: {name!r} could not be loaded ({cause(error)}); give {MINILM!r}, a folder with config.json, "
             "weights and tokenizer, or a hub name that can be reached"
         ) from error
+
+
+def _find(source: str, file: str) -> str | None:
+    """Path to a file of a model; None: it has none."""
+    from transformers.utils.hub import cached_file
+
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    with quiet():
+        found: str | None = cached_file(source, file, **quietly)
+    return found
+
+
+def _saved(name: str, source: str) -> dict[str, Any]:
+    """Settings that sentence-transformers saved with a model; empty: none."""
+    if (path := _find(source, "config_sentence_transformers.json")) is None:
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model: {name!r} could not be loaded ({path} is not valid JSON)") from error
+    return found
 
 
 def _decoder(name: str, models_dir: Path | None) -> Served:
@@ -135,7 +165,20 @@ def _with_head(name: str, source: str, config: Any) -> Served:
     is_multi = config.problem_type == "multi_label_classification"
     kind: Kind = "reranker" if len(labels) == 1 else "classifier"
     length = _max_length(loaded.tokenizer, config)
-    return Served(name, kind, model, loaded.tokenizer, length, forward, states, labels=labels, is_multi_label=is_multi)
+    saved = _saved(name, source)  # of a CrossEncoder
+    return Served(
+        name,
+        kind,
+        model,
+        loaded.tokenizer,
+        length,
+        forward,
+        states,
+        labels=labels,
+        is_multi_label=is_multi,
+        prompts=saved.get("prompts") or {},
+        default_prompt=saved.get("default_prompt_name"),
+    )
 
 
 def _sentence(name: str, source: str) -> Served:
@@ -143,12 +186,15 @@ def _sentence(name: str, source: str) -> Served:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
-        raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache[serve]'") from None
+        raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache-torch[serve]'") from None
+    if (kind := _saved(name, source).get("model_type", "SentenceTransformer")) != "SentenceTransformer":
+        raise ConfigError(f"model: {name!r} is a {kind} of sentence-transformers; give a SentenceTransformer")
     try:
         with quiet() if Path(source).is_dir() else asking(source):
             model: Any = SentenceTransformer(source).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)})") from error
+    _check_tokens(name, model)
     # What is asked for raw and normalised is one entry then: vectors are normalised when they are answered.
     while type(model[-1]).__name__ == "Normalize":
         del model[-1]
@@ -175,7 +221,20 @@ def _sentence(name: str, source: str) -> Served:
         answer_of=_sentence_embedding,
         labels=tuple(config.id2label[i] for i in range(len(config.id2label))) if is_classifier else (),
         prompts=dict(model.prompts or {}),
+        default_prompt=model.default_prompt_name,
+        is_prompt_pooled=all(getattr(module, "include_prompt", True) for module in model.modules()),
+        dimensions=model.truncate_dim,
     )
+
+
+def _check_tokens(name: str, model: Any) -> None:
+    """Refuse a model of which sentence-transformers makes other tokens than its tokenizer, by a chat template say."""
+    (made,) = (getattr(model, "preprocess", None) or model.tokenize)([_SAMPLE])["input_ids"].tolist()
+    if made != model.tokenizer(_SAMPLE, truncation=True, max_length=model.max_seq_length)["input_ids"]:
+        raise ConfigError(
+            f"model: {name!r} changes texts before its tokenizer reads them, by a chat template for instance, which "
+            "this server does not; save it with text as its Transformer's only modality, if it was trained on such"
+        )
 
 
 def _sentence_embedding(output: Any) -> Tensor:

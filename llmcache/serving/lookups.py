@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from llmcache.serving.padded_model import Output, PaddedModel
-from llmcache.serving.refusals import Refusal, stopping
+from llmcache.serving.refusals import Refusal, described, stopping
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import PUBLIC
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
@@ -139,7 +139,7 @@ class Lookups:
                 found: Sequence[list[Found]] = await loop.run_in_executor(self._pool, self._look_up, turn)
             except Exception as error:
                 if not self._is_closed:
-                    logger.error("a lookup failed: %s", type(error).__name__)  # its message may quote an input
+                    logger.error("a lookup failed: %s", described(error))
                 refusal = stopping() if self._is_closed else Refusal("backend", "the lookup failed")
                 found = [[refusal] * request.n_inputs for request in turn]
             self._n_under_way = 0
@@ -204,11 +204,16 @@ class Lookups:
                     of_request[i] = Missing(one.tokens, is_looked_up)
 
     def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:
-        """Numbers of inputs that are looked up in one call: as many tokens as a batch has, and of about one length."""
+        """Numbers of inputs that are looked up in one call: as many tokens as a batch has, and of about one length.
+
+        Pooling leaves out as many tokens of each.
+        """
         part: list[int] = []
-        for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):  # so that the latest is the longest
-            most = max(_SHORT, 2 * len(tokens[part[0]])) if part else 0
-            if part and (len(tokens[i]) > most or len(tokens[i]) * (len(part) + 1) > self._settings.max_batch_tokens):
+        # So that the latest is the longest.
+        for i in sorted(range(len(tokens)), key=lambda i: (tokens[i].n_prompt, len(tokens[i]))):
+            first = tokens[part[0]] if part else tokens[i]
+            is_other = tokens[i].n_prompt != first.n_prompt or len(tokens[i]) > max(_SHORT, 2 * len(first))
+            if part and (is_other or len(tokens[i]) * (len(part) + 1) > self._settings.max_batch_tokens):
                 yield part
                 part = []
             part.append(i)

@@ -69,6 +69,9 @@ class Metrics(Watcher):
         self._cached_tokens = self._cached.labels(model_name)
         self._generated = self._counter("generation_tokens", "Tokens generated.").labels(model_name)
         self._success = self._counter("request_success", "Requests that came to their end.", "finished_reason")
+        self._failed = self._counter("model_failures", "Inputs and generations that the model failed on.").labels(
+            model_name
+        )
         self._cancelled = self._counter("requests_cancelled", "Requests whose client had gone.").labels(model_name)
 
         e2e = self._histogram("e2e_request_latency_seconds", "Of requests for inference that were answered.")
@@ -177,6 +180,10 @@ class Metrics(Watcher):
     def finished(self, reason: str) -> None:
         """Count a request that came to its end, of `REASONS`."""
         self._success.labels(self._model_name, reason if reason in REASONS else OTHER).inc()
+
+    def failed(self) -> None:
+        """Count an input or a generation that the model failed on."""
+        self._failed.inc()
 
     def cancelled(self) -> None:
         """Count a request whose client had gone before its end."""

@@ -46,7 +46,7 @@ class GenerationUsage(_Object):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
+    prompt_tokens_details: PromptDetails | None = Field(default=None, description="Only with `--reveal-hits`.")
 
 
 class CompletionLogprobs(_Object):

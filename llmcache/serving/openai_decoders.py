@@ -253,11 +253,12 @@ class _Asked:
         """Tokens; those of a prompt count once, however many answers it has."""
         prompts = self._answers[:: self._body.n or 1]
         n_prompt = sum(answer.n_prompt for answer in prompts)
+        details = {"prompt_tokens_details": {"cached_tokens": sum(answer.n_cached for answer in prompts)}}
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": self._n_made,
             "total_tokens": n_prompt + self._n_made,
-            "prompt_tokens_details": {"cached_tokens": sum(answer.n_cached for answer in prompts)},
+            **(details if self._server.settings.reveal_hits else {}),
         }
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Embeddings as OpenAI shapes them, of norm 1."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
     server, made = await _computed(body, request, "embedding", items_of(body.input), fields)
-    rows = [embedding(one.values, True, body.dimensions) for one in made]
+    rows = [embedding(server, one.values, True, body.dimensions) for one in made]
     packed = body.encoding_format == "base64"
     data = [
         {

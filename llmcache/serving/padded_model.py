@@ -3,6 +3,7 @@
 Sizes: B rows of a call, T tokens a row (padding included), O numbers of an output.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 
 from llmcache.cache import LLMCache
 from llmcache.errors import NotCachedError
+from llmcache.serving.refusals import described
 from llmcache.serving.tokenizing import Tokens
+
+logger = logging.getLogger("llmcache.serving")
 
 #: The model on padded rows: inputs to outputs (B, O), of which the dialects make answers.
 Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -65,7 +69,7 @@ class PaddedModel:
         """What the model makes of inputs, served from a namespace or computed and stored there.
 
         Args:
-            tokens: Of the inputs, at least one.
+            tokens: Of the inputs, at least one; pooling leaves out as many tokens of each.
             namespace: Where they are looked for.
             are_looked_up: `served` has found none of them there.
         """
@@ -94,7 +98,8 @@ class PaddedModel:
                 made = self.run(tokens, namespace, are_looked_up)
         except NotCachedError as error:
             return {}, error.rows is not None and len(error.rows) == len(tokens)
-        except Exception:  # of the model: what computes them will tell
+        except Exception as error:  # nothing was computed: what served the entries failed
+            logger.error("inputs that the cache holds could not be served, and are computed: %s", described(error))
             return {}, False
         return {i: one for i, one in enumerate(made) if one.rung is not None and one.is_finite}, True
 
@@ -127,4 +132,6 @@ class PaddedModel:
         }
         if tokens[0].types:
             made["token_type_ids"] = rows((one.types for one in tokens), 0)
+        if tokens[0].n_prompt:
+            made["prompt_length"] = torch.tensor([tokens[0].n_prompt])  # as sentence-transformers names it
         return made

@@ -1,5 +1,6 @@
 """Why a request is not answered, and how each dialect says so."""
 
+import traceback
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -90,6 +91,18 @@ class Refusal(LLMCacheError):
         """Headers that go with it."""
         named = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return named | ({"WWW-Authenticate": "Bearer"} if self.kind == "unauthorised" else {})
+
+
+def described(error: BaseException, request: str = "") -> str:
+    """An error's type and place, for the log. Not its text, which may quote the request.
+
+    Args:
+        error: As it was caught.
+        request: Where it is known, the id of the request.
+    """
+    places = [f"{one.filename}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__, limit=-3)]
+    where = f" in request {request}," if request else ""
+    return f"{type(error).__name__}{where} at {' < '.join(reversed(places))}"
 
 
 def stopping() -> Refusal:

@@ -10,6 +10,7 @@ from llmcache.errors import BankFileError, LLMCacheError, StoreError, UnfitBankE
 from llmcache.folder import MANIFEST, check_ours, check_writable
 from llmcache.models.pooling import find_pooled
 from llmcache.serving.loading import Served
+from llmcache.serving.refusals import described
 
 logger = logging.getLogger("llmcache.serving")
 
@@ -77,6 +78,8 @@ class Saves:
             self.save(cache)
         except (LLMCacheError, OSError) as error:
             logger.error("the cache could not be saved: %s", error)
+        except Exception as error:  # or the next save would not be tried
+            logger.error("the cache could not be saved: %s", described(error))
 
     def _restored(self, folder: Path, served: Served, config: CacheConfig | None) -> LLMCache | None:
         """The cache that was saved; None: there is none, or it is of no use, of which the log tells."""

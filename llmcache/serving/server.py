@@ -47,7 +47,9 @@ class Server:
         self.is_disabled = False  # by an operator
         self._saving: asyncio.Task[None] | None = None
         vocabulary = int(served.config.get_text_config().vocab_size)
-        self.tokenizing = Tokenizing(served.tokenizer, served.max_length, vocabulary)
+        self.tokenizing = Tokenizing(
+            served.tokenizer, served.max_length, vocabulary, served.prompts.values(), served.is_prompt_pooled
+        )
         self.encoder = None if served.kind == "decoder" else self._make_encoder()
         self.decoder = self._make_decoder() if served.kind == "decoder" else None
         self.metrics.watch(lambda: self.n_waiting)

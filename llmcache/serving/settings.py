@@ -30,7 +30,7 @@ class ServerSettings(BaseModel):
         model_process: Have a process of its own compute an encoder's layers, where it runs on the CPU; see
             `LLMCache.start_model_process`.
         warmup_tokens: Tokens of the longest input that is run before the server is ready; 0: none.
-        reveal_hits: Tell in headers whether a request was served from the cache, and how long each part took. Who
+        reveal_hits: Tell in headers and in `usage` what was served from the cache, and how long each part took. Who
             asks can then tell what was asked before, in its own namespace.
         otlp_endpoint: Address to which OpenTelemetry sends traces; None: none are made. Needs the extra `otel`.
         save_every_s: Seconds between saves while it runs; 0: only at the end.

@@ -22,7 +22,7 @@ from llmcache.serving.server import Server
 from llmcache.serving.tei_answers import ERRORS, Info, Piece, Prediction, Rank
 from llmcache.serving.tenants import Tenant
 from llmcache.serving.timings import headers
-from llmcache.serving.tokenizing import Item, Tokens
+from llmcache.serving.tokenizing import Item, Prompted, Tokens
 
 router = APIRouter(tags=["text-embeddings-inference"], responses=ERRORS)
 
@@ -122,10 +122,9 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
     """Embeddings, one list of floats for each input."""
     server: Server = request.app.state.server
     server.needs("embedding")
-    items = with_prompt(server, items_of(body.inputs), body.prompt_name)
-    fields = Fields("inputs", not is_one(body.inputs))
-    made = await computed(server, items, request.state.tenant, body, fields)
-    rows = [embedding(one.values, body.normalize, body.dimensions) for one in made]
+    items, fields = items_of(body.inputs), Fields("inputs", not is_one(body.inputs))
+    made = await computed(server, items, request.state.tenant, body, fields, body.prompt_name)
+    rows = [embedding(server, one.values, body.normalize, body.dimensions) for one in made]
     return await rendered([row.tolist() for row in rows], sum(map(len, rows)), headers(server, made))
 
 
@@ -159,7 +158,8 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well texts suit a query, best first."""
     server: Server = request.app.state.server
     server.needs("reranker")
-    items, fields = [(body.query, text) for text in body.texts], Fields("texts", True, beside="query")
+    items: list[Item] = [(body.query, text) for text in body.texts]
+    fields = Fields("texts", True, beside="query")
     made = await computed(server, items, request.state.tenant, body, fields)
     scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
     ranks = [
@@ -178,10 +178,9 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     texts: list[Item] = [body.inputs.source_sentence, *body.inputs.sentences]
     if len(texts) == 1:
         raise Refusal("empty", "`inputs.sentences` cannot be empty")
-    items = with_prompt(server, texts, asked.prompt_name)
     fields = Fields("inputs.sentences", True, first="inputs.source_sentence", cut="set `parameters.truncate`")
-    made = await computed(server, items, request.state.tenant, asked, fields)
-    source, *others = (embedding(one.values, True, None) for one in made)
+    made = await computed(server, texts, request.state.tenant, asked, fields, asked.prompt_name)
+    source, *others = (embedding(server, one.values, True, None) for one in made)
     return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
 
 
@@ -191,9 +190,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     check_number(server, len(texts))
-    items = with_prompt(server, texts, body.prompt_name)
+    prompt = prompt_of(server, body.prompt_name)
     fields, pieces_of = Fields("inputs", texts is body.inputs), server.tokenizing.pieces
-    pieces = await asyncio.to_thread(fields.each, lambda text: pieces_of(text, body.add_special_tokens), items)
+    pieces = await asyncio.to_thread(fields.each, lambda text: pieces_of(prompt + text, body.add_special_tokens), texts)
     return await rendered(pieces, sum(map(len, texts)))  # about a number each
 
 
@@ -243,14 +242,17 @@ async def info(request: Request) -> JSONResponse:
 # -- shared with the other dialect -------------------------------------------------------------------------------------
 
 
-async def computed(server: Server, items: Sequence[Item], tenant: Tenant, cut: Cut, fields: Fields) -> list[Output]:
-    """What the model makes of inputs, which the request has in these fields.
+async def computed(
+    server: Server, items: Sequence[Item], tenant: Tenant, cut: Cut, fields: Fields, prompt_name: str | None = None
+) -> list[Output]:
+    """What the model makes of inputs, which the request has in these fields; see `with_prompt`.
 
     Raises:
         Refusal: There are too many or none, or one of them is refused: the first one's reason.
     """
     assert server.encoder is not None
     check_number(server, len(items), fields.name)
+    items = with_prompt(server, items, prompt_name)
     found = await server.encoder.run(items, tenant.namespace, truncates(server, cut.truncate), cut.truncation_direction)
     return fields.all(found, Output)
 
@@ -289,31 +291,45 @@ def classified_of(inputs: Any) -> tuple[list[Item], bool]:
 
 
 def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
-    """Inputs with the text before each that goes by this name.
+    """Inputs with the prompt of this name before each; None: texts and pairs with the model's default prompt, if any.
 
     Raises:
-        Refusal: The model has no such prompt, or an input is no text.
+        Refusal: The model has no such prompt, or an input is token ids although a prompt was named.
     """
-    if name is None:
-        return list(items)
-    if name not in server.served.prompts:
-        known = ", ".join(server.served.prompts) or "none"
-        raise Refusal("invalid", f"`prompt_name`: the model has no such prompt; it has: {known}")
-    prompt = server.served.prompts[name]
-    if not all(isinstance(item, str) for item in items):
+    prompt = prompt_of(server, name)
+    if name is not None and any(isinstance(item, list) for item in items):
         raise Refusal("invalid", "`prompt_name` needs texts: token ids are taken as they are")
-    return [f"{prompt}{item}" for item in items]
+    if not prompt:
+        return list(items)
+    texts = [(item,) if isinstance(item, str) else item for item in items]
+    return [Prompted(prompt, one) if isinstance(one, tuple) else one for one in texts]
 
 
-def embedding(values: NDArray[np.float32], normalize: bool, dimensions: int | None) -> NDArray[np.float32]:
-    """A vector as it is asked for: its first dimensions, of norm 1.
+def prompt_of(server: Server, name: str | None) -> str:
+    """The model's prompt of this name; None: its default prompt, or "".
+
+    Raises:
+        Refusal: The model has no such prompt.
+    """
+    prompts, name = server.served.prompts, server.served.default_prompt if name is None else name
+    if name is None:
+        return ""
+    if name not in prompts:
+        raise Refusal("invalid", f"`prompt_name`: the model has no such prompt; it has: {', '.join(prompts) or 'none'}")
+    return prompts[name]
+
+
+def embedding(
+    server: Server, values: NDArray[np.float32], normalize: bool, dimensions: int | None
+) -> NDArray[np.float32]:
+    """A vector as it is asked for: its first dimensions, by default those that the model's settings name, of norm 1.
 
     Raises:
         Refusal: The model has fewer dimensions.
     """
     if dimensions is not None and dimensions > len(values):
         raise Refusal("invalid", f"`dimensions`: the model has {len(values)}", param="dimensions")
-    vector = values[:dimensions]
+    vector = values[: dimensions or server.served.dimensions]
     return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector
 
 

@@ -32,7 +32,7 @@ def instrument(app: "FastAPI", endpoint: str, service: str = "llmcache") -> None
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"traces need the extra 'otel' ({error.name} is missing): pip install 'llmcache[otel]'"
+            f"traces need the extra 'otel' ({error.name} is missing): pip install 'llmcache-torch[otel]'"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -6,15 +6,16 @@ threads run meanwhile, which `encode` lets none of.
 """
 
 import copy
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from llmcache.serving.refusals import Refusal
+from llmcache.serving.refusals import Refusal, described
 
-#: A text, a pair of texts, or token ids, special tokens included.
-Item = str | tuple[str, str] | list[int]
+logger = logging.getLogger("llmcache.serving")
+
 Side = Literal["left", "right"]
 
 #: Characters of a request from which on it is tokenised apart: some 2,000 tokens, which take 4 ms.
@@ -24,16 +25,30 @@ _EDGE: Final = 256  # characters before a cut whose tokens what follows may chan
 
 
 @dataclass(frozen=True, slots=True)
+class Prompted:
+    """A text, or a pair, that goes after one of the model's prompts."""
+
+    prompt: str
+    texts: tuple[str, ...]
+
+
+#: A text, one with a prompt, a pair of texts, or token ids, special tokens included.
+Item = str | Prompted | tuple[str, str] | list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """One input in the model's tokens.
 
     Attributes:
         ids: Special tokens included, at least one.
         types: Token type ids, as many; () where the model takes none.
+        n_prompt: Tokens at the beginning that the model's pooling leaves out.
     """
 
     ids: tuple[int, ...]
     types: tuple[int, ...] = ()
+    n_prompt: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -46,13 +61,17 @@ class TooLong(Refusal):
 class Tokenizing:
     """One model's tokenizer. Thread-safe. Refusals say what an input is or has; `Fields` names it."""
 
-    def __init__(self, tokenizer: Any, max_length: int, vocabulary: int) -> None:
+    def __init__(
+        self, tokenizer: Any, max_length: int, vocabulary: int, prompts: Iterable[str] = (), is_pooled: bool = True
+    ) -> None:
         """Take a tokenizer.
 
         Args:
             tokenizer: Of transformers.
             max_length: Tokens of the longest input, special ones included.
             vocabulary: Ids that the model knows are below this.
+            prompts: Texts that may go before an input.
+            is_pooled: Their tokens are pooled as those of inputs are.
         """
         self.max_length = max_length
         self._vocabulary = vocabulary
@@ -63,6 +82,7 @@ class Tokenizing:
             self._fast.no_truncation()
             self._fast.no_padding()
         self._lock = threading.Lock()
+        self._n_prompt = {prompt: 0 if is_pooled else self._length(prompt) for prompt in prompts}
 
     def encode(self, items: Sequence[Item], truncate: bool, side: Side = "right") -> list[Tokens | Refusal]:
         """Tokens of each input, or why it has none.
@@ -113,13 +133,15 @@ class Tokenizing:
         try:
             if isinstance(item, list):
                 return self._given(item, truncate, side)
-            texts = (item,) if isinstance(item, str) else item
+            texts = _texts(item)
+            n_prompt = self._n_prompt[item.prompt] if isinstance(item, Prompted) else 0
             for text in texts:
                 _check(text)
-            return (self._slowly if self._fast is None else self._quickly)(texts, truncate, side)
+            return (self._slowly if self._fast is None else self._quickly)(texts, truncate, side, n_prompt)
         except Refusal as refusal:
             return refusal
-        except Exception:  # of a tokenizer: its text may quote the input
+        except Exception as error:
+            logger.error("the tokenizer failed on an input: %s", described(error))
             return Refusal("tokenizer", "made the tokenizer fail")
 
     def _given(self, ids: list[int], truncate: bool, side: Side) -> Tokens:
@@ -128,14 +150,22 @@ class Tokenizing:
         kept = tuple(ids[n_over:] if side == "left" else ids[: len(ids) - n_over])
         return Tokens(kept, (0,) * len(kept) if self.takes_types else ())
 
-    def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> Tokens:
+    def _length(self, prompt: str) -> int:
+        """Tokens of a prompt alone, without a special one at its end: so many sentence-transformers leaves out."""
+        made = self._encode(prompt, True, "right") if prompt else None
+        if not isinstance(made, Tokens):
+            return 0
+        return len(made) - (made.ids[-1] in self._tokenizer.all_special_ids)
+
+    def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side, n_prompt: int) -> Tokens:
         read = texts
         if not truncate or (len(texts) == 1 and side == "right"):  # else what is kept depends on all of it
             read = tuple(beginning(self._fast, text, self.max_length) for text in texts)
         (made,) = self._fast.encode_batch([read if len(read) == 2 else read[0]])
-        if self._over(len(made), truncate, is_all=read == texts):
+        if n_over := self._over(len(made), truncate, is_all=read == texts):
             made = self._cut(read, side)
-        return Tokens(tuple(made.ids), tuple(made.type_ids) if self.takes_types else ())
+        n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
+        return Tokens(tuple(made.ids), tuple(made.type_ids) if self.takes_types else (), n_prompt)
 
     def _cut(self, texts: tuple[str, ...], side: Side) -> Any:
         """Encode texts and cut them, of a pair the longer one first, as fast tokenizers do by default."""
@@ -149,17 +179,18 @@ class Tokenizing:
                 part.truncate(max(n, len(part) // 2), direction=side)
         return self._fast.post_process(*parts)
 
-    def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> Tokens:
+    def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side, n_prompt: int) -> Tokens:
         with self._lock:
             named = self._tokenizer(*texts)
-            if self._over(len(named["input_ids"]), truncate):
+            if n_over := self._over(len(named["input_ids"]), truncate):
                 before, self._tokenizer.truncation_side = self._tokenizer.truncation_side, side
                 try:
                     named = self._tokenizer(*texts, truncation=True, max_length=self.max_length)
                 finally:
                     self._tokenizer.truncation_side = before
         types = named.get("token_type_ids") if self.takes_types else None
-        return Tokens(tuple(named["input_ids"]), () if types is None else tuple(types))
+        n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
+        return Tokens(tuple(named["input_ids"]), () if types is None else tuple(types), n_prompt)
 
     def _over(self, n_tokens: int, truncate: bool, is_all: bool = True) -> int:
         """How many tokens are to be cut off.
@@ -181,7 +212,7 @@ class Tokenizing:
 
 def is_long(items: Sequence[Item]) -> bool:
     """Whether inputs have so many characters, or tokens, that others should not wait for them to be tokenised."""
-    return sum(len(item) if isinstance(item, str | list) else sum(map(len, item)) for item in items) > LONG
+    return sum(len(item) if isinstance(item, list) else sum(map(len, _texts(item))) for item in items) > LONG
 
 
 def beginning(backend: Any, text: str, most: int) -> str:
@@ -207,6 +238,14 @@ def beginning(backend: Any, text: str, most: int) -> str:
                 return text[:n]
         n *= 4
     return text
+
+
+def _texts(item: str | Prompted | tuple[str, str]) -> tuple[str, ...]:
+    """A text, or a pair, with its prompt before it."""
+    if isinstance(item, Prompted):
+        first, *others = item.texts
+        return (item.prompt + first, *others)
+    return (item,) if isinstance(item, str) else item
 
 
 def _piece(text: str, token: int, start: int, stop: int) -> dict[str, Any]:

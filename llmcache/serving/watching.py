@@ -39,5 +39,8 @@ class Watcher:
     def finished(self, reason: str) -> None:
         """A request has come to its end."""
 
+    def failed(self) -> None:
+        """The model failed on an input or a generation."""
+
     def cancelled(self) -> None:
         """A client had gone before that."""

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,6 +236,38 @@ def test_a_forked_process_opens_it_anew(store: DiskStore) -> None:
     os.close(say)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_process_that_is_forked_while_a_write_does_not_end_has_no_store(store: DiskStore) -> None:
+    put(store, "a")
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with store._index.writing():
+            begun.set()
+            may_end.wait(20)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    begun.wait(20)
+    listen, say = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            held(store, "a")
+        except StoreError as error:
+            os.write(say, f"{error}".encode())
+        finally:
+            os._exit(0)
+    may_end.set()
+    writer.join()
+    os.waitpid(child, 0)
+    assert b"in use while the process was forked" in os.read(listen, 1000)
+    put(store, "b")
+    assert held(store, "a", "b") == ["a", "b"]
+    os.close(listen)
+    os.close(say)
+
+
 def kill(folder: Path, times: int) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.banks.killing", str(folder), "--times", f"{times}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
@@ -255,9 +288,9 @@ def test_a_writer_that_is_killed_leaves_it_whole(tmp_path: Path, times: int) -> 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a file": (lambda path: path.write_text(""), "cannot be used"),
     "a folder of somebody else": (lambda path: (path / "thesis").mkdir(parents=True), r"something else \(thesis\)"),
-    "no database": (
-        lambda path: (path.mkdir(), (path / "index.sqlite").write_bytes(b"x" * 4096)),
-        "cannot be opened: file is not a database",
+    "an index that cannot be opened": (
+        lambda path: (path / "index.sqlite").mkdir(parents=True),
+        "cannot be opened: the store's index: unable to open database file",
     ),
 }
 

@@ -584,7 +584,7 @@ def test_something_else_under_our_names_is_refused(server: RedisServer, name: st
 
 def test_without_redis_py_it_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "redis.connection", None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmcache\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[redis\]'"):
         made(url="redis://127.0.0.1:1")
 
 

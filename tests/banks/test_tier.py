@@ -157,15 +157,67 @@ def test_a_store_that_fails_is_left_alone_until_it_answers(
     assert get(tier, "x", "xy") == ["x", "xy"]
 
 
-def test_a_write_that_fails_drops_what_it_was_to_write(make: Callable[..., tuple[Tier, Frail]]) -> None:
+def test_a_write_that_goes_on_to_fail_drops_what_it_was_to_write(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "_REST_S", 0.001)
     tier, store = make()
     tier.generation("a")
-    store.fails = True
+    store.fails, store.n_calls = True, 0
     put(tier, "x")
+    assert store.n_calls == 3 and tier.lacks(SCOPE, "x") and not tier.lacks(SCOPE, "x")  # that is asked once
     store.fails = False
+    time.sleep(0.01)
     put(tier, "xy")
     assert get(tier, "x", "xy") == ["xy"]
     assert (tier.stats().n_written, tier.stats().n_dropped) == (1, 1)
+    assert tier._behind.counters.snapshot().errors == 1
+
+
+def test_a_write_that_fails_once_is_tried_again(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, store = make()
+    failing = iter([StoreError("out of order")])
+
+    def put_many(puts: Sequence[Put]) -> None:
+        for error in failing:
+            raise error
+        Shared.put_many(store, puts)
+
+    monkeypatch.setattr(store, "put_many", put_many)
+    put(tier, "x")
+    assert get(tier, "x") == ["x"]
+    assert (tier.stats().n_written, tier.stats().n_dropped) == (1, 0)
+
+
+def test_reads_that_fail_end_no_write(make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, store = make()
+    tier.generation("a")
+
+    def fail(*_: object) -> None:
+        raise StoreError("no answer in time")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(write_behind, "_REST_S", 60.0)  # until it is pinged
+        patched.setattr(store, "get_many", fail)
+        for _ in range(5):
+            assert get(tier, "x") == []
+        assert not tier.stats().is_answering
+        put(tier, "x")
+        put(tier, "xy", scope=Scope("new", "weights", "float32", "eager"))  # whose number is asked for all the same
+    assert len(store.place.values) == 2 and tier.stats().n_dropped == 0
+
+
+def test_what_was_put_before_the_number_was_known_is_offered_again(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, store = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "generation", unknown)
+        put(tier, "x")
+    assert (tier.stats().n_written, tier.stats().n_dropped) == (0, 1)
+    assert tier.has_dropped and tier.lacks(SCOPE, "x") and not tier.has_dropped
 
 
 def test_putting_never_waits_and_what_is_too_much_is_dropped(

@@ -1,7 +1,6 @@
 """Prompts that are run in chunks: outputs, lookups, what is stored and what is counted are those of one run."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,24 +77,6 @@ def test_logits_at_all_positions(model: Any) -> None:
             close(cache(ids, return_dict=False)[0], own)
 
 
-@pytest.mark.parametrize("off", ["disabled", "not worthwhile"])
-def test_what_bypasses_the_cache_is_run_in_chunks_too(llama: Any, off: str) -> None:
-    plain, turns = run(llama, LONG).logits[:, -1:], []
-    cache = LLMCache.wrap(llama, prefix_block=4)
-    if off == "not worthwhile":
-        cache._components.cost = SimpleNamespace(  # type: ignore[assignment]
-            has_bypassed=False,
-            judge=lambda *asked: SimpleNamespace(
-                is_worthwhile=False, is_recorded=False, is_timed=False, is_compared=False
-            ),
-        )
-    with cache.disabled() if off == "disabled" else nullcontext():
-        logits, kv_cache = asked(cache, LONG, lambda: turns.append(None))
-    close(logits, plain)
-    assert (len(turns), kv_cache.get_seq_length()) == (4, 23)
-    assert cache.last[0].bypassed == off.replace(" ", "_")
-
-
 def test_what_cannot_be_cut_is_run_at_once(llama: Any) -> None:
     cache = wrapped(llama)
 
@@ -107,6 +88,9 @@ def test_what_cannot_be_cut_is_run_at_once(llama: Any) -> None:
     asked(cache, LONG, never, attention_mask=padded)
     asked(cache, LONG[:, :SIZE], never)
     asked(cache, LONG, never, use_cache=False)
+    asked(cache, LONG, never, output_hidden_states=True)
+    with cache.disabled():
+        asked(cache, LONG, never)
     with pytest.raises(ConfigError, match="n_tokens=0"), cache.chunked(0, never):
         pass
 

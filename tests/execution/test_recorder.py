@@ -102,6 +102,7 @@ def test_nothing_is_compared_where_nothing_is_served_approximately(monkeypatch: 
 def test_what_went_by_in_batches_is_served_row_by_row(soon: Soon) -> None:
     cache, alone = soon(), build(CLASSIFIERS["bert"])
     ask(cache, range(PATIENCE))
+    cache(**padded([3]))  # what calls with a mask put out is seen once
     batch = padded([5, 6])
     inside.components(cache).cost.judge(12, PATIENCE, ())  # the batch's length
     inside.components(cache).cost._buckets[4].is_bypassed = True

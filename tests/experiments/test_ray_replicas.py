@@ -15,7 +15,7 @@ from tests.experiments.measuring import measured, told
 
 @pytest.mark.slow
 def test_a_replica_that_is_killed_costs_what_it_had_in_its_hands(tmp_path: Path) -> None:
-    pytest.importorskip("ray.serve", reason="needs Ray: pip install 'llmcache[ray]'", exc_type=ImportError)
+    pytest.importorskip("ray.serve", reason="needs Ray: make setup", exc_type=ImportError)
     try:
         check_installed()
     except ConfigError as error:

@@ -30,7 +30,9 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 }
 #: A small Llama that was trained on stories.
 STORIES = Path(os.environ.get("LLMCACHE_MODELS", "")) / "stories260K"
-needs_stories = pytest.mark.skipif(not (STORIES / "config.json").is_file(), reason="needs $LLMCACHE_MODELS/stories260K")
+needs_stories = pytest.mark.skipif(
+    not (STORIES / "config.json").is_file(), reason="needs stories260K: set LLMCACHE_MODELS to a folder that holds it"
+)
 
 close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 

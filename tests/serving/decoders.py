@@ -70,6 +70,7 @@ class Noted:
     served_by: list[tuple[str | None, int, int]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     n_inferred: int = 0
+    n_failed: int = 0
 
     def tokenised(self, seconds: float) -> None:
         assert seconds > 0
@@ -99,6 +100,9 @@ class Noted:
 
     def finished(self, reason: str) -> None:
         self.reasons.append(reason)
+
+    def failed(self) -> None:
+        self.n_failed += 1
 
     def cancelled(self) -> None:
         self.n_cancelled += 1

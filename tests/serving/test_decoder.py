@@ -391,7 +391,8 @@ def test_a_failure_is_told_to_those_who_read_it_alone(
         assert await read(answers[1]) == own(stub, PROMPT, GREEDY)
 
     run(main())
-    assert "of what was asked" not in caplog.text and "RuntimeError" in caplog.text
+    assert "of what was asked" not in caplog.text and "a generation failed: RuntimeError at" in caplog.text
+    assert stub.noted.n_failed == 1
 
 
 def test_the_end_of_a_server(stub: Stub) -> None:
@@ -428,6 +429,29 @@ def test_prompts_that_are_refused_are_not_quoted(stub: Stub, prompt: Any, told: 
     with pytest.raises(Refusal, match=told) as refused:
         run(stub.running.encode(prompt, ANYONE))
     assert "secret" not in str(refused.value) and refused.value.param in ("prompt", "messages")
+
+
+@pytest.mark.parametrize(
+    "body", ["{{ messages.__class__.__mro__ }}", "{{ 1 // 0 }}", "{% if %}", "{{ messages + 'a' }}"]
+)
+def test_a_template_that_fails_is_no_fault_of_the_messages(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, body: str
+) -> None:
+    monkeypatch.setattr(tokenizer(), "chat_template", body)
+    with pytest.raises(Refusal, match="the model's chat template failed") as refused:
+        run(stub.running.encode([{"role": "user", "content": "secret"}], ANYONE))
+    assert refused.value.kind == "backend" and "order" not in str(refused.value)
+    assert "chat template failed" in caplog.text and "secret" not in str(refused.value) + caplog.text
+
+
+@pytest.mark.parametrize("body", ["{{ messages[3].content }}", "{{ raise_exception(messages[0].content) }}"])
+def test_a_template_that_refuses_messages_is_no_failure(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, body: str
+) -> None:
+    monkeypatch.setattr(tokenizer(), "chat_template", body)
+    with pytest.raises(Refusal, match="another order") as refused:
+        run(stub.running.encode([{"role": "user", "content": "secret"}], ANYONE))
+    assert refused.value.kind == "tokenizer" and "secret" not in str(refused.value) + caplog.text
 
 
 def test_prompts_become_tokens(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,17 +273,19 @@ def test_namespaces_are_apart_and_all_read_the_public_one(models: Path) -> None:
     within(server, work)
 
 
-def test_what_fails_spoils_no_other(server: Server) -> None:
+def test_what_fails_spoils_no_other(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     forward = server.served.forward
 
     def fails_on_cash(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if (inputs["input_ids"] == server.tokenizer.convert_tokens_to_ids("cash")).any():
-            raise RuntimeError("cannot")
+            raise RuntimeError("cannot cash")
         return forward(inputs)
 
     async def work() -> None:
         assert server.encoder is not None
         server.encoder._model._forward = fails_on_cash
+        with pytest.raises(Refusal, match="the model failed"):
+            await server.encoder.states([Tokens((5,))], fails_always)
         texts = ["my card", "my cash", "w3 w4", "\ud800", "w1 " * 40, "my change"]
         answers = await _ask(server, texts)
         kinds = [one.kind if isinstance(one, Refusal) else "" for one in answers]
@@ -291,7 +293,49 @@ def test_what_fails_spoils_no_other(server: Server) -> None:
         assert not any("cash" in str(one) for one in answers if isinstance(one, Refusal))
         assert len(server.encoder) == 0
 
+    def fails_always(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise ValueError("of what was asked")
+
     within(server, work)
+    failures = [one for one in caplog.messages if one.startswith("the model failed on an input: ")]
+    assert ["ValueError" in one for one in failures] == [True, False] and "RuntimeError" in failures[1]
+    assert "cash" not in caplog.text and "asked" not in caplog.text
+    assert "llmcache_model_failures_total" in server.metrics.text().decode()
+
+
+def test_an_entry_that_cannot_be_served_is_computed_and_told(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    forward = server.served.forward
+
+    async def work() -> None:
+        assert server.encoder is not None
+        await _ask(server, TEXTS[:1])
+        failing = iter((True,))
+
+        def fails_once(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            if next(failing, False):
+                raise RuntimeError("of what was asked")
+            return forward(inputs)
+
+        server.encoder._model._forward = fails_once
+        assert np.allclose(_values(await _ask(server, TEXTS[:1]))[0], _alone(server, TEXTS[0]), atol=1e-5)
+
+    within(server, work)
+    assert "could not be served, and are computed: RuntimeError" in caplog.text and "asked" not in caplog.text
+
+
+def test_a_tokenizer_that_fails_is_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("lost my card")
+
+    monkeypatch.setattr(server.tokenizing, "_quickly", fails)
+
+    async def work() -> None:
+        assert [one.kind for one in await _ask(server, TEXTS[:2])] == ["tokenizer"] * 2
+
+    within(server, work)
+    assert caplog.text.count("the tokenizer failed on an input: ValueError") == 2 and "card" not in caplog.text
 
 
 def test_outputs_that_are_not_finite_are_refused(server: Server) -> None:

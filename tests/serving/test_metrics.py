@@ -53,6 +53,7 @@ OWN = {
     "requests",
     "prompt_tokens_cached",
     "requests_cancelled",
+    "model_failures",
     "concurrent_requests",
     "hits",
     "misses",

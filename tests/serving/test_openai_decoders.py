@@ -285,6 +285,23 @@ def test_what_served_it_is_told_where_the_operator_wants_it(client: TestClient) 
     assert other.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"stream": True, "stream_options": {"include_usage": True}}], ids=["whole", "stream"]
+)
+def test_hits_are_told_nowhere_else(more: dict[str, Any]) -> None:
+    stub = Stub()
+    seen = []
+    try:
+        with TestClient(application(stub)) as client:
+            for _ in range(2):
+                answer = client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY, **more})
+                assert answer.status_code == 200 and "usage" in answer.text and "details" not in answer.text
+                seen.append((dict(answer.headers), re.sub(r'"(id|created)": ?("[^"]*"|\d+)', "", answer.text)))
+        assert seen[0] == seen[1] and stub.noted.served_by[1][0] == "exact"
+    finally:
+        stub.close()
+
+
 def test_a_prompt_far_over_the_context_is_refused_without_all_of_it_tokenised(
     stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,7 +494,7 @@ def test_work_ends_with_the_one_who_has_it_done() -> None:
 
 @pytest.mark.slow
 def test_through_the_whole_application(models: Path) -> None:
-    server = make_server(models / NAME, BLOCKS)
+    server = make_server(models / NAME, BLOCKS, reveal_hits=True)
     expected = text_of(generate(model(), row(tuple(ids_of())), Sampling(max_new_tokens=12)).tokens)
     with TestClient(create_app(server)) as client:
         for n_cached in (0, len(ids_of())):
@@ -493,7 +510,7 @@ def test_through_the_whole_application(models: Path) -> None:
 
 @pytest.mark.parametrize("forget", [("purge", {"namespace": "default"}), ("clear", None)], ids=lambda one: one[0])
 def test_what_an_operator_has_forgotten_is_computed_anew(models: Path, forget: tuple[str, Any]) -> None:
-    server = make_server(models / NAME, BLOCKS)
+    server = make_server(models / NAME, BLOCKS, reveal_hits=True)
     counted = Counted(server.tokenizer)
     assert server.decoder is not None
     server.decoder._tokenizer = counted
@@ -511,7 +528,7 @@ def test_what_an_operator_has_forgotten_is_computed_anew(models: Path, forget: t
 @pytest.mark.slow
 def test_the_openai_client() -> None:
     openai = pytest.importorskip("openai")
-    stub = Stub()
+    stub = Stub(reveal_hits=True)
     expected = own(stub, ids_of(), Sampling(max_new_tokens=12))
     asked = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 12}
     try:

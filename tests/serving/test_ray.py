@@ -18,7 +18,7 @@ KEY = "llmcache_a-key-that-nobody-may-read"
 
 
 def _package() -> Any:
-    pytest.importorskip("ray.serve", reason="needs Ray: pip install 'llmcache[ray]'", exc_type=ImportError)
+    pytest.importorskip("ray.serve", reason="needs Ray: make setup", exc_type=ImportError)
     return importlib.import_module("llmcache.serving.ray")
 
 
@@ -26,7 +26,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     for name in [name for name in sys.modules if name.startswith("llmcache.serving.ray")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmcache\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[ray\]'"):
         importlib.import_module("llmcache.serving.ray")
 
 

@@ -22,7 +22,7 @@ N = 24  # texts: that all of their sessions have the same replica has a chance o
 @contextmanager
 def _two(**settings: Any) -> Iterator[Replicas]:
     """Two replicas without a store: each knows only what it computed itself. None of Ray's processes is left."""
-    pytest.importorskip("ray.serve", reason="needs Ray: pip install 'llmcache[ray]'", exc_type=ImportError)
+    pytest.importorskip("ray.serve", reason="needs Ray: make setup", exc_type=ImportError)
     from llmcache.serving.ray import ReplicaSettings
 
     before = psutil.Process().children(recursive=True)  # of other tests, such as what keeps shared memory tidy

@@ -1,6 +1,7 @@
 """A server starts from what the last one left on the disk: a save that is whole, or one that was cut short."""
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from llmcache.serving.padded_model import Output
 from llmcache.serving.server import Server
 from tests.saves import OURS, Died, edit_manifest, failing, names, read_manifest
 from tests.serving.served import WORDS, make_server, within
+from tests.serving.test_page import wait_for
 
 
 async def _ask(server: Server, texts: tuple[str, ...]) -> list[Output]:
@@ -194,9 +196,24 @@ def test_a_failure_of_the_last_save_is_known(
             assert server.saves.has_failed and "The latest save failed" in client.get("/").text
         assert client.post("/admin/save").json() == {"saved": True}
         assert not server.saves.has_failed
-        monkeypatch.setattr(server.cache, "save", _fail)
+        monkeypatch.setattr(server.cache, "save", _fails(StoreError("no space")))
     assert server.saves.has_failed and "could not be saved: no space" in caplog.text
 
 
-def _fail(folder: Path) -> None:
-    raise StoreError("no space")
+def test_a_save_that_fails_in_another_way_is_told_and_tried_again(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(models / "classifier", save=tmp_path / "save", save_every_s=0.001)
+    save = server.cache.save
+    monkeypatch.setattr(server.cache, "save", _fails(RuntimeError("of what was asked")))
+    with TestClient(create_app(server)):
+        wait_for(lambda: caplog.text.count("could not be saved: RuntimeError") > 1)
+        monkeypatch.setattr(server.cache, "save", save)
+    assert not server.saves.has_failed and "asked" not in caplog.text
+
+
+def _fails(error: Exception) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        raise error
+
+    return save

@@ -54,7 +54,7 @@ def test_requests_are_instrumented_with_an_exporter_to_the_endpoint(monkeypatch:
 @pytest.mark.parametrize("missing", MODULES)
 def test_without_the_extra_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmcache\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[otel\]'"):
         instrument(FastAPI(), ENDPOINT)
 
 
@@ -65,9 +65,10 @@ def test_an_endpoint_is_an_http_address(endpoint: str) -> None:
 
 
 def test_spans_of_the_real_library_have_route_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    export = pytest.importorskip("opentelemetry.sdk.trace.export", reason="needs the extra otel")
-    exporters = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="needs the extra otel")
+    why = "needs the extra otel: .venv/bin/pip install -e '.[otel]'"
+    export = pytest.importorskip("opentelemetry.sdk.trace.export", reason=why)
+    exporters = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason=why)
+    pytest.importorskip("opentelemetry.instrumentation.fastapi", reason=why)
     import httpx2
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 

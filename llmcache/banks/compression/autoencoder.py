@@ -56,9 +56,9 @@ class Autoencoder(FittedCodec):
         dim = min(self.dim, width)
         weights = {
             "into": torch.randn(width, dim, generator=generator, dtype=torch.float32, device="cpu") / width**0.5,
-            "into_bias": torch.zeros(dim, dtype=torch.float32),
+            "into_bias": torch.zeros(dim, dtype=torch.float32, device="cpu"),
             "out": torch.randn(dim, width, generator=generator, dtype=torch.float32, device="cpu") / dim**0.5,
-            "out_bias": torch.zeros(width, dtype=torch.float32),
+            "out_bias": torch.zeros(width, dtype=torch.float32, device="cpu"),
         }
         return {name: x.to(device).requires_grad_() for name, x in weights.items()}
 

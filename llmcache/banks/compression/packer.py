@@ -109,7 +109,7 @@ class Loss:
     def __init__(self) -> None:
         self._n_rows = 0
         self._first: Tensor | None = None
-        self._total = torch.zeros(())  # sum of rows less the first: nearer to the mean, so less cancels
+        self._total = torch.zeros((), device="cpu")  # sum of rows less the first: nearer to the mean, so less cancels
         self._squares = 0.0
         self._errors = 0.0
         self._distances = 0.0

@@ -148,6 +148,13 @@ class Store(ABC):
         These count as used, as in `get_many`.
         """
 
+    def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
+        """Return those of the keys that have no value.
+
+        Called behind the answers, so it may take its time. By default `contains_prefix` is asked for each.
+        """
+        return [key for key in keys if not self.contains_prefix([key])]
+
     @abstractmethod
     def generation(self, namespace: str) -> int:
         """Return the number that a namespace has now, 0 or more."""

@@ -1,6 +1,6 @@
 """A store on a local disk, for all processes of one machine.
 
-    index.sqlite    what is held, and small values; see `disk_index`
+    index.sqlite    what is held, and small values; see `disk_index`; one that is damaged gets the ending .damaged
     values/         a file for each larger value, written once, and mapped into memory when it is read
     .lock           held by who opens the store, for a moment
 
@@ -9,6 +9,7 @@ file, whenever the process is killed; a file without a row is removed by who ope
 loses power files may be damaged; that is found out when they are read.
 """
 
+import logging
 import os
 import threading
 import time
@@ -21,15 +22,19 @@ import torch
 from filelock import FileLock, Timeout
 
 from llmcache.banks.stores.base import Bytes, Events, Put, Store, StoreKey, StoreStats
-from llmcache.banks.stores.disk_index import DiskIndex
+from llmcache.banks.stores.disk_index import DamagedError, DiskIndex
 from llmcache.errors import StoreError
+from llmcache.threads import forkable
+
+logger = logging.getLogger("llmcache")
 
 GIB = 1024**3
 LARGE_BYTES = 32 * 1024  # above, a value has a file
 _PART = ".part"
 _PART_AGE_S = 60.0  # since it was written to, after which a file has lost its writer
 _PATIENCE_S = 60.0  # for others who open the store
-_INDEX, _LOCK = "index.sqlite", ".lock"
+_INDEX, _DAMAGED, _LOCK = "index.sqlite", ".damaged", ".lock"
+_LOGS = "-wal", "-shm", "-journal"  # beside the index
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre", "afs", "beegfs")
 
 
@@ -49,7 +54,7 @@ class DiskStore(Store):
         self._values = self._folder / "values"
         self._lost: set[tuple[bytes, str | None]] = set()  # keys with files that were gone or cut short
         self._n_evicted = 0
-        self._process, self._opening = os.getpid(), threading.Lock()
+        self._opening = forkable(threading.Lock(), is_waited_for=False)
         self._opened: DiskIndex | None = self._open()
 
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
@@ -101,11 +106,14 @@ class DiskStore(Store):
 
     def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
         digests = [key.digest for key in keys]
-        found = self._index.find(digests, with_bodies=False)
-        whole = {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
+        whole = self._whole(digests)
         n_held = next((i for i, digest in enumerate(digests) if digest not in whole), len(digests))
         self._index.use(digests[:n_held])
         return n_held
+
+    def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
+        whole = self._whole([key.digest for key in keys])
+        return [key for key in keys if key.digest not in whole]
 
     def generation(self, namespace: str) -> int:
         return self._index.generation(namespace)
@@ -138,24 +146,32 @@ class DiskStore(Store):
     def close(self) -> None:
         with self._opening:
             index, self._opened = self._opened, None
-        if index is not None and self._process == os.getpid():
+        if index is not None:
             with suppress(StoreError), index.writing():  # what was used lately
                 pass
             index.close()
 
     @property
     def _index(self) -> DiskIndex:
-        """The open index; a forked process opens it anew, since SQLite's connections must not be carried over."""
+        """The open index; it is opened anew where somebody removed or replaced it, and with it maybe purges."""
         index = self._opened
+        if index is not None and not index.is_in_place:
+            with self._opening:
+                index = self._opened
+                if index is not None and not index.is_in_place:
+                    index.close()
+                    try:
+                        index = self._opened = self._open()
+                    except ValueError as error:
+                        raise StoreError(f"{error}") from error
         if index is None:
             raise StoreError(f"{self._folder}: the store is closed")
-        if self._process != os.getpid():
-            with self._opening:
-                if self._process != os.getpid():
-                    self._opened, self._process = self._open(), os.getpid()
-                index = self._opened
-        assert index is not None
         return index
+
+    def _whole(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Those keys that have a value, as far as that was seen."""
+        found = self._index.find(digests, with_bodies=False)
+        return {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
 
     def _open(self) -> DiskIndex:
         try:
@@ -165,20 +181,40 @@ class DiskStore(Store):
                     f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
                     "folder on a local disk"
                 )
-            known = {_LOCK, self._values.name, *(f"{_INDEX}{suffix}" for suffix in ("", "-wal", "-shm", "-journal"))}
+            names = [f"{_INDEX}{log}" for log in ("", *_LOGS)]
+            known = {_LOCK, self._values.name, *names, *(f"{name}{_DAMAGED}" for name in names)}
             if foreign := {path.name for path in self._folder.iterdir()} - known:
                 raise ValueError(f"{self._folder}: holds something else ({min(foreign)}): name a folder of its own")
             with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S):
-                index = DiskIndex(self._folder / _INDEX)
                 self._values.mkdir(exist_ok=True, mode=0o700)
-                self._tidy(index)
-            return index
+                try:
+                    return self._open_index()
+                except DamagedError as error:
+                    self._put_aside(error)
+                    return self._open_index()
         except Timeout as error:
             raise ValueError(f"{self._folder}: another process has been opening it for {_PATIENCE_S:.0f} s") from error
         except (OSError, StoreError) as error:
             raise ValueError(
                 f"{self._folder}: cannot be used: {error}; name a folder that can be written to"
             ) from error
+
+    def _open_index(self) -> DiskIndex:
+        index = DiskIndex(self._folder / _INDEX)
+        try:
+            self._tidy(index)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def _put_aside(self, error: DamagedError) -> None:
+        """Keep a damaged index, in place of one from before; its values have no row any more, and are removed."""
+        for log in ("", *_LOGS):
+            path = self._folder / f"{_INDEX}{log}"
+            with suppress(FileNotFoundError):
+                path.replace(f"{path}{_DAMAGED}")
+        logger.warning("llmcache: %s; the store begins empty, and the file is kept as %s", error, f"{_INDEX}{_DAMAGED}")
 
     def _tidy(self, index: DiskIndex) -> None:
         """Remove what purges and killed processes left, and what a smaller budget has no room for."""

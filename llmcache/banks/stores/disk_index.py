@@ -10,6 +10,7 @@ In WAL mode, readers and a writer do not wait for each other, in whatever proces
 survives a process; of a machine that loses power, the latest commits may be lost, never part of one.
 """
 
+import os
 import secrets
 import sqlite3
 import threading
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from llmcache.banks.stores.base import Event, Events, Put, StoreKey
 from llmcache.errors import StoreError
+from llmcache.threads import at_fork, forkable
 
 FORMAT = 2
 _OURS = int.from_bytes(b"LLMC")  # by which a database of ours is known
@@ -27,6 +29,10 @@ _PATIENCE_S = 10.0  # for another process that writes
 _MOST_EVENTS = 10_000
 _MOST_USES = 65_536  # noted until the next write
 _AT_ONCE = 500  # keys a query
+#: What SQLite says of a file that is none of its own, or damaged; and of tables that are gone.
+_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR)
+#: Connections that could not be closed before a fork, in the child: closing them there would not be safe.
+_parents: list[Any] = []
 
 _SCHEMA = f"""
 PRAGMA application_id = {_OURS};
@@ -52,6 +58,10 @@ _VALID = """held JOIN namespaces ON namespaces.id = held.namespace
 _NBYTES = "nbytes + coalesce((SELECT length(note) FROM notes WHERE notes.id = held.id), 0)"
 
 
+class DamagedError(StoreError):
+    """The file is no database, or damaged."""
+
+
 class Held(NamedTuple):
     """Where a value lies: in a file, or here."""
 
@@ -67,26 +77,41 @@ class DiskIndex:
         """Open a database, and make it where there is none.
 
         Raises:
-            ValueError: It is another application's, or of another version, or damaged.
+            ValueError: It is another application's, or of another version, or cannot be opened.
+            DamagedError: It is no database, or damaged.
         """
-        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._path = path
+        self._reading, self._writing = forkable(threading.Lock()), forkable(threading.Lock())
         self._used: dict[bytes, None] = {}  # keys, the one used last at the end
+        self._reader: sqlite3.Connection | None = None
+        self._writer: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None  # which the connections are of
+        self._is_lost = self._is_closed = False
         try:
-            self._writer = _connect(path)
-            self._make(path)
-            self._reader = _connect(path)
-        except sqlite3.Error as error:
-            raise ValueError(
-                f"{path}: cannot be opened: {error}; remove the folder if it is a damaged store"
-            ) from error
+            with failing_as_store_error():
+                self._writer = self._connect()
+                self._make(self._writer)
+            self._file = _identity(path)
+        except (StoreError, ValueError) as error:
+            self._disconnect()
+            if not isinstance(error, StoreError) or isinstance(error, DamagedError):
+                raise
+            raise ValueError(f"{path}: cannot be opened: {error}") from error
+        at_fork(self._begin_anew, before=self._disconnect)
 
-    def _make(self, path: Path) -> None:
-        if not self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the database is the one that other processes find under its name."""
+        return self._file == _identity(self._path)
+
+    def _make(self, writer: sqlite3.Connection) -> None:
+        path = self._path
+        if not writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             start = secrets.randbits(48)  # not 0: generations of a store that was removed must not come again
             totals = f"INSERT INTO totals VALUES ('{secrets.token_hex(8)}', {start}, 0, 0);"
-            self._writer.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {totals} COMMIT;")
+            writer.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {totals} COMMIT;")
         (ours,), (number,) = (
-            self._writer.execute(f"PRAGMA {what}").fetchone() for what in ("application_id", "user_version")
+            writer.execute(f"PRAGMA {what}").fetchone() for what in ("application_id", "user_version")
         )
         if ours != _OURS:
             raise ValueError(f"{path}: a database of another application: name another folder")
@@ -95,12 +120,14 @@ class DiskIndex:
                 f"{path}: written in format {number}, this version of llmcache reads {FORMAT}: name another folder, or "
                 "use the version that wrote it"
             )
-        (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
+        (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise ValueError(
                 f"{path}: this file system has no write-ahead log for SQLite: name a folder on a local disk"
             )
-        (self._folder,) = self._writer.execute("SELECT folder FROM totals").fetchone()
+        if (found := writer.execute("SELECT folder FROM totals").fetchone()) is None:
+            raise DamagedError("its totals are gone")
+        (self._folder,) = found
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -169,30 +196,60 @@ class DiskIndex:
     def writing(self) -> Iterator["Changes"]:
         """Within: one transaction, which is undone if something is raised. Nobody else writes meanwhile."""
         with self._writing, failing_as_store_error():
-            self._writer.execute("BEGIN IMMEDIATE")
+            writer = self._writer = self._writer or self._connect()
+            writer.execute("BEGIN IMMEDIATE")
             try:
-                changes = Changes(self._writer)
+                changes = Changes(writer)
                 with self._reading:
                     used, self._used = self._used, {}
                 changes.use(used)
                 yield changes
-                self._writer.execute("COMMIT")
+                writer.execute("COMMIT")
             except BaseException:
-                self._writer.execute("ROLLBACK")
+                writer.execute("ROLLBACK")
                 raise
 
     def truncate_log(self) -> None:
         """Have nothing of what was removed stay in the write-ahead log, if no reader holds it up."""
         with self._writing, failing_as_store_error():
+            self._writer = self._writer or self._connect()
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         with self._reading, self._writing:
-            self._reader.close()
-            self._writer.close()
+            self._is_closed = True
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Close both connections; they are opened anew when they are needed.
+
+        Before a fork: SQLite notes in the memory of a process which locks it holds on a file, and a child would take
+        these for its own.
+        """
+        for connection in self._reader, self._writer:
+            if connection is not None:
+                connection.close()
+        self._reader = self._writer = None
+
+    def _begin_anew(self) -> None:
+        """In a forked process: where the connections could not be closed before, it has no store."""
+        if self._reader is not None or self._writer is not None:
+            _parents.append((self._reader, self._writer))
+            self._reader, self._writer, self._is_lost = None, None, True
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._is_closed or self._is_lost:
+            raise StoreError(f"{self._path}: {'closed' if self._is_closed else 'in use while the process was forked'}")
+        if self._file is not None and not self.is_in_place:
+            raise StoreError(f"{self._path}: removed or replaced")
+        made = sqlite3.connect(self._path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
+        made.execute("PRAGMA synchronous = NORMAL")
+        made.execute("PRAGMA secure_delete = ON")  # what was purged is not to be read from the file
+        return made
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._reading, failing_as_store_error():
+            self._reader = self._reader or self._connect()
             return self._reader.execute(query, values).fetchall()
 
 
@@ -298,11 +355,14 @@ def failing_as_store_error() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:  # also of a connection that was closed
-        raise StoreError(f"the store's index: {error}") from error
+        is_damaged = getattr(error, "sqlite_errorcode", None) in _DAMAGED
+        raise (DamagedError if is_damaged else StoreError)(f"the store's index: {error}") from error
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    made = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
-    made.execute("PRAGMA synchronous = NORMAL")
-    made.execute("PRAGMA secure_delete = ON")  # what was purged is not to be read from the file
-    return made
+def _identity(path: Path) -> tuple[int, int] | None:
+    """By which a file is told from another one of its name; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

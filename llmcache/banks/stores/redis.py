@@ -9,7 +9,6 @@ the values, in one exchange. The server evicts as it is configured to; whatever 
 """
 
 import logging
-import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,9 @@ from llmcache.banks.stores.redis_keys import (
     ALL,
     Keys,
     field_of,
+    is_ours,
     is_stale,
+    is_value,
     new_generation,
     pattern,
     read_note,
@@ -34,28 +35,31 @@ from llmcache.banks.stores.redis_keys import (
 )
 from llmcache.banks.stores.redis_wire import Command, PatientWire, Server, UnusableError, Wire, Wires
 from llmcache.errors import StoreError
+from llmcache.threads import at_fork, forkable
 
 logger = logging.getLogger("llmcache")
 
 _WIRES = 4  # for requests
 _WRITE_S = 10.0  # for values that are put together
+_NUMBER_S = 0.1  # for the number of a namespace that is new to this process
 _LARGEST = 512 << 20  # bytes of a value that Redis takes
 _MOST_NAMESPACES = 10_000  # with a number of their own; beyond, all get a new one
 _SCANNED = 1_000  # names looked at in one step of a search
+_COUNTED = 20_000  # names looked at for the stats
+_LOOKED_AT = 100_000  # at the start, for those of others
 
 
 @dataclass(frozen=True, slots=True)
 class _Links:
     """What one process has open."""
 
-    process: int
     wires: Wires
     patient: PatientWire
     follower: Follower
 
-    def close(self) -> None:
+    def close(self, is_parents: bool = False) -> None:
         self.follower.close()
-        self.wires.close()
+        self.wires.close(is_parents)
         self.patient.close()
 
 
@@ -83,9 +87,10 @@ class RedisStore(Store):
         self._prefix, self._ttl_s, self._timeout_s = prefix, ttl_s, timeout_ms / 1e3
         self._generations: dict[str, int] = {}  # as they were when last asked for
         self._n_evicted_before = 0
-        self._closing = threading.Event()
-        self._opening = threading.Lock()
-        self._opened = self._open()
+        self._closing = forkable(threading.Event())
+        self._opening = forkable(threading.Lock(), is_waited_for=False)
+        self._opened: _Links | None = self._open()
+        at_fork(self._begin_anew)
 
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
         if monotonic() >= deadline or not keys:
@@ -122,9 +127,19 @@ class RedisStore(Store):
         found = self._look("TOUCH", keys, monotonic() + self._timeout_s)
         return next((i for i, answer in enumerate(found) if answer != 1), len(keys))
 
+    def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
+        names = list(dict.fromkeys(key.namespace for key in keys))
+        with self._links.patient.taken() as wire:
+            at, now = Keys(self._prefix, wire.run), self._now(wire, names)
+            looks: list[Command] = [("TOUCH", at.value(key, now[key.namespace])) for key in keys]
+            found = wire.ask_all(looks, monotonic() + _WRITE_S) if looks else []
+        return [key for key, n in zip(keys, found, strict=True) if n != 1]
+
     def generation(self, namespace: str) -> int:
-        deadline = monotonic() + self._timeout_s
-        with self._links.wires.one(deadline) as wire:
+        """Likewise; the server may be silent for longer than in a read, since nothing is written without the number."""
+        silence_s = max(self._timeout_s, _NUMBER_S)
+        deadline = monotonic() + silence_s
+        with self._links.wires.one(deadline) as wire, wire.patient(silence_s):
             return self._now(wire, [namespace], deadline)[namespace]
 
     def generations(self, namespaces: Sequence[str]) -> list[int]:
@@ -163,13 +178,21 @@ class RedisStore(Store):
                 return
 
     def stats(self) -> StoreStats:
-        """All that is in the database, whoever put it."""
+        """Likewise, of values under this prefix; in a large database estimated from a part of it."""
         commands: list[Command] = [("DBSIZE",), ("INFO", "memory"), ("INFO", "stats")]
         with self._links.patient.taken() as wire:
-            n_values, memory, counts = wire.ask_all(commands, monotonic() + PATIENCE_S)
+            n_names, memory, counts = wire.ask_all(commands, monotonic() + PATIENCE_S)
+            found, n_seen = self._names(wire, Keys(self._prefix, wire.run).values, _COUNTED)
+            values = [name for name in found if is_value(self._prefix, name)]
+            sizes = [("STRLEN", name) for name in values[:_SCANNED]]
+            nbytes = sum(wire.ask_all(sizes, monotonic() + PATIENCE_S)) if sizes else 0
+        n_values = len(values) if n_seen is None else round(len(values) * max(1.0, n_names / n_seen))
         n_evicted = _number(counts, "evicted_keys") - self._n_evicted_before
         return StoreStats(
-            n_values, _number(memory, "used_memory_dataset"), _number(memory, "maxmemory") or None, max(0, n_evicted)
+            n_values,
+            round(nbytes * n_values / max(1, len(sizes))),
+            _number(memory, "maxmemory") or None,
+            max(0, n_evicted),
         )
 
     def ping(self) -> None:
@@ -180,18 +203,23 @@ class RedisStore(Store):
     def close(self) -> None:
         self._closing.set()
         with self._opening:
-            if self._opened.process == os.getpid():
+            if self._opened is not None:
                 self._opened.close()
 
     @property
     def _links(self) -> _Links:
-        """What is open; a forked process opens its own."""
+        """What is open; a forked process opens its own when it first needs it."""
         self._check_open()
-        if self._opened.process != os.getpid():
+        if (links := self._opened) is None:
             with self._opening:
-                if self._opened.process != os.getpid():
-                    self._opened = self._open()
-        return self._opened
+                links = self._opened = self._opened or self._open()
+        return links
+
+    def _begin_anew(self) -> None:
+        """In a forked process: what the parent has open is closed here, which it does not notice."""
+        if (links := self._opened) is not None:
+            self._opened = None
+            links.close(is_parents=True)
 
     def _check_open(self) -> None:
         if self._closing.is_set():
@@ -203,17 +231,39 @@ class RedisStore(Store):
         is_away = False
         try:
             with patient.taken() as wire:
+                self._refuse_others(wire)
                 self._now(wire, [])
                 commands: list[Command] = [("XLEN", Keys(self._prefix, wire.run).events), ("INFO", "stats")]
                 self._n_evicted_before = _number(wire.ask_all(commands, monotonic() + PATIENCE_S)[1], "evicted_keys")
             wires.fill()
         except UnusableError as error:
-            raise ValueError(f"{error}; name a Redis or Valkey server of its own, or another prefix") from error
+            raise ValueError(f"{error}") from error
         except StoreError as error:
             is_away = True
             logger.warning(AWAY, error)
         follower = Follower(partial(self._server.open, PATIENCE_S), wires, self._prefix, self._ttl_s, is_away)
-        return _Links(os.getpid(), wires, patient, follower)
+        return _Links(wires, patient, follower)
+
+    def _refuse_others(self, wire: Wire) -> None:
+        """Refuse a prefix under which something else is kept, as far as a look at part of a large database tells."""
+        found, _ = self._names(wire, pattern(self._prefix, None), _LOOKED_AT)
+        if others := [name for name in found if not is_ours(self._prefix, name)]:
+            raise UnusableError(
+                f"{self._server.name}: something else is kept under the prefix {self._prefix!r} "
+                f"({min(others).decode(errors='replace')!r}): name another prefix"
+            )
+
+    def _names(self, wire: Wire, matching: str, most: int) -> tuple[set[bytes], int | None]:
+        """Names in the database; and among how many they were found, None if that were all, `most` being enough."""
+        cursor, found, n_seen = b"0", set[bytes](), 0
+        while n_seen < most:
+            step: Command = ("SCAN", cursor, "MATCH", matching, "COUNT", _SCANNED)
+            ((cursor, names),) = wire.ask_all([step], monotonic() + PATIENCE_S)
+            found.update(names)
+            n_seen += _SCANNED
+            if cursor == b"0":
+                return found, None
+        return found, n_seen
 
     def _look(self, command: str, keys: Sequence[StoreKey], deadline: float) -> list[Any]:
         """What the server answers about each value; None where it had lost all, or the answer was late."""

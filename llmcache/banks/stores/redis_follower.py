@@ -15,6 +15,7 @@ from llmcache.banks.stores.base import Event, Events, Put, StoreKey
 from llmcache.banks.stores.redis_keys import Keys
 from llmcache.banks.stores.redis_wire import Command, Wire, Wires
 from llmcache.errors import StoreError
+from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
@@ -85,8 +86,9 @@ class Follower:
         self._entry: bytes = b""  # of the stream, the last that was read
         self._current_until = 0.0
         self._is_away = is_away
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._wire: Wire | None = None
+        self._changed = forkable(threading.Condition())
+        self._closing = forkable(threading.Event())
         self._thread = threading.Thread(target=self._run, name="llmcache-redis", daemon=True)
         self._thread.start()
 
@@ -109,6 +111,8 @@ class Follower:
         """End the thread."""
         self._closing.set()
         self._thread.join(PATIENCE_S)
+        if self._wire is not None:
+            self._wire.close()
 
     @property
     def _is_current(self) -> bool:
@@ -123,7 +127,7 @@ class Follower:
             self._closing.wait(_RETRY_S)
 
     def _follow(self) -> None:
-        wire = self._open_wire()
+        wire = self._wire = self._open_wire()
         try:
             while not self._closing.is_set():
                 self._wires.fill()

@@ -39,6 +39,11 @@ class Keys:
     def events(self) -> str:
         return f"{self.prefix}:{self.run}:events"
 
+    @property
+    def values(self) -> str:
+        """Matches values and notes, for SCAN."""
+        return f"{self.prefix}:{self.run}:*:*:*"
+
     def value(self, key: StoreKey, generation: int) -> str:
         return f"{self.prefix}:{self.run}:{field_of(key.namespace)}:{generation:x}:{key.digest.hex()}"
 
@@ -96,5 +101,20 @@ def pattern(prefix: str, namespace: str | None) -> str:
 
 def is_stale(prefix: str, name: bytes, generation: int) -> bool:
     """Whether a name is that of a value of another number."""
-    found = re.fullmatch(rf"{re.escape(prefix)}:\w+:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}(?::note)?".encode(), name)
+    found = re.fullmatch(_value(prefix) + b"(?::note)?", name)
     return found is not None and int(found[1], 16) != generation
+
+
+def is_value(prefix: str, name: bytes) -> bool:
+    """Whether a name is that of a value."""
+    return re.fullmatch(_value(prefix), name) is not None
+
+
+def is_ours(prefix: str, name: bytes) -> bool:
+    """Whether a name may be one of these, in any run of the server."""
+    beside = rf"{re.escape(prefix)}:\w+:(?:generations|events)".encode()
+    return re.fullmatch(_value(prefix) + b"(?::note)?|" + beside, name) is not None
+
+
+def _value(prefix: str) -> bytes:
+    return rf"{re.escape(prefix)}:\w+:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}".encode()

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from llmcache.errors import StoreError
+from llmcache.threads import forkable
 
 #: Name and arguments.
 Command: TypeAlias = tuple[str | bytes | memoryview | int, ...]
@@ -27,8 +29,11 @@ _RUN = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 _MODE = re.compile(rb"^redis_mode:(\w+)", re.MULTILINE)
 
 
+_DATABASE = "name a database that the server has by its number, as in redis://localhost:6379/0"
+
+
 class UnusableError(StoreError):
-    """The server cannot be used as it was named, and waiting does not help."""
+    """The server cannot be used as it was named, and waiting does not help; the text says what does."""
 
 
 class Server:
@@ -43,8 +48,11 @@ class Server:
         try:
             from redis.connection import Connection, parse_url
         except ImportError as error:
-            raise ValueError("redis-py is not installed: pip install 'llmcache[redis]'") from error
+            raise ValueError("redis-py is not installed: pip install 'llmcache-torch[redis]'") from error
         self._settings: dict[str, Any] = {"host": "localhost", "port": 6379, "db": 0, **parse_url(url)}  # type: ignore[no-untyped-call]
+        parts = urlsplit(url)
+        if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
+            raise ValueError(f"url: {parts.path!r} names no database: {_DATABASE}")
         self._settings.setdefault("password", os.environ.get(PASSWORD) or None)
         self._make: Callable[..., Any] = self._settings.pop("connection_class", Connection)
         at = self._settings.get("path") or f"{self._settings['host']}:{self._settings['port']}"
@@ -62,34 +70,27 @@ class Server:
         with self.failing():
             connection.connect()
         wire = Wire(self, connection, silence_s)
-        (about,) = wire.ask_all([("INFO", "server")], monotonic() + max(silence_s, _STALL_S))
+        with wire.patient(max(silence_s, _STALL_S)):
+            (about,) = wire.ask_all([("INFO", "server")], monotonic() + max(silence_s, _STALL_S))
         run, mode = _RUN.search(about), _MODE.search(about)
         if run is None or (mode is not None and mode[1] == b"cluster"):
             wire.close()
-            raise UnusableError(f"{self.name}: {'no Redis' if run is None else 'part of a cluster'}")
+            what = "no Redis" if run is None else "part of a cluster"
+            raise UnusableError(f"{self.name}: {what}: name a Redis or Valkey server of its own")
         wire.run = run[1].decode()
         return wire
 
     @contextmanager
     def failing(self) -> Iterator[None]:
         """Within: errors of redis-py are `StoreError`."""
-        from redis.exceptions import (
-            AuthenticationError,
-            AuthorizationError,
-            InvalidResponse,
-            NoPermissionError,
-            ReadOnlyError,
-            RedisError,
-        )
+        from redis.exceptions import RedisError
 
-        refusals = AuthenticationError, AuthorizationError, InvalidResponse, NoPermissionError, ReadOnlyError
         try:
             yield
         except RedisError as error:
-            cause = error.__context__
-            is_nowhere = isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
-            is_refused = isinstance(error, refusals) or str(error).startswith(("WRONGTYPE", "unknown command"))
-            raise (UnusableError if is_nowhere or is_refused else StoreError)(f"{self.name}: {error}") from error
+            if cure := _cure(error):
+                raise UnusableError(f"{self.name}: {error}: {cure}") from error
+            raise StoreError(f"{self.name}: {error}") from error
 
 
 class Wire:
@@ -202,9 +203,9 @@ class Wires:
         self._open_one = open_one
         self._size = size
         self._free: list[Wire] = []
-        self._n_open = 0  # those that are taken included
+        self._open: set[Wire] = set()  # those that are taken included
         self._is_closed = False
-        self._changed = threading.Condition()
+        self._changed = forkable(threading.Condition())
 
     @contextmanager
     def one(self, deadline: float) -> Iterator[Wire]:
@@ -225,25 +226,26 @@ class Wires:
         Raises:
             StoreError: See `Server.open`.
         """
-        while self._n_open < self._size and not self._is_closed:
+        while len(self._open) < self._size and not self._is_closed:
             wire = self._open_one()
             with self._changed:
-                self._n_open += 1
+                self._open.add(wire)
             self._give_back(wire)
 
-    def close(self) -> None:
-        """Close all; those that are taken when they come back."""
+    def close(self, is_parents: bool = False) -> None:
+        """Close all; those that are taken when they come back, unless those who took them are threads of a parent."""
         self._is_closed = True
         with self._changed:
-            while self._free:
-                self._close(self._free.pop())
+            for wire in [*self._open] if is_parents else self._free:
+                self._close(wire)
+            self._free.clear()
 
     def _take(self, deadline: float) -> Wire:
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._free or not self._n_open, max(0.0, deadline - monotonic()))
+                self._changed.wait_for(lambda: self._free or not self._open, max(0.0, deadline - monotonic()))
                 if not self._free:
-                    raise StoreError("Redis: no connection is free" if self._n_open else "Redis: not connected")
+                    raise StoreError("Redis: no connection is free" if self._open else "Redis: not connected")
                 wire = self._free.pop()
                 if wire.is_quiet:
                     return wire
@@ -259,7 +261,7 @@ class Wires:
 
     def _close(self, wire: Wire) -> None:
         wire.close()
-        self._n_open -= 1
+        self._open.discard(wire)
 
 
 class PatientWire:
@@ -270,7 +272,7 @@ class PatientWire:
         self._open_one = open_one
         self._wire: Wire | None = None
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock(), is_waited_for=False)
 
     @contextmanager
     def taken(self) -> Iterator[Wire]:
@@ -292,3 +294,32 @@ class PatientWire:
             self._is_closed = True
             if self._wire is not None:
                 self._wire.close()
+
+
+def _cure(error: Exception) -> str | None:
+    """What to do about an error of redis-py that would come again; None of others."""
+    from redis.exceptions import (
+        AuthenticationError,
+        AuthenticationWrongNumberOfArgsError,
+        AuthorizationError,
+        InvalidResponse,
+        NoPermissionError,
+        ReadOnlyError,
+    )
+
+    said, cause = str(error), error.__context__
+    if isinstance(error, AuthenticationError | AuthenticationWrongNumberOfArgsError):
+        return f"give the password that the server asks for in {PASSWORD}, or in the url, and a user in the url"
+    if isinstance(error, AuthorizationError | NoPermissionError):
+        return "let its user run all commands on names with this prefix, or name another user in the url"
+    if isinstance(error, ReadOnlyError):
+        return "name the server that this one is a replica of"
+    if isinstance(error, InvalidResponse) or said.startswith("unknown command"):
+        return "name a Redis 7 or Valkey server"
+    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+        return "check the name of its host"
+    if said.startswith("WRONGTYPE"):
+        return "something else is kept under these names: name another prefix"
+    if "DB index" in said or said.startswith("SELECT"):
+        return _DATABASE
+    return None

@@ -161,7 +161,9 @@ def _cipher(key: bytes) -> Any:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
-        raise ConfigError(f"{KEY} is set, but cryptography is not installed: pip install 'llmcache[stores]'") from error
+        raise ConfigError(
+            f"{KEY} is set, but cryptography is not installed: pip install 'llmcache-torch[stores]'"
+        ) from error
     return AESGCM(key)
 
 
@@ -186,7 +188,7 @@ def _tensor(data: memoryview, dtype: torch.dtype, shape: list[int]) -> Tensor:
     """A normal tensor over bytes, which are copied only where torch would warn that they cannot be written."""
     with torch.inference_mode(False):
         if not data:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype).reshape(shape)
 
 

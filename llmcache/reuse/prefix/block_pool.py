@@ -28,6 +28,7 @@ from llmcache.request.prefill import Link
 from llmcache.request.rows import Scope
 from llmcache.reuse.prefix.block import NAMES, Block
 from llmcache.reuse.prefix.slabs import Slabs
+from llmcache.threads import forkable
 
 _MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
 
@@ -60,6 +61,7 @@ class BlockPool:
         self.n_tails = 0
         self.n_purges = 0  # so far; calls that began before one store nothing
         self.demote: Callable[[str, Block, str | None], None] | None = None  # told who leaves, and the block before
+        self.offer_again: Callable[[Iterable[tuple[str, Block, str | None]]], None] | None = None  # told who is used
         self.generation: Callable[[Scope], int] | None = None  # of a scope's namespace in the store behind memory
         self._policy = policy
         self._spent = spent
@@ -67,7 +69,7 @@ class BlockPool:
         self._before: dict[str, str] = {}  # the block before each but the first of a chain
         self._after: dict[str, dict[str, None]] = {}  # those that follow a block, if any, oldest first
         self._slabs = Slabs(self._held)
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
 
     def __len__(self) -> int:
         return len(self._held) - self.n_tails
@@ -231,8 +233,11 @@ class BlockPool:
         return found
 
     def _use(self, last_to_first: Iterable[str]) -> None:
-        for key in last_to_first:
+        used = [*last_to_first]
+        for key in used:
             self._policy.on_hit(key)
+        if self.offer_again is not None:
+            self.offer_again((key, self._held[key], self._before.get(key)) for key in used if key in self._held)
 
     def _expire(self) -> None:
         """Drop blocks that their policy sends away, with all that follow them."""

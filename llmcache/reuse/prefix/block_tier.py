@@ -26,6 +26,7 @@ class BlockTier:
         self._tier = tier
         self._pool = pool
         pool.demote = self._demote
+        pool.offer_again = self._offer_again
         pool.generation = self.generation
 
     def generation(self, scope: Scope) -> int:
@@ -101,8 +102,15 @@ class BlockTier:
     def _own(self, tensor: Tensor) -> Tensor:
         return copy_owned(tensor, self._pool.device)
 
+    def _offer_again(self, used: Iterable[tuple[str, Block, str | None]]) -> None:
+        """Have blocks written that were dropped when they were put."""
+        if self._tier.has_dropped:
+            for key, block, before in used:
+                if self._tier.lacks(block.scope, _name(key)):
+                    self._demote(key, block, before)
+
     def _demote(self, key: str, block: Block, before: str | None) -> None:
-        """A block is about to leave memory."""
+        """A block is about to leave memory, or was dropped."""
         self.put(key, block, before, self.generation(block.scope))
 
 

@@ -148,7 +148,7 @@ class Prefix(Rung):
             return None
         if not self._can_be_cut(len(passed["input_ids"])):  # last of these: it looks at every module
             return None
-        if not self.read(call, next(self.trunk.module.parameters()).dtype):
+        if not self.read(call, next(self.trunk.module.parameters()).dtype) or call.read.is_whole:
             return None
         n_purges = self.blocks.n_purges  # not before: what others purged in the store was forgotten just now
         return Prefill(kv_cache, call.read.scope, call.rows, call.read.generation, self.keeps_requests, n_purges)

@@ -13,7 +13,7 @@ try:
     from llmcache.serving.ray.replica import Replica, app, replicas
 except ImportError as error:
     raise ConfigError(
-        f"replicas need the extra 'ray' ({error.name} is missing): pip install 'llmcache[ray]'"
+        f"replicas need the extra 'ray' ({error.name} is missing): pip install 'llmcache-torch[ray]'"
     ) from error
 
 __all__ = ["Replica", "ReplicaSettings", "app", "replicas"]

@@ -1,0 +1,242 @@
+"""What calibrated reuse decides on banking77, hwu64 and snips: recorded once, and compared after the core was changed.
+
+    python -m experiments.decisions record --data-dir DATA [--to FOLDER] [STREAM ...]
+    python -m experiments.decisions compare OLD NEW
+
+A stream is that of `configs/trust_*.yaml`, seed 0, cut to `LIMIT` requests: the first `LEARN` are calibrated on, and of
+each later one it is recorded who served it and at which risk, for each of `CALIBRATIONS`. Nothing is audited. The cache
+is asked by its public names alone, on one thread; on one processor a record is the same each time.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from threadpoolctl import threadpool_limits
+
+from experiments.cli.options import DATA_VARIABLE
+from experiments.methods.base import twin
+from experiments.methods.cached import configure
+from experiments.replay.recall import Outputs, recall_layers
+from experiments.support.environment import describe
+from experiments.support.files import write_whole
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
+from experiments.tasks import build, make_task
+from experiments.tasks.workload import Workload
+from llmcache import ConfigError, LLMCache, LLMCacheError
+
+FOLDER = Path("results/decisions")
+LEARN, LIMIT, SEED = 2500, 5000, 0
+STREAMS: Mapping[str, Any] = {
+    "banking77": "banking77",
+    "hwu64": "hwu64",
+    "snips": ["snips/train.seq.in", "snips/test.seq.in"],
+}
+CALIBRATIONS: Sequence[Mapping[str, Any]] = (
+    *({"max_drop": drop, "sources": "frozen"} for drop in (0.005, 0.01, 0.02)),
+    {"max_drop": 0.01, "sources": "growing"},
+)
+ROUNDING = 1e-6  # how far limits may be off, and the risks of hits that differ from the limit
+_UNIT = 1e-7  # that risks are recorded in, as whole numbers
+_INFINITE = 2.0  # stands for an infinite risk: others are chances
+#: What a float may depend on, of `support.environment.describe`.
+_PACKAGES = ("torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn")
+
+Record = Mapping[str, Any]
+
+
+def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Record:
+    """Run a stream through each calibration.
+
+    Args:
+        name: Of the stream.
+        settings: Of its task, whose requests have one row each.
+        folders: Where data and models lie.
+        learn: Requests that are calibrated on.
+
+    Returns:
+        Plain values. Of each calibration `served` has a letter a later request: `s`, another request's state served it,
+        `e`, its own, `-`, it was computed; a capital letter: the answer is not the model's own. `risks` has its risk in
+        ten-millionths, None where nobody else was asked for.
+    """
+    env = describe(SEED)
+    workload = build(settings, folders, SEED)
+    known: Outputs = {}
+    outputs = _alone(workload, known)
+    decided = [_decide(workload, known, outputs, learn, asked) for asked in CALIBRATIONS]
+    return {
+        "stream": name,
+        **{name: env[name] for name in ("git", "git_dirty", "started", "cpu", "python")},
+        "versions": {package: env["versions"][package] for package in _PACKAGES},
+        "seed": SEED,
+        "learn": learn,
+        "n": len(outputs) - learn,
+        "outputs": hashlib.sha256(torch.cat(outputs).numpy().tobytes()).hexdigest(),
+        "decided": decided,
+    }
+
+
+def _alone(workload: Workload, known: Outputs) -> list[torch.Tensor]:
+    """The model's own output of each request."""
+    module, requests = recall_layers(twin(workload.module), known), workload.requests
+    with torch.inference_mode():
+        return [module(**request.inputs) for request in tracked(requests, len(requests), "The model alone")]
+
+
+def _decide(
+    workload: Workload, known: Outputs, outputs: Sequence[torch.Tensor], learn: int, asked: Mapping[str, Any]
+) -> Record:
+    """Calibrate on the first requests of the stream, and serve the others."""
+    config = configure(workload, {"answer": "class", "audit": 0})
+    inputs, served, risks = [request.inputs for request in workload.requests], "", []
+    module = recall_layers(twin(workload.module), known)
+    with LLMCache.wrap(module, config=config, tokenizer=workload.tokenizer) as cache:
+        made = cache.calibrate(inputs[:learn], seed=SEED, **asked)
+        what = f"{asked['sources']}, {asked['max_drop']:g}"
+        for number in tracked(range(learn, len(inputs)), len(inputs) - learn, what):
+            answer = workload.answer(cache(**inputs[number]), number)
+            (outcome,) = cache.last
+            letter = "-" if outcome.rung is None else outcome.rung[0]
+            served += letter if answer == workload.answer(outputs[number], number) else letter.upper()
+            risks.append(None if outcome.risk is None else round(min(outcome.risk, _INFINITE) / _UNIT))
+    chosen = made.chosen
+    if chosen is None:
+        raise ConfigError(f"{dict(asked)}: nothing is reused, so there are no decisions to record")
+    return {
+        "max_drop": made.max_drop,
+        "sources": made.sources,
+        "limit": chosen.limit,
+        "hit_rate": chosen.hit_rate,
+        "loss": chosen.loss,
+        "bound": chosen.bound,
+        "n_sources": made.n_sources,
+        "n_tested": made.n_tested,
+        "served": served,
+        "risks": risks,
+    }
+
+
+def compare(old: Record, new: Record) -> Iterator[tuple[str, bool]]:
+    """Compare two records of a stream: a line for each calibration, and whether it decides the same.
+
+    The limit has to be the same within `ROUNDING`, and who is served, and with the model's own answer or not, may
+    differ only where the risk is as near to the limit. What grows differs after the first such request.
+
+    Raises:
+        ConfigError: They cannot be compared: made on different processors, or of different requests.
+    """
+    _check_comparable(old, new)
+    for one, other in zip(old["decided"], new["decided"], strict=True):
+        name = f"{old['stream']} {one['max_drop']:g} {one['sources']}"
+        differing = [i for i, pair in enumerate(zip(one["served"], other["served"], strict=True)) if pair[0] != pair[1]]
+        far = [i for i in differing if not _is_at_limit(one, i)]
+        end = len(one["served"])
+        if one["sources"] == "growing" and differing and differing[0] not in far:
+            far, end = [], differing[0]
+        pairs = zip(one["risks"][:end], other["risks"][:end], strict=True)
+        off = max((abs(a - b) * _UNIT for a, b in pairs if None not in (a, b)), default=0.0)
+        is_same = abs(one["limit"] - other["limit"]) <= ROUNDING and not far
+        told = "equal" if is_same else "DIFFERENT"
+        yield (
+            f"{name}: limit {one['limit']:.7f}, {other['limit']:.7f}; hits {_n_hits(one)}, {_n_hits(other)}, "
+            f"{len(differing)} differ, {len(far)} of them far from the limit; risks differ by up to {off:.1e}: {told}",
+            is_same,
+        )
+
+
+def _check_comparable(old: Record, new: Record) -> None:
+    for name in ("seed", "learn", "n"):
+        if old[name] != new[name]:
+            raise ConfigError(f"{old['stream']}: {name} is {old[name]} in one record and {new[name]} in the other")
+    if any(old[name] != new[name] for name in ("cpu", "versions", "outputs")):
+        raise ConfigError(
+            f"{old['stream']}: recorded on another processor or with other versions ({_place(old)}) than "
+            f"{_place(new)}, where the same sums round otherwise. Record the old commit here, and compare with that:\n"
+            f"    git worktree add build/old {old['git']}\n"
+            "    (cd build/old && PYTHONPATH=. ../../.venv/bin/python -m experiments.decisions record "
+            "--data-dir DATA --to ../decisions-old)\n"
+            "    python -m experiments.decisions compare build/decisions-old NEW"
+        )
+
+
+def _place(known: Record) -> str:
+    return ", ".join([str(known["cpu"]), *(f"{name} {version}" for name, version in known["versions"].items())])
+
+
+def _is_at_limit(decided: Record, number: int) -> bool:
+    risk = decided["risks"][number]
+    return risk is not None and abs(risk * _UNIT - decided["limit"]) <= ROUNDING + _UNIT / 2
+
+
+def _n_hits(decided: Record) -> int:
+    return len(decided["served"]) - decided["served"].count("-")
+
+
+def write(made: Record, folder: Path) -> Path:
+    """Write a record as `folder/STREAM.json`: one line for what it is of, and one a calibration."""
+    lines = [json.dumps(one, separators=(",", ":")) for one in made["decided"]]
+    about = json.dumps({name: value for name, value in made.items() if name != "decided"}).removesuffix("}")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{made['stream']}.json"
+    write_whole(path, f'{about}, "decided": [\n' + ",\n".join(lines) + "\n]}\n")
+    return path
+
+
+def read(folder: Path) -> dict[str, Record]:
+    """The records of a folder, by stream."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    if not found:
+        raise ConfigError(f"{folder}: no records of decisions; record some: python -m experiments.decisions record")
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a command; returns 0, 1 where decisions differ, or 2 where they cannot be compared or recorded."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.decisions", description="See the module's docstring.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="Record decisions of the code as it is.")
+    recording.add_argument("streams", nargs="*", metavar="STREAM", help=f"Some of {', '.join(STREAMS)}; default: all.")
+    recording.add_argument("--data-dir", type=Path, help=f"Folder with the data sets; default: ${DATA_VARIABLE}.")
+    recording.add_argument("--to", type=Path, default=FOLDER, help="Folder that is written to.")
+    comparing = commands.add_parser("compare", help="Compare two folders of records.")
+    comparing.add_argument("old", type=Path)
+    comparing.add_argument("new", type=Path)
+    given = parser.parse_args(words)
+    try:
+        return _record_all(given) if given.command == "record" else _compare_all(read(given.old), read(given.new))
+    except LLMCacheError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _record_all(given: argparse.Namespace) -> int:
+    folder = given.data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
+    torch.set_num_threads(1)
+    for name in given.streams or STREAMS:
+        if name not in STREAMS:
+            raise ConfigError(f"{name}: no such stream; known: {', '.join(STREAMS)}")
+        data = {"path": STREAMS[name], "order": "shuffled"}
+        settings = make_task({"name": "held_out", "model": "minilm", "limit": LIMIT, "data": data})
+        with threadpool_limits(limits=1):
+            print(write(record(name, settings, Folders(folder)), given.to), flush=True)
+    return 0
+
+
+def _compare_all(old: Mapping[str, Record], new: Mapping[str, Record]) -> int:
+    if missing := old.keys() - new.keys():
+        raise ConfigError(f"not recorded anew: {', '.join(sorted(missing))}")
+    verdicts = [verdict for name in old for verdict in compare(old[name], new[name])]
+    for line, _ in verdicts:
+        print(line)
+    return 0 if all(is_same for _, is_same in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Whether rows of a call affect each other in a trunk, so that what it makes of a row belongs to the whole call.
+
+Layers that quantise activations by the largest of a call do so, and normalisation by statistics of a batch. Others
+enlarge the last bits, in which kernels differ by the shape of a call. They are known by their class, or found by
+running rows alone and beside others.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
+from llmcache.models.mark import Mark
+from llmcache.models.twin import make_trial, untouched
+from llmcache.models.weights import Weights
+
+logger = logging.getLogger("llmcache")
+
+_PACKAGES = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
+_CLASSES = {
+    "Linear8bitLt": "leaves columns as they are in which any row of a call has an outlier",
+    "NystromformerSelfAttention": "inverts matrices, which enlarges the last bits",
+}
+_N_TOKENS = 8  # of rows that are tried
+#: How far a state may be off, as a share of the largest one, where rows were computed beside others; by dtype.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+_MAX_STATES = 16  # of the weights that are remembered
+
+
+class Coupling:
+    """Of one trunk, looked at again when anything but values of weights has changed. Thread-safe."""
+
+    def __init__(self, trunk: Trunk, weights: Weights) -> None:
+        """Remember the trunk; it is looked at once a digest of its weights is given."""
+        self._trunk = trunk
+        self._weights = weights
+        self._known: OrderedDict[str, str] = OrderedDict()  # by digest
+        self._latest: tuple[str, Mark | None, str] = ("", None, "")
+        self._lock = threading.Lock()
+
+    def reason(self, digest: str) -> str:
+        """What makes rows of a call affect each other with weights of this digest, the present one; "" if nothing."""
+        known, _, reason = self._latest
+        return reason if digest == known else self._look(digest)
+
+    def _look(self, digest: str) -> str:
+        with self._lock:
+            _, before, reason = self._latest
+            if digest in self._known:
+                reason = self._known[digest]
+            elif before is None or not self._weights.differs_in_values(before):
+                reason = find_coupling(self._trunk)
+            if reason and digest not in self._known:
+                logger.warning("rows of a call affect each other, so calls are kept as a whole: %s", reason)
+            self._known[digest] = reason
+            if len(self._known) > _MAX_STATES:
+                self._known.popitem(last=False)
+            self._latest = digest, self._weights.mark_of(digest), reason
+            return reason
+
+
+def find_coupling(trunk: Trunk) -> str:
+    """What makes rows of a call affect each other, in words; "" where they were seen not to."""
+    for part in trunk.module.modules():
+        for kind in type(part).__mro__:
+            if kind.__module__.startswith(_PACKAGES):
+                return f"its {kind.__name__} layers quantise all activations of a call by the largest"
+            if kind.__name__ in _CLASSES:
+                return f"its {kind.__name__} {_CLASSES[kind.__name__]}"
+    try:
+        with untouched(device_of(trunk.module)):
+            return "" if _are_independent(trunk) else "a row that was tried came out otherwise beside another one"
+    except Exception as error:  # whatever an odd model raises
+        return f"that rows do not affect each other could not be seen ({type(error).__name__}: {error})"
+
+
+def _are_independent(trunk: Trunk) -> bool:
+    """Whether rows come out alike beside others, where kernels are the same, and alone, where they may be others."""
+    trial = make_trial(trunk.module)
+    first, second, *others = _rows(trunk)
+    together = _run(trial, first, second)
+    is_first_alike = _is_alike(together[0], _run(trial, first, others[0])[0])
+    is_second_alike = is_first_alike and _is_alike(together[1], _run(trial, others[1], second)[1])
+    return is_second_alike and _is_alike(together[0], _run(trial, first)[0], 10.0)
+
+
+def _rows(trunk: Trunk) -> Tensor:
+    """Four rows of content tokens (4, T), the same each time."""
+    special, size = special_ids(trunk), vocabulary_size(trunk)
+    content = torch.tensor(sorted(set(range(min(size, 4096))) - set(special)) or [0], device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    places = torch.randint(len(content), (4, _N_TOKENS), generator=generator, device="cpu")
+    return content[places].to(device_of(trunk.module))
+
+
+def _run(trial: nn.Module, *rows: Tensor) -> Tensor:
+    ids = torch.stack(rows)
+    output = trial(input_ids=ids, attention_mask=torch.ones_like(ids))
+    states: Tensor = output if isinstance(output, Tensor) else output[0]
+    return states
+
+
+def _is_alike(one: Tensor, other: Tensor, factor: float = 1.0) -> bool:
+    """Whether states of a row differ by rounding alone, which may be so many times what is usual."""
+    one, other = one.nan_to_num(), other.nan_to_num()
+    usual = _ROUNDING[torch.float16 if one.dtype == torch.float32 and not one.is_cpu else one.dtype]  # TF32
+    return bool((one - other).abs().max() <= factor * usual * one.abs().max())

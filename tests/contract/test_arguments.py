@@ -1,0 +1,294 @@
+"""Arguments that a trunk takes or refuses: the plain model decides, on a hit as on a miss."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from llmcache import LLMCache
+from llmcache.generation import Sampling, generate
+from tests.contract.judge import ask, check_same
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, VOCABULARY, build, llama, tokens
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def outcome_of(model: Any, inputs: dict[str, Any]) -> Any:
+    """What a model returns, or the kind of its error."""
+    try:
+        return ask(model, **inputs)
+    except Exception as error:
+        return type(error)
+
+
+# -- prompts that are run in chunks ---------------------------------------------------------------------------------
+
+ROPE = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": GENERATORS["gpt2"],
+    "dynamic": lambda: tf.LlamaForCausalLM(llama(max_position_embeddings=16, rope_parameters=ROPE)),
+    "eager": lambda: tf.LlamaForCausalLM(llama(attn_implementation="eager")),
+}
+N = 23
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "last logits": {"logits_to_keep": 1},
+    "a tuple": {"return_dict": False},
+    "states": {"output_hidden_states": True},
+    "attentions": {"output_attentions": True},
+    "labels": {"labels": tokens(1, N, 5)},
+    "positions": {"position_ids": torch.arange(N)[None]},
+    "positions from 3": {"position_ids": torch.arange(3, N + 3)[None]},
+    "positions of two texts": {"position_ids": torch.cat([torch.arange(9), torch.arange(N - 9)])[None]},
+    "a mask": {"attention_mask": torch.ones(1, N, dtype=torch.int64)},
+    "no K/V": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_chunks_change_nothing_but_who_has_the_model_when(family: str) -> None:
+    """What a call within `chunked()` returns is that of one run: whatever it asks for, served, computed or bypassed."""
+    plain = build(DECODERS[family])
+    with LLMCache.wrap(build(DECODERS[family]), auto_bypass=False) as cache:
+        for name, asked in ASKED.items():
+            if name == "attentions" and family != "eager":
+                continue
+            own = DynamicCache()
+            expected = outcome_of(plain, {"input_ids": tokens(1, N), "past_key_values": own, **asked})
+            for turn in ("disabled", "first", "second"):
+                kept = DynamicCache()
+                with cache.chunked(5, lambda: None), cache.disabled() if turn == "disabled" else cache.namespace(name):
+                    found = outcome_of(cache.model, {"input_ids": tokens(1, N), "past_key_values": kept, **asked})
+                check_same(found, expected, where=f"{name}, {turn}")
+                check_same(kept, own, where=f"{name}, {turn}, K/V")
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+MASK = torch.ones(2, 6, dtype=torch.int64)
+MASK[1, 4:] = 0
+#: Values that every dtype holds, but for ids as bool.
+GIVEN: dict[str, Tensor] = {
+    "input_ids": tokens(2, 6),
+    "attention_mask": MASK,
+    "token_type_ids": torch.tensor([[0, 0, 1, 1, 1, 1]] * 2),
+    "position_ids": torch.tensor([[0, 1, 1, 1, 1, 1]] * 2),
+}
+
+
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "bert": (BARE["bert"], ("input_ids", "attention_mask", "token_type_ids", "position_ids")),
+    "deberta": (BARE["deberta"], ("input_ids", "attention_mask", "token_type_ids")),
+    "t5": (BARE["t5"], ("input_ids", "attention_mask")),
+    "gpt2": (BARE["gpt2"], ("input_ids", "attention_mask", "position_ids")),
+    "llama": (GENERATORS["llama"], ("input_ids", "attention_mask", "position_ids")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dtypes_of_arguments(family: str) -> None:
+    """Where the plain model raises for a dtype, a wrapped one raises, though the request is known; else both agree."""
+    make, names = FAMILIES[family]
+    model, plain, usual = build(make), build(make), {name: GIVEN[name] for name in names}
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for inputs in (usual, usual, {**usual, "input_ids": usual["input_ids"].bool().long()}):
+            check_same(outcome_of(model, inputs), outcome_of(plain, inputs))
+        for name, dtype in product(names, (*INTEGERS, *FLOATS)):
+            inputs = {**usual, name: usual[name].to(dtype)}
+            expected = outcome_of(plain, inputs)
+            for turn in range(2):
+                check_same(outcome_of(model, inputs), expected, where=f"{name} {dtype}, time {turn + 1}")
+        assert cache.stats().errors == 0 and cache.stats().n_hits > 2 * (2 + len(names) * 2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_masks_of_floats_are_served(dtype: torch.dtype) -> None:
+    """A mask of zeros and ones may have whatever dtype the model takes: nothing fails, and a repeat is a hit."""
+    inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK.to(dtype)}
+    with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
+        for _ in range(2):
+            cache(**inputs)
+        assert (cache.stats().errors, cache.stats().n_hits) == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_masks_with_fractions_are_not_taken_for_others(dtype: torch.dtype) -> None:
+    """A mask with other values than 0 and 1 gives what the model makes of it, also where the binary one is known."""
+    make = BARE["bert"]
+    model, plain = build(make), build(make)
+    mask = MASK.to(dtype)
+    mask[0, 2] = 0.5
+    with LLMCache.wrap(model, auto_bypass=False):
+        for inputs in ({"attention_mask": MASK}, {"attention_mask": mask}, {"attention_mask": mask}):
+            inputs = {"input_ids": tokens(2, 6), **inputs}
+            check_same(outcome_of(model, inputs), outcome_of(plain, inputs))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input_ids": torch.full((2, 6), VOCABULARY)},
+        {"input_ids": torch.full((2, 6), -1)},
+        {"input_ids": tokens(2, 65)},
+        {"token_type_ids": torch.full((2, 6), 2)},
+        {"token_type_ids": torch.full((2, 6), -1)},
+        {"position_ids": torch.arange(60, 66)[None]},
+        {"position_ids": torch.arange(-1, 5)[None]},
+        {"attention_mask": torch.ones(2, 5, dtype=torch.int64)},
+        {"attention_mask": torch.ones(3, 6, dtype=torch.int64)},
+        {"token_type_ids": torch.zeros(2, 5, dtype=torch.int64)},
+        {"position_ids": torch.zeros(3, 6, dtype=torch.int64)},
+        {"input_ids": tokens(2, 6).tolist()},
+        {"input_ids": tokens(2, 6)[0]},
+        {"input_ids": tokens(2, 6)[None]},
+        {"no_such_argument": 1},
+    ],
+    ids=lambda wrong: " ".join(f"{name} {getattr(value, 'shape', '')}" for name, value in wrong.items()),
+)
+def test_what_the_model_refuses_is_refused(wrong: dict[str, Any]) -> None:
+    """A call that the plain model refuses is refused by the wrapped one, though most of it is known."""
+    make = CLASSIFIERS["bert"]
+    model, plain = build(make), build(make)
+    inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
+    with LLMCache.wrap(model, auto_bypass=False):
+        for one in (inputs, inputs, {**inputs, **wrong}, {**inputs, **wrong}):
+            check_same(outcome_of(model, one), outcome_of(plain, one))
+
+
+# -- defaults of torch ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS: dict[str, Callable[[], Any]] = {
+    "meta": lambda: default_device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+}
+MODELS = {"bert": CLASSIFIERS["bert"], "t5": BARE["t5"], "gpt2": BARE["gpt2"], "deberta": BARE["deberta"]}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("family", MODELS)
+def test_defaults_of_torch(family: str, default: str) -> None:
+    """Another default device or dtype than torch's own changes neither what is returned nor what is served."""
+    model, plain = build(MODELS[family]), build(MODELS[family])
+    calls = [{"input_ids": tokens(2, 6, seed), "attention_mask": MASK} for seed in (0, 1, 0, 0)]  # not by default
+    with DEFAULTS[default](), LLMCache.wrap(model, auto_bypass=False) as cache:
+        for call in calls:
+            check_same(outcome_of(model, call), outcome_of(plain, call))
+        computes = isinstance(outcome_of(plain, calls[0]), type)
+        assert (cache.stats().errors, cache.stats().n_hits) == (0, 0 if computes else 4)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_defaults_of_torch_when_prompts_are_continued(default: str) -> None:
+    """Likewise for K/V: what a stored prefix serves is put where the model is, in its own dtype."""
+    model, plain = build(GENERATORS["llama"]), build(GENERATORS["llama"])
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        ids = tokens(1, 40)
+        expected = generate(plain, ids, Sampling(max_new_tokens=3)).tokens
+        calls = (ids[:, :20], ids, ids)
+        with DEFAULTS[default]():
+            for ids in calls:
+                check_same(outcome_of(model, {"input_ids": ids}), outcome_of(plain, {"input_ids": ids}))
+            assert cache.stats().errors == 0
+        assert generate(model, ids, Sampling(max_new_tokens=3)).tokens == expected
+
+
+# -- names that look like flags ---------------------------------------------------------------------------------------
+
+#: Models whose configs have numbers, or names, that begin with `output_`.
+SIZES: dict[str, Callable[[], nn.Module]] = {
+    "rembert": lambda: tf.RemBertModel(
+        tf.RemBertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            input_embedding_size=16,
+            output_embedding_size=24,
+            max_position_embeddings=64,
+        )
+    ),
+    "squeezebert": STRANGERS["squeezebert"],
+    "of one's own": lambda: tf.BertModel(
+        tf.BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            output_multiplier=0.5,
+            output_gate_type="sigmoid",
+            output_range=(0, 1),
+        )
+    ),
+}
+
+
+LAYERS = pytest.mark.xfail(
+    strict=True, reason="layer swaps, which go with the old core, cannot skip layers that hand on more or turn states"
+)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "of one's own" else LAYERS) for name in SIZES]
+)
+def test_sizes_are_no_flags(family: str) -> None:
+    """A model whose config names sizes `output_...` is cached as any other: it was not asked for more output."""
+    model, plain = build(SIZES[family]), build(SIZES[family])
+    inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for _ in range(3):
+            check_same(ask(model, **inputs), ask(plain, **inputs))
+        assert cache.stats().n_hits == 4
+
+
+def test_flags_of_the_config_are_flags() -> None:
+    """A call that is asked for more output, by an argument or by the config, returns it though the request is known."""
+    for name in ("output_hidden_states", "output_attentions"):
+        model, plain = (build(lambda: tf.BertModel(_bert())) for _ in range(2))
+        with LLMCache.wrap(model, auto_bypass=False):
+            for asked, config in (({}, False), ({}, False), ({name: True}, False), ({}, True), ({name: False}, True)):
+                for one in (model, plain):
+                    setattr(one.config, name, config)
+                inputs = {"input_ids": tokens(2, 6), **asked}
+                check_same(ask(model, **inputs), ask(plain, **inputs))
+
+
+def _bert() -> tf.BertConfig:
+    return tf.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        attn_implementation="eager",
+    )

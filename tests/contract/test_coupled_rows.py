@@ -1,0 +1,198 @@
+"""Where rows of a call affect each other, calls are stored and found as a whole; nothing is shared between calls."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from llmcache import ConfigError, LLMCache
+from tests.contract.judge import ask, check_calls, check_same
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, padded, tokens
+
+
+def int8(model: nn.Module) -> nn.Module:
+    quantised: nn.Module = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    return quantised
+
+
+class BatchStatistics(nn.Module):
+    """Normalises by statistics of the call, in eval mode as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32, track_running_stats=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+        return normed
+
+
+class LargestOfAll(nn.Module):
+    """Rounds to 8 bits by the largest of the call, as quantised layers of one's own do."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = hidden.abs().max() / 127
+        return (hidden / scale).round() * scale
+
+
+class FirstComeFirstServed(nn.Module):
+    """Works for so many tokens of a call and no more, as experts with a capacity do."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        n_before = (flat[:, 0] > 0).cumsum(0)
+        return torch.where((n_before < 9)[:, None], flat, flat * 0.5).view_as(hidden)
+
+
+def with_part(part: Callable[[], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """Puts a part behind the first layer of a BERT, or of a Llama."""
+
+    def edit(model: Any) -> nn.Module:
+        if hasattr(model, "bert"):
+            model.bert.encoder.layer[0].output.dropout = part()
+        else:
+            model.model.layers[0].mlp.act_fn = nn.Sequential(model.model.layers[0].mlp.act_fn, part())
+        return model.eval()  # type: ignore[no-any-return]
+
+    return edit
+
+
+def nystroemformer() -> nn.Module:
+    config = tf.NystromformerConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        num_landmarks=4,
+        segment_means_seq_len=16,
+    )
+    return build(lambda: tf.NystromformerForSequenceClassification(config))
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization:DeprecationWarning", "ignore:.*quantized:UserWarning"
+)
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "int8": lambda: int8(build(CLASSIFIERS["bert"])),
+    "int8, states": lambda: int8(build(BARE["distilbert"])),
+    "int8, decoder": lambda: int8(build(GENERATORS["llama"])),
+    "batch statistics": lambda: with_part(BatchStatistics)(build(CLASSIFIERS["bert"])),
+    "largest of all": lambda: with_part(LargestOfAll)(build(CLASSIFIERS["bert"])),
+    "largest of all, decoder": lambda: with_part(LargestOfAll)(build(GENERATORS["llama"])),
+    "capacity": lambda: with_part(FirstComeFirstServed)(build(CLASSIFIERS["bert"])),
+    "nystroemformer": nystroemformer,
+}
+A, B, C = (tokens(1, 16, seed)[0] for seed in range(3))
+#: Calls that share rows: pairs, permutations, duplicates, a row alone; and, but for the last model, paddings.
+CALLS = [{"input_ids": torch.stack(rows)} for rows in ((A, B), (A, C), (B, A), (A,), (A, A), (A, B, C), (A, A, B))]
+PADDED = [padded([9, 4]), padded([9, 7]), padded([4]), padded([9, 4], left=True), padded([9, 12])]
+
+
+def _calls(name: str) -> list[dict[str, Tensor]]:
+    return CALLS if name == "nystroemformer" else [*CALLS, *PADDED]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_that_share_rows_are_answered_as_by_the_plain_model(name: str) -> None:
+    """Same call, same output at every position, and bit for bit where shapes are the same (docs/reuse.md)."""
+    model = MODELS[name]()
+    plain = copy.deepcopy(model)
+    with LLMCache.wrap(model) as cache:
+        check_calls(model, plain, *_calls(name), exact=True)
+        assert cache.stats().n_hits >= len(CALLS)  # of whole calls that came again
+
+
+@pytest.mark.parametrize("edit", [int8, with_part(LargestOfAll)], ids=["int8", "part"])
+def test_a_model_that_comes_to_be_so_after_wrapping_is_seen(edit: Callable[[nn.Module], nn.Module]) -> None:
+    """Weights quantised and modules replaced after wrapping are never served stale (docs/reuse.md)."""
+    model, plain = build(CLASSIFIERS["bert"]), edit(build(CLASSIFIERS["bert"]))
+    with LLMCache.wrap(model):
+        for call in CALLS:
+            ask(model, **call)
+        if edit is int8:
+            torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
+        else:
+            edit(model)
+        check_calls(model, plain, *CALLS, exact=True)
+
+
+def test_a_norm_that_learns_while_the_model_does_not_is_computed() -> None:
+    """The model in training mode, in part or as a whole, bypasses the cache (docs/reuse.md)."""
+    edit = with_part(lambda: nn.Sequential(Turned(), nn.BatchNorm1d(32, momentum=0.0), Turned()))
+    model = edit(build(CLASSIFIERS["bert"]))
+    plain = copy.deepcopy(model)
+    with LLMCache.wrap(model) as cache:
+        check_calls(model, plain, *CALLS)
+        before = cache.stats().n_hits
+        for one in (model, plain):
+            next(part for part in one.modules() if isinstance(part, nn.BatchNorm1d)).train()
+        for _ in range(2):
+            for call in CALLS:
+                check_same(ask(model, **call), ask(plain, **call), exact=True)
+        assert cache.stats().n_hits == before > 0
+
+
+class Turned(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.transpose(1, 2)
+
+
+def test_a_decoder_s_prefixes_and_steps_are_those_of_the_plain_model() -> None:
+    """generate() gives the same tokens, whatever was asked before (docs/prefix.md)."""
+    model = MODELS["largest of all, decoder"]()
+    plain = copy.deepcopy(model)
+    prompts = [torch.cat([tokens(1, 40, 7), tokens(1, n, n)], dim=1) for n in (3, 5, 3)]
+    with LLMCache.wrap(model):
+        for prompt in (*prompts, prompts[0].repeat(2, 1)):
+            generated = [
+                one.generate(  # type: ignore[operator]
+                    prompt, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+                )
+                for one in (model, plain)
+            ]
+            assert torch.equal(generated[0].sequences, generated[1].sequences)
+            check_same(generated[0].logits, generated[1].logits, exact=True)
+
+
+@pytest.mark.parametrize("settings", [{"tau": 0.9}, {"learn": 1200}], ids=["tau", "learn"])
+def test_approximate_reuse_is_refused(settings: dict[str, Any]) -> None:
+    """What does not suit a model is refused at wrap, with the reason (docs/reuse.md)."""
+    for name in ("int8", "batch statistics"):
+        with pytest.raises(ConfigError, match="affect each other"):
+            LLMCache.wrap(MODELS[name](), **settings)
+
+
+def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:
+    """The same where the model becomes so later: nothing similar is served any more (docs/reuse.md)."""
+    model, plain = build(CLASSIFIERS["bert"]), with_part(BatchStatistics)(build(CLASSIFIERS["bert"]))
+    with LLMCache.wrap(model, tau=-1.0) as cache:
+        for call in CALLS:
+            ask(model, **call)
+        assert cache.stats().hits.get("semantic")
+        with_part(BatchStatistics)(model)
+        check_calls(model, plain, *CALLS, exact=True)
+
+
+def test_part_of_a_call_is_not_served_alone() -> None:
+    """What is not held as a whole is computed as a whole, as where an entry was evicted (docs/reuse.md)."""
+    model = MODELS["largest of all"]()
+    plain = copy.deepcopy(model)
+    with LLMCache.wrap(model, max_entries=3, auto_bypass=False):
+        check_calls(model, plain, *CALLS, exact=True, repeats=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_rounding_alone_keeps_rows_apart(dtype: torch.dtype) -> None:
+    """Batches in which some rows hit are served in part, in every dtype (docs/reuse.md, what is equal to what)."""
+    for make in (CLASSIFIERS["bert"], BARE["mpnet"], GENERATORS["gpt2"]):
+        model = build(make).to(dtype)
+        with LLMCache.wrap(model) as cache:
+            ask(model, **CALLS[3])
+            ask(model, **CALLS[2])
+            assert [row.rung for row in cache.last] == [None, "exact"]

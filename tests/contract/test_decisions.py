@@ -1,0 +1,95 @@
+"""Calibrated reuse decides what `decisions.json` says: the same limit, the same hits, the same risks."""
+
+import re
+
+import pytest
+
+from llmcache import CalibrationError, LLMCache
+from tests.contract.decisions import CASES, ROUNDING, check_same, decide, draw, make_model, read_recorded
+
+RECORDED = read_recorded()
+CASE = CASES["class"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_seeds_decide_the_same(name: str) -> None:
+    """docs/calibration.md: half of the requests are drawn by seed, and the last limit that passes its test is used."""
+    found = decide(CASES[name])
+    check_same(found, RECORDED[name])
+    for by, risk in zip(found["served"].lower(), found["risks"], strict=True):
+        if by == "e":
+            assert risk is None  # its own state was there: nobody else was asked for
+        else:
+            assert (risk <= found["limit"]) == (by == "s"), "a request is served if the risk is within the limit"
+
+
+def test_recorded_decisions_are_worth_comparing() -> None:
+    """Of every case the record holds hits and misses, and no risk so near to the limit that rounding decides."""
+    assert list(RECORDED) == list(CASES)
+    for name, one in RECORDED.items():
+        assert set(one["served"].lower()) == {"-", "e", "s"}, name
+        told = [risk for risk in one["risks"] if risk is not None]
+        assert min(abs(risk - one["limit"]) for risk in told) > 2 * ROUNDING, name
+        assert one["bound"] <= CASES[name].calibrate.get("max_drop", CASES[name].settings.get("max_drop")), name
+    learned, grown = RECORDED["learn"], RECORDED["growing"]
+    assert learned["limit"] == grown["limit"] and learned["risks"] != grown["risks"]
+    assert RECORDED["audit"]["n_changed"] and RECORDED["audit"]["n_quarantined"]
+
+
+RECORD = {"limit": 0.2, "hit_rate": 0.5, "served": "s-", "risks": [0.1, 0.2 + 1e-5]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"limit": 0.2 + 1e-5, "risks": [0.1 + 1e-5, 0.2]},
+        {"served": "ss", "hit_rate": 1.0},  # the second one's risk is the limit, but for rounding
+    ],
+)
+def test_rounding_is_no_other_decision(change: dict[str, object]) -> None:
+    """Limits and risks may differ in the last bits, and with them who is served at the limit itself."""
+    check_same({**RECORD, **change}, RECORD)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"limit": 0.2 + 1e-4}, "limit"),
+        ({"served": "--"}, "request 0"),
+        ({"served": "S-"}, "request 0"),
+        ({"risks": [0.1 + 1e-4, 0.2]}, "request 0: risk"),
+        ({"risks": [None, 0.2]}, "request 0: risk"),
+        ({"hit_rate": 0.6}, "hit_rate"),
+    ],
+)
+def test_another_decision_is_told(change: dict[str, object], told: str) -> None:
+    """A hit, an answer, a risk or a limit that differs by more than rounding is another decision."""
+    with pytest.raises(AssertionError, match=told):
+        check_same({**RECORD, **change}, RECORD)
+
+
+def test_too_few_requests_are_refused_and_told_how_many_it_takes() -> None:
+    """docs/calibration.md: with too few requests the claim is refused, and the error says how many it takes."""
+    inputs = draw(120, 1)[0]
+    with LLMCache.wrap(make_model(CASE), auto_bypass=False) as cache:
+        with pytest.raises(CalibrationError) as refused:  # the defaults: 0.5 % changed, 95 % sure
+            cache.calibrate([{"input_ids": inputs}])
+        assert re.search(r"at least 1196 are needed, of which 598 ", str(refused.value))
+        assert cache.calibration is None
+        for row in inputs[:3]:
+            cache(input_ids=row[None])
+            assert cache.last[0].rung is None and cache.last[0].risk is None
+
+
+def test_requests_of_which_nothing_can_be_learned_leave_nothing_reused() -> None:
+    """docs/calibration.md: a calibration that fails leaves the lossless rungs."""
+    same = draw(1, 1)[0].repeat(200, 1)
+    with LLMCache.wrap(make_model(CASE), auto_bypass=False, max_drop=0.1) as cache:
+        with pytest.raises(CalibrationError, match="1 different"):
+            cache.calibrate([{"input_ids": same}])
+        assert cache.calibration is None
+        cache(input_ids=same[:1])
+        cache(input_ids=same[:1])
+        assert cache.last[0].rung == "exact" and cache.last[0].risk is None

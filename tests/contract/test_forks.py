@@ -1,0 +1,216 @@
+"""A forked process answers as the plain model does, and waits for nothing that its parent alone has."""
+
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache import LLMCache
+from tests.contract.judge import ask, check_same
+from tests.redis_server import redis_server
+from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
+    # Python 3.12 and later warn of what this file is about.
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+PATIENCE_S = 20.0  # in which a child that needs some milliseconds has to be done
+CALLS = [{"input_ids": tokens(1 + seed % 2, 9 + seed % 3, seed)} for seed in range(6)]
+KINDS = {"encoder": CLASSIFIERS["bert"], "decoder": GENERATORS["gpt2"]}
+
+
+def in_child(act: Callable[[], object]) -> Any:
+    """What a function returns in a forked process, which is ended where it takes too long."""
+    listen, say = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            told = pickle.dumps(act())
+        except BaseException as error:
+            told = pickle.dumps(f"{type(error).__name__}: {error}")
+        os.write(say, told)
+        os._exit(0)
+    os.close(say)
+    try:
+        if not select.select([listen], [], [], PATIENCE_S)[0]:
+            os.kill(child, signal.SIGKILL)
+            return f"no answer in {PATIENCE_S} s"
+        with os.fdopen(listen, "rb", closefd=False) as pipe:
+            return pickle.loads(pipe.read())
+    finally:
+        os.close(listen)
+        os.waitpid(child, 0)
+
+
+@contextmanager
+def busy(cache: LLMCache, n_threads: int = 2) -> Iterator[None]:
+    """Within: other threads call the model all the time, with requests that are known and that are new."""
+    has_ended = threading.Event()
+
+    def work(number: int) -> None:
+        seed = 1_000 * number
+        while not has_ended.is_set():
+            cache(input_ids=tokens(1, 12, seed))
+            cache(**CALLS[seed % len(CALLS)])
+            seed += 1
+
+    threads = [threading.Thread(target=work, args=(number + 1,)) for number in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def check_children(cache: LLMCache, kind: str, n_children: int = 8) -> None:
+    """Fork while the cache is used, and compare what children and parent answer with the plain model."""
+    plain = build(KINDS[kind])
+    expected = [ask(plain, **call) for call in CALLS]
+
+    def compare(then: Callable[[], object] = lambda: None) -> str:
+        for number, (call, output) in enumerate(zip(CALLS, expected, strict=True)):
+            check_same(cache(**call), output, where=f"call {number}")
+        then()
+        return "same"
+
+    for call in CALLS[::2]:
+        cache(**call)
+    with busy(cache):
+        told = [in_child(lambda: compare(lambda: finish(cache))) for _ in range(n_children)]
+    assert told == ["same"] * n_children
+    assert compare() == "same"
+    assert cache.stats().errors == 0
+
+
+def finish(cache: LLMCache) -> None:
+    """What a process may do beside calls: none of it may wait for a thread that is gone."""
+    cache.stats()
+    cache.drain()
+    cache.unwrap()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_process_answers_from_memory(kind: str) -> None:
+    """A child keeps what was in memory, answers as the plain model does, and can be asked for all that a cache can."""
+    with LLMCache.wrap(build(KINDS[kind]), auto_bypass=False) as cache:
+        known = CALLS[0]
+        cache(**known)
+        check_children(cache, kind)
+
+        def served() -> int:
+            cache(**known)
+            return cache.stats().n_hits
+
+        before = cache.stats().n_hits
+        assert in_child(served) == before + 1
+        assert cache.stats().n_hits == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["encoder"])
+def test_a_forked_process_uses_a_store_on_disk(kind: str, tmp_path: Path) -> None:
+    """The store is open in a child as it is in its parent: neither waits for the other, and both are heard."""
+    store = {"name": "disk", "folder": str(tmp_path / "store")}
+    with LLMCache.wrap(build(KINDS[kind]), store=store, auto_bypass=False) as cache:
+        check_children(cache, kind)
+        check_what_a_child_stores(cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["encoder"])
+def test_a_forked_process_uses_a_store_on_redis(kind: str, tmp_path: Path) -> None:
+    """A child has connections and a thread of its own: no answer of the server reaches another process."""
+    with redis_server(tmp_path) as server:
+        store = {"name": "redis", "url": server.url, "timeout_ms": 5_000.0}
+        with LLMCache.wrap(build(KINDS[kind]), store=store, auto_bypass=False) as cache:
+            check_children(cache, kind)
+            check_what_a_child_stores(cache)
+
+
+def check_what_a_child_stores(cache: LLMCache) -> None:
+    """What a child computed is in the store, its purges reach the parent, and those of the parent reach it."""
+
+    def store_new() -> int:
+        for seed in range(3):
+            cache(input_ids=tokens(1, 11, 90_000 + seed))
+        cache.drain()
+        return held(cache)
+
+    cache.drain()
+    before = held(cache)
+    assert in_child(store_new) >= before + 3
+    assert held(cache) >= before + 3
+    known = CALLS[0]
+    cache(**known)
+    n_hits = cache.stats().n_hits
+    assert in_child(lambda: cache.purge(namespace="default")) >= 1
+    cache(**known)
+    assert cache.stats().n_hits == n_hits, "served after a child had purged it"
+    listen, say = os.pipe()
+
+    def wait_and_ask() -> int:
+        before = cache.stats().n_hits
+        os.read(listen, 1)
+        cache(**known)
+        return cache.stats().n_hits - before
+
+    cache(**known)
+    with ExitStack() as stack:
+        stack.callback(os.close, listen)
+        stack.callback(os.close, say)
+        purge = threading.Timer(0.2, lambda: (cache.purge(namespace="default"), os.write(say, b"x")))
+        purge.start()
+        assert in_child(wait_and_ask) == 0, "served after the parent had purged it"
+        purge.join()
+
+
+def held(cache: LLMCache) -> int:
+    stats = cache.stats().store
+    assert stats is not None and stats.n_values is not None
+    return stats.n_values
+
+
+@pytest.mark.slow
+def test_a_forked_process_does_not_share_the_process_that_computes() -> None:
+    """`start_model_process` serves the process that called it; a child computes by itself, never another's answer."""
+    with LLMCache.wrap(build(KINDS["encoder"]), auto_bypass=False) as cache:
+        cache.start_model_process()
+        check_children(cache, "encoder")
+        stats = cache.stats().compiled
+        assert stats is not None and stats.has_process, "a child ended its parent's process"
+
+
+@pytest.mark.slow
+def test_processes_of_multiprocessing_and_their_children_answer() -> None:
+    """The start method `fork` of multiprocessing, and a child of a child, work as `os.fork` does."""
+    plain, context = build(KINDS["encoder"]), multiprocessing.get_context("fork")
+    expected = [ask(plain, **call) for call in CALLS]
+
+    def work(number: int, queue: Any) -> None:
+        check_same(cache(**CALLS[number]), expected[number])
+        queue.put(in_child(lambda: check_same(cache(**CALLS[0]), expected[0]) or number))
+
+    with LLMCache.wrap(build(KINDS["encoder"]), auto_bypass=False) as cache:
+        cache(**CALLS[0])
+        queue = context.SimpleQueue()
+        with busy(cache):
+            workers = [context.Process(target=work, args=(number, queue)) for number in range(4)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join(PATIENCE_S)
+        assert [worker.exitcode for worker in workers] == [0] * 4
+        assert sorted(queue.get() for _ in workers) == [0, 1, 2, 3]

@@ -1,0 +1,197 @@
+"""A repeat is answered as the plain model answers, whichever rows of the states its head reads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from llmcache import LLMCache
+from tests.contract.judge import ask, check_calls, check_same
+from tests.tiny_models import PAD, VOCABULARY, build, llama, padded, tokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+}
+CASES = [padded([7, 5]), padded([7, 5], left=True), {"input_ids": tokens(2, 6)}, padded([4]), padded([5, 7, 3], 9)]
+
+
+def electra(kind: Any, **more: Any) -> Callable[[], nn.Module]:
+    return lambda: kind(tf.ElectraConfig(**SIZES, embedding_size=24, **more))
+
+
+def bert(kind: Any = tf.BertForSequenceClassification, **more: Any) -> Callable[[], nn.Module]:
+    return lambda: kind(tf.BertConfig(**SIZES, **more))
+
+
+def modern(pooling: str) -> Callable[[], nn.Module]:
+    config = tf.ModernBertConfig(**SIZES, cls_token_id=3, sep_token_id=4, classifier_pooling=pooling)
+    return lambda: tf.ModernBertForSequenceClassification(config)
+
+
+class MeanHead(nn.Module):
+    """In place of a head that is shown all states and reads the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(32, 2)
+
+    def forward(self, states: Tensor, **_: Any) -> Any:
+        return self.dense(states.mean(dim=1))
+
+
+class Around(nn.Module):
+    """A module of a user's own, which reads more of a classifier's trunk than its head does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.model.bert(input_ids=input_ids, attention_mask=attention_mask)[0].mean(dim=1)
+
+
+def with_mean_head() -> nn.Module:
+    model: Any = tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
+    model.classifier = MeanHead()
+    return model
+
+
+def with_mean_pooler() -> nn.Module:
+    model: Any = bert()()
+    model.bert.pooler = MeanPooler()
+    return model
+
+
+class MeanPooler(nn.Module):
+    def forward(self, states: Tensor) -> Tensor:
+        return states.mean(dim=1)
+
+
+CHOOSERS = {f"electra, {one}": electra(tf.ElectraForMultipleChoice, summary_type=one) for one in
+            ("first", "last", "mean", "cls_index")} | {"bert": bert(tf.BertForMultipleChoice)}  # fmt: skip
+HEADS = {
+    "bert": bert(),
+    "next sentence": bert(tf.BertForNextSentencePrediction),
+    "regression": bert(num_labels=1, problem_type="regression"),
+    "several labels": bert(num_labels=3, problem_type="multi_label_classification"),
+    "electra": electra(tf.ElectraForSequenceClassification),
+    "mpnet": lambda: tf.MPNetForSequenceClassification(tf.MPNetConfig(**SIZES)),
+    "deberta": lambda: tf.DebertaV2ForSequenceClassification(tf.DebertaV2Config(**SIZES)),
+    "modernbert, cls": modern("cls"),
+    "modernbert, mean": modern("mean"),
+    "llama": lambda: tf.LlamaForSequenceClassification(llama(use_cache=False)),
+    "a head of mean": with_mean_head,
+    "a pooler of mean": with_mean_pooler,
+    "around a classifier": lambda: Around(bert()()),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_repeat_is_answered_as_by_the_plain_model(name: str) -> None:
+    """An entry keeps what the head reads of the last layer (docs/reuse.md, heads and payloads)."""
+    plain, model = build(HEADS[name]), build(HEADS[name])
+    with LLMCache.wrap(model) as cache:
+        check_calls(model, plain, *CASES)
+        assert cache.stats().n_hits > 0
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_a_repeated_choice_is_the_plain_one(name: str) -> None:
+    """The same for heads that choose between several rows, whichever row of the states they sum up."""
+    plain, model = build(CHOOSERS[name]), build(CHOOSERS[name])
+    cases = [{key: value[None] for key, value in case.items()} for case in CASES]
+    with LLMCache.wrap(model) as cache:
+        check_calls(model, plain, *cases)
+        assert cache.stats().n_hits > 0
+
+
+def _exchange(model: Any) -> None:
+    torch.manual_seed(1)
+    model.classifier = MeanHead().eval()
+
+
+def _exchange_pooler(model: Any) -> None:
+    model.bert.pooler = MeanPooler()
+
+
+def _summarise(model: Any) -> None:
+    model.sequence_summary.summary_type = "mean"
+
+
+def _pool_otherwise(model: Any) -> None:
+    model.config.classifier_pooling = "mean"
+
+
+@pytest.mark.parametrize(
+    ("make", "edit", "choices"),
+    [
+        (lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES)), _exchange, False),
+        (bert(), _exchange_pooler, False),
+        (electra(tf.ElectraForMultipleChoice), _summarise, True),
+        (modern("cls"), _pool_otherwise, False),
+    ],
+    ids=["head", "pooler", "attribute", "config"],
+)
+def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_reads(
+    make: Callable[[], nn.Module], edit: Callable[[Any], None], choices: bool
+) -> None:
+    """Weights edited or replaced after wrapping: no stale hit, and no state that was not kept (docs/reuse.md)."""
+    plain, model = build(make), build(make)
+    cases = [{key: value[None] if choices else value for key, value in case.items()} for case in CASES]
+    with LLMCache.wrap(model):
+        check_calls(model, plain, *cases)
+        edit(plain)
+        edit(model)
+        check_calls(model, plain, *cases)
+
+
+def test_a_head_that_is_exchanged_for_one_of_its_kind_is_served() -> None:
+    """Exact repeats are on from the start, and stay so where a head is exchanged for another that reads the same."""
+    plain, model = build(HEADS["bert"]), build(HEADS["bert"])
+    with LLMCache.wrap(model) as cache:
+        check_calls(model, plain, *CASES)
+        for one in (plain, model):
+            torch.manual_seed(1)
+            one.classifier = nn.Linear(32, 4)
+        before = cache.stats().n_hits
+        check_calls(model, plain, *CASES)
+        assert cache.stats().n_hits > before
+
+
+def test_wrapping_leaves_the_model_alone() -> None:
+    """Wrapping runs no hook of a user's, draws no random number and changes no buffer, mode or gradient."""
+    model: Any = build(HEADS["bert"])
+    seen: list[str] = []
+    for name, part in model.named_modules():
+        part.register_forward_hook(lambda *_, name=name: seen.append(name))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    LLMCache.wrap(model).unwrap()
+    assert torch.equal(torch.rand(3), expected)
+    assert seen == [] and model.training and torch.is_grad_enabled()
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    check_same(dict(model.named_buffers()), buffers, exact=True)
+
+
+def test_a_head_that_reads_padding_is_not_given_another_request_s() -> None:
+    """Padding on an approximate hit is zeros, and only under heads known not to read padding (docs/reuse.md)."""
+    make = electra(tf.ElectraForMultipleChoice, summary_type="mean")
+    plain, model = build(make), build(make)
+    first, second = ({key: value[None] for key, value in padded([7, 5], seed).items()} for seed in (0, 50))
+    with LLMCache.wrap(model, tau=-1.0) as cache:
+        ask(model, **first)
+        ask(model, **second)
+        assert [row.rung for row in cache.last] == ["semantic", None]
+    assert torch.isfinite(ask(plain, **second).logits).all()

@@ -1,0 +1,301 @@
+"""Namespaces never meet, whoever enters them, in which order their blocks end, and where."""
+
+import asyncio
+import contextvars
+import gc
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from llmcache import LLMCache
+from llmcache.errors import ConfigError, NotCachedError
+from tests.contract.judge import ask, check_same
+from tests.tiny_models import BARE, GENERATORS, build, tokens
+
+NAMES = ("default", "a", "b", "c")
+#: A request that each namespace alone knows.
+OF = {name: {"input_ids": tokens(1, 6, seed)} for seed, name in enumerate(NAMES, 100)}
+
+
+def knowing(model: nn.Module) -> LLMCache:
+    """A cache each of whose namespaces knows one request."""
+    cache = LLMCache.wrap(model, auto_bypass=False)
+    for name in NAMES:
+        with cache.namespace(name):
+            cache(**OF[name])
+    return cache
+
+
+@pytest.fixture(scope="module")
+def cache() -> Iterator[LLMCache]:
+    with knowing(build(BARE["bert"])) as cache:
+        yield cache
+
+
+def is_known(cache: LLMCache, inputs: dict[str, Any]) -> bool:
+    """Whether the cache has a request, which is neither computed nor stored."""
+    try:
+        with cache.only_if_cached():
+            cache(**inputs)
+    except NotCachedError:
+        return False
+    return True
+
+
+def current(cache: LLMCache) -> list[str]:
+    """The namespaces that a call is served from now: one, if all is well."""
+    return [name for name in NAMES if is_known(cache, OF[name])]
+
+
+def items(cache: LLMCache, name: str) -> Iterator[list[str]]:
+    with cache.namespace(name):
+        yield current(cache)
+        yield current(cache)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "end"]), st.integers(0, 5)), max_size=8))
+def test_blocks_may_end_in_any_order(cache: LLMCache, steps: list[tuple[str, int]]) -> None:
+    """Outside of every block a call is in the default namespace, else in that of the last block that is still open."""
+    opened: list[tuple[str, AbstractContextManager[object]]] = []
+    for name, which in [*steps, *[("end", 0)] * len(steps)]:
+        if name != "end":
+            opened.append((name, cache.namespace(name)))
+            opened[-1][1].__enter__()
+        elif opened:
+            opened.pop(which % len(opened))[1].__exit__(None, None, None)
+        assert current(cache) == [opened[-1][0] if opened else "default"]
+
+
+def test_no_namespace_outlives_generators_that_take_turns(cache: LLMCache) -> None:
+    """A namespace holds within its block, not after it."""
+    first, second = items(cache, "a"), items(cache, "b")
+    assert (next(first), next(second)) == (["a"], ["b"])
+    first.close()
+    second.close()
+    assert current(cache) == ["default"]
+
+
+def test_a_generator_that_is_left_ends_its_block(cache: LLMCache) -> None:
+    """A namespace holds within its block, not after it: a loop that is left ends the generator's."""
+    for found in items(cache, "a"):
+        assert found == ["a"]
+        break
+    assert current(cache) == ["default"]
+
+
+def test_an_exception_ends_a_block(cache: LLMCache) -> None:
+    """A namespace holds within its block, however that ends."""
+    for name in ("a", "b"):
+        with pytest.raises(KeyError), cache.namespace(name):
+            raise KeyError
+        assert current(cache) == ["default"]
+
+
+def test_blocks_on_a_stack_of_exits(cache: LLMCache) -> None:
+    """A namespace holds until its block ends, wherever that is done."""
+    with ExitStack() as stack:
+        for name in ("a", "b", "a"):
+            stack.enter_context(cache.namespace(name))
+            assert current(cache) == [name]
+        kept = stack.pop_all()
+    assert current(cache) == ["a"]
+    kept.close()
+    assert current(cache) == ["default"]
+
+
+def test_blocks_within_blocks(cache: LLMCache) -> None:
+    """Within a namespace, another one may be entered, the same one too; afterwards the outer one holds again."""
+    with cache.namespace("a"):
+        for name in ("b", "a", "default"):
+            with cache.namespace(name):
+                assert current(cache) == [name]
+            assert current(cache) == ["a"]
+
+
+def test_a_generator_may_be_closed_elsewhere(cache: LLMCache) -> None:
+    """A block that is closed in another thread or context raises nothing, and leaves that one's namespace alone."""
+
+    def close(within: str) -> list[str]:
+        with cache.namespace(within):
+            left.pop().close()  # type: ignore[attr-defined]
+            gc.collect()
+            return current(cache)
+
+    for run in contextvars.Context().run, lambda *of: ThreadPoolExecutor(1).submit(*of).result():
+        context = contextvars.copy_context()
+        left = [items(cache, "a")]
+        assert context.run(next, left[0]) == ["a"]
+        assert run(close, "b") == ["b"]
+    assert current(cache) == ["default"]
+
+
+def test_a_thread_begins_in_the_default_namespace(cache: LLMCache) -> None:
+    """A thread that is started in a namespace begins in the default one, unless it runs in a copy of the context."""
+    with ThreadPoolExecutor(1) as pool, cache.namespace("a"):
+        assert pool.submit(current, cache).result() == ["default"]
+        assert pool.submit(contextvars.copy_context().run, current, cache).result() == ["a"]
+
+
+def test_tasks_keep_what_they_began_with(cache: LLMCache) -> None:
+    """An async task is in the namespace that it was begun in, also after that block has ended, and in its own ones."""
+
+    async def task(name: str | None) -> list[list[str]]:
+        found = []
+        for _ in range(3):
+            await asyncio.sleep(0)
+            found.append(current(cache))
+            if name is not None:
+                with cache.namespace(name):
+                    await asyncio.sleep(0)
+                    found.append(current(cache))
+        return found
+
+    async def main() -> list[list[list[str]]]:
+        tasks = [asyncio.create_task(task(None))]
+        with cache.namespace("a"):
+            tasks += [asyncio.create_task(task(None)), asyncio.create_task(task("b"))]
+            with cache.namespace("b"):
+                tasks.append(asyncio.create_task(task("c")))
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(main()) == [
+        [["default"]] * 3,
+        [["a"]] * 3,
+        [["a"], ["b"]] * 3,
+        [["b"], ["c"]] * 3,
+    ]
+    assert current(cache) == ["default"]
+
+
+def test_async_generators_that_are_left(cache: LLMCache) -> None:
+    """No namespace reaches another task, though an async generator in it is closed by the event loop."""
+
+    async def stream(name: str) -> AsyncIterator[list[str]]:
+        with cache.namespace(name):
+            yield current(cache)
+            yield current(cache)
+
+    async def leave(name: str) -> list[str]:
+        async for found in stream(name):
+            return found
+        return []
+
+    async def main() -> list[list[str]]:
+        found = await asyncio.gather(*map(leave, ("a", "b", "a")))
+        return [*found, current(cache)]
+
+    assert asyncio.run(main()) == [["a"], ["b"], ["a"], ["default"]]
+    assert current(cache) == ["default"]
+
+
+def test_threads_that_take_turns() -> None:
+    """Namespaces never meet: of eight threads in eight namespaces none is served what another one stored."""
+    with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
+        turn = threading.Barrier(8)
+
+        def work(number: int) -> list[bool]:
+            found = []
+            for seed in range(6):
+                turn.wait()
+                with cache.namespace(f"tenant {number}"):
+                    found += [is_known(cache, {"input_ids": tokens(1, 5, seed)}) for _ in range(2)]
+                    cache(input_ids=tokens(1, 5, seed))
+                    found.append(is_known(cache, {"input_ids": tokens(1, 5, seed)}))
+            return found
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(work, range(8))) == [[False, False, True] * 6] * 8
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2)), min_size=4, max_size=8))
+def test_a_request_is_served_where_it_was_stored(kind: str, calls: list[tuple[str, int]]) -> None:
+    """No search crosses a namespace, and neither do exact repeats, prefixes or answers."""
+    model = _models.setdefault(kind, build({**BARE, **GENERATORS}[kind]))
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        seen = set()
+        for name, seed in calls:
+            inputs = {"input_ids": tokens(2, 6, seed)}
+            with cache.namespace(name):
+                output = cache(**inputs)
+            assert [one.rung is not None for one in cache.last] == [(name, seed) in seen] * 2
+            with cache.disabled():
+                check_same(output, cache(**inputs))
+            seen.add((name, seed))
+
+
+_models: dict[str, nn.Module] = {}
+
+
+def test_a_purge_reaches_one_namespace(cache: LLMCache) -> None:
+    """Purging a namespace forgets its requests, and no others."""
+    with knowing(build(BARE["gpt2"])) as own:
+        own.purge(namespace="a")
+        for name in NAMES:
+            with own.namespace(name):
+                assert is_known(own, OF[name]) == (name != "a")
+
+
+@pytest.mark.parametrize("name", [1, None, b"a", "\ud800", type("Name", (str,), {})("a")])
+def test_what_is_no_name(cache: LLMCache, name: Any) -> None:
+    """A namespace is a plain str of Unicode text; anything else is refused, and nothing is entered."""
+    with pytest.raises(ConfigError), cache.namespace(name):
+        raise AssertionError
+    assert current(cache) == ["default"]
+
+
+def is_computing(cache: LLMCache) -> bool:
+    cache(**OF["default"])
+    return cache.last[0].rung is None
+
+
+def is_refusing(cache: LLMCache) -> bool:
+    try:
+        cache(input_ids=tokens(1, 7, 999).roll(int(torch.randint(7, ()))))
+    except NotCachedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("block", "holds"), [("disabled", is_computing), ("only_if_cached", is_refusing)])
+def test_other_blocks_may_end_in_any_order(cache: LLMCache, block: str, holds: Any) -> None:
+    """What holds within `disabled()` or `only_if_cached()` holds until the last such block has ended, and not after."""
+    assert not holds(cache)
+    first, second = getattr(cache, block)(), getattr(cache, block)()
+    for one in (first, second):
+        one.__enter__()
+        assert holds(cache)
+    first.__exit__(None, None, None)
+    assert holds(cache)
+    second.__exit__(None, None, None)
+    assert not holds(cache)
+
+
+def test_chunks_end_with_their_block() -> None:
+    """What `chunked()` lets others do is done within its block, not after it."""
+    done: list[str] = []
+
+    @contextmanager
+    def chunked(name: str) -> Iterator[None]:
+        with cache.chunked(2, lambda: done.append(name)):
+            yield
+
+    with LLMCache.wrap(build(GENERATORS["gpt2"]), auto_bypass=False) as cache:
+        first, second = chunked("first"), chunked("second")
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        ask(cache.model, input_ids=tokens(1, 6, 1), use_cache=True)
+        second.__exit__(None, None, None)
+        ask(cache.model, input_ids=tokens(1, 6, 2), use_cache=True)
+    assert set(done) <= {"second"}

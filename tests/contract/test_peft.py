@@ -1,0 +1,410 @@
+"""PEFT's adapters, put on, switched, merged and swapped under a wrapped model: never an answer of other weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, PeftConfig, get_peft_model
+from peft.helpers import rescale_adapter_scale
+from peft.utils.hotswap import hotswap_adapter
+from torch import Tensor, nn
+
+from llmcache import LLMCache
+from tests.contract.judge import ask, check_same
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's, about what the tests are to do
+X = padded([6, 4])
+LINEAR = ["query", "value"]
+IDS = X["input_ids"][0, :3].tolist()
+
+
+def lora(**more: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": LINEAR, "init_lora_weights": False, **more})
+
+
+# One of each kind that PEFT has for linear layers, embeddings and norms, by the name of its config.
+METHODS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"r": 4},
+    "LoraConfig dora": {"r": 4, "use_dora": True},
+    "LoraConfig bias": {"r": 4, "lora_bias": True},
+    "LoraConfig embedding": {"r": 4, "target_modules": ["word_embeddings"]},
+    "LoraConfig one layer": {"r": 4, "layers_to_transform": [1]},
+    "LoHaConfig": {"r": 4},
+    "LoKrConfig": {"r": 4},
+    "IA3Config": {"feedforward_modules": []},
+    "OFTConfig": {"oft_block_size": 8, "use_cayley_neumann": False},
+    "BOFTConfig": {"boft_block_size": 8},
+    "VeraConfig": {"r": 4},
+    "PveraConfig": {"r": 4},
+    "AdaLoraConfig": {"init_r": 4, "target_r": 2, "total_step": 10},
+    "FourierFTConfig": {"n_frequency": 50},
+    "WaveFTConfig": {"n_frequency": 50},
+    "VBLoRAConfig": {"r": 4, "num_vectors": 8, "vector_length": 4},
+    "RandLoraConfig": {"r": 4},
+    "ShiraConfig": {"r": 4},
+    "HRAConfig": {"r": 4},
+    "HiraConfig": {"r": 4},
+    "C3AConfig": {"block_size": 8},
+    "MissConfig": {"r": 4},
+    "DeloraConfig": {"r": 4},
+    "GraloraConfig": {"r": 4},
+    "RoadConfig": {"group_size": 16},
+    "PsoftConfig": {"r": 4},
+    "TinyLoraConfig": {},
+    "UniLoraConfig": {},
+    "BeftConfig": {},
+    "DeftConfig": {},
+    "GloraConfig": {},
+    "FrodConfig": {},
+    "PeanutConfig": {},
+    "OSFConfig": {},
+    "LNTuningConfig": {"target_modules": ["LayerNorm"]},
+    "TrainableTokensConfig": {"token_indices": IDS, "target_modules": ["word_embeddings"]},
+}
+
+
+def config(method: str) -> PeftConfig:
+    made: PeftConfig = getattr(peft, method.split()[0])(**{"target_modules": LINEAR, **METHODS[method]})
+    return made
+
+
+def encoder() -> nn.Module:
+    """A bare BERT of two layers, none of whose weights is trained."""
+    config = BARE["bert"]().config
+    config.num_hidden_layers = 2
+    return build(lambda: tf.BertModel(config)).requires_grad_(False)
+
+
+def train(model: nn.Module) -> None:
+    """As if the adapters had been trained: all that would have been is another."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def plain(cache: LLMCache, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    with cache.disabled():
+        return ask(model, **inputs)
+
+
+def check(cache: LLMCache, model: nn.Module, hits: int | None = None, **inputs: Any) -> None:
+    """Assert that two calls answer as the model does now, and how many rows of them are hits."""
+    inputs = inputs or X
+    expected, before = plain(cache, model, inputs), cache.stats().n_hits
+    for _ in range(2):
+        check_same(ask(model, **inputs), expected)
+    assert hits in (None, cache.stats().n_hits - before)
+
+
+def tuned(*names: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **more: Any) -> Any:
+    """A model with adapters of these names, of which the first is in force."""
+    model = get_peft_model(build(make), lora(**more), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, lora(**more))
+    return model.eval()
+
+
+# -- merged, for every kind --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
+    """Adapters of any kind may be put on, merged, disabled and merged for good under a cache."""
+    cache = LLMCache.wrap(encoder())
+    check(cache, cache.model, hits=2)
+    model: Any = get_peft_model(cache.model, config(method)).eval()
+    train(model)
+    check(cache, model)
+    with torch.no_grad():
+        model.merge_adapter()
+        check(cache, model)
+        if method != "OSFConfig":  # which cannot
+            model.unmerge_adapter()
+            check(cache, model)
+        with model.disable_adapter():
+            check(cache, model)
+        check(cache, model)
+        check(cache, model.merge_and_unload())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_that_no_call_saw(method: str) -> None:
+    """Adapters that come and are merged between two calls leave other weights behind, which is seen."""
+    cache = LLMCache.wrap(encoder())
+    ask(cache.model, **X)
+    model: Any = get_peft_model(cache.model, config(method)).eval()
+    train(model)
+    check(cache, model.merge_and_unload(), hits=2)
+
+
+INITS = ["olora", "pissa", "pissa_niter_2", "eva", "orthogonal", "gaussian"]
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("init", INITS)
+def test_what_adapters_leave_in_the_base(init: str, is_seen: bool) -> None:
+    """Inits that write to the base weights are seen, also once the adapter is taken off."""
+    cache = LLMCache.wrap(encoder())
+    before = ask(cache.model, **X)
+    model: Any = get_peft_model(cache.model, lora(init_lora_weights=init)).eval()
+    if is_seen:
+        check(cache, model)
+    base = model.unload()
+    has_changed = not torch.allclose(plain(cache, base, X)[0], before[0], atol=1e-5)
+    check(cache, base, hits=2 if has_changed else 4)
+
+
+def test_a_second_adapter_that_writes_to_the_base() -> None:
+    """An adapter that is added changes what the first one is on top of, where its init says so."""
+    cache = LLMCache.wrap(tuned("north"))
+    check(cache, cache.model, hits=2)
+    cache.model.add_adapter("south", lora(init_lora_weights="olora"))
+    check(cache, cache.model, hits=2)
+    cache.model.set_adapter("south")
+    check(cache, cache.model, hits=2)
+
+
+def test_a_save_made_after_merging(tmp_path: Path) -> None:
+    """A save of a model with an adapter merged is refused by the base model, and taken by a merged one."""
+    cache = LLMCache.wrap(encoder())
+    ask(cache.model, **X)
+
+    def merged(model: nn.Module) -> Any:
+        made = get_peft_model(model, config("LoraConfig")).eval()
+        train(made)
+        return made.merge_and_unload()
+
+    ask(merged(cache.model), **X)
+    cache.save(tmp_path)
+    with pytest.raises(Exception, match="other weights"):
+        LLMCache.load(encoder(), tmp_path)
+    again = merged(encoder())
+    with LLMCache.load(again, tmp_path) as loaded:
+        check_same(ask(again, **X), plain(cache, cache.model, X))
+        assert loaded.stats().n_hits == 2
+
+
+# -- switched, swapped, added ------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, seed: int, **more: Any) -> str:
+    """A folder with an adapter of its own."""
+    base = build(CLASSIFIERS["bert"])
+    torch.manual_seed(seed)
+    model = get_peft_model(base, lora(**more))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+SWITCHES: dict[str, Callable[[Any, Path], object]] = {
+    "set_adapter": lambda model, _: model.set_adapter("south"),
+    "both": lambda model, _: model.base_model.set_adapter(["north", "south"]),
+    "hotswap": lambda model, folder: hotswap_adapter(model, saved(folder, 9), "north"),
+    "hotswap, other rank": lambda model, folder: hotswap_adapter(model, saved(folder, 9, r=2), "north"),
+    "hotswap, other alpha": lambda model, folder: hotswap_adapter(model, saved(folder, 3, lora_alpha=16), "north"),
+    "hotswap, fewer modules": lambda model, folder: hotswap_adapter(
+        model, saved(folder, 9, target_modules=["query"]), "north"
+    ),
+    "loaded over": lambda model, folder: model.load_adapter(saved(folder, 9), "north"),
+    "loaded beside": lambda model, folder: (model.load_adapter(saved(folder, 9), "west"), model.set_adapter("west")),
+    "weighted": lambda model, _: (
+        model.add_weighted_adapter(["north", "south"], [0.5, 0.5], "mean", combination_type="linear"),
+        model.set_adapter("mean"),
+    ),
+    "weighted by svd": lambda model, _: (
+        model.add_weighted_adapter(["north", "south"], [0.5, 0.5], "mean", combination_type="svd"),
+        model.set_adapter("mean"),
+    ),
+    "deleted": lambda model, _: model.delete_adapter("north"),
+    "disabled": lambda model, _: model.base_model.disable_adapter_layers(),
+    "merged, one of two": lambda model, _: model.merge_adapter(["south"]),
+    "merged, both": lambda model, _: model.merge_adapter(["north", "south"]),
+    "unloaded": lambda model, _: model.unload(),
+    "set_scale": lambda model, _: [
+        part.set_scale("north", 0.3) for part in model.modules() if hasattr(part, "set_scale")
+    ],
+    "state dict": lambda model, _: peft.set_peft_model_state_dict(
+        model,
+        {name: value * 2 for name, value in peft.get_peft_model_state_dict(model, adapter_name="north").items()},
+        adapter_name="north",
+    ),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_adapters_are_switched(switch: str, tmp_path: Path) -> None:
+    """What adapters answer is not served to others, and after a switch repeats are served again."""
+    cache = LLMCache.wrap(tuned("north", "south"))
+    check(cache, cache.model, hits=2)
+    SWITCHES[switch](cache.model, tmp_path)
+    cache.model.eval()
+    check(cache, cache.model, hits=2)
+
+
+def test_adapters_take_turns() -> None:
+    """Each of two adapters, and the model without, finds its own entries again."""
+    cache = LLMCache.wrap(tuned("north", "south"))
+    model = cache.model
+    for hits in (2, 4, 4):
+        for name in ("north", "south"):
+            model.set_adapter(name)
+            check(cache, model, hits=hits)
+        with model.disable_adapter():
+            check(cache, model, hits=hits)
+    with rescale_adapter_scale(model, 0.1):
+        check(cache, model, hits=2)
+
+
+UNUSED = [
+    "LoraConfig",
+    "LoraConfig dora",
+    "LoHaConfig",
+    "IA3Config",
+    "VeraConfig",
+    "VBLoRAConfig",
+    "TrainableTokensConfig",
+]
+
+
+@pytest.mark.parametrize("method", UNUSED)
+def test_an_adapter_that_is_not_used(method: str) -> None:
+    """An adapter that comes, is edited or goes leaves the answers of those in force where they are found."""
+    cache = LLMCache.wrap(encoder())
+    model: Any = get_peft_model(cache.model, config(method), adapter_name="north").eval()
+    check(cache, model, hits=2)
+    model.add_adapter("south", config(method))
+    model.eval()
+    check(cache, model, hits=4)
+    for name, parameter in model.named_parameters():
+        if ".south" in name:
+            parameter.data.add_(0.5)
+    check(cache, model, hits=4)
+    model.set_adapter("south")
+    check(cache, model)
+    model.set_adapter("north")
+    check(cache, model, hits=4)
+    model.delete_adapter("south")
+    check(cache, model, hits=4)
+
+
+def test_an_unused_adapter_of_another_kind_of_lora() -> None:
+    """An adapter beside the one in force may be of another variant, and of other modules."""
+    cache = LLMCache.wrap(tuned("north"))
+    check(cache, cache.model, hits=2)
+    with cache.model.disable_adapter():
+        check(cache, cache.model, hits=2)
+    cache.model.add_adapter("south", lora(r=2, use_dora=True, target_modules=["key", "query"]))
+    cache.model.eval()
+    check(cache, cache.model)  # modules that had none have one now
+    cache.model.add_adapter("west", lora(r=8, lora_bias=True, use_rslora=True, target_modules=["key"]))
+    cache.model.eval()
+    check(cache, cache.model, hits=4)
+    with cache.model.disable_adapter():
+        check(cache, cache.model)
+
+
+def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
+    """A save is taken by a model with the same adapter in force, whatever lies beside it."""
+    cache = LLMCache.wrap(tuned("north", "south"))
+    ask(cache.model, **X)
+    cache.save(tmp_path)
+    with LLMCache.load(tuned("north"), tmp_path) as loaded:
+        check_same(ask(loaded.model, **X), plain(cache, cache.model, X))
+        assert loaded.stats().n_hits == 2
+
+
+def test_transformers_own_adapters() -> None:
+    """Adapters that a model of transformers adds by itself are told apart as well."""
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    model: Any = cache.model
+    check(cache, model, hits=2)
+    for name in ("north", "south"):
+        model.add_adapter(lora(), name)
+        model.eval()
+        check(cache, model, hits=2)
+    model.set_adapter("north")
+    check(cache, model, hits=4)
+    model.disable_adapters()
+    check(cache, model)
+
+
+def test_an_adapter_for_each_row() -> None:
+    """A batch of rows with adapters of their own is computed."""
+    cache = LLMCache.wrap(tuned("north", "south"))
+    ask(cache.model, **X)
+    before = cache.stats().n_hits
+    check(cache, cache.model, adapter_names=["north", "south"], **X)
+    assert cache.stats().n_hits == before
+
+
+# -- activated LoRA ----------------------------------------------------------------------------------------------------
+
+INVOKED = [7, 8]
+
+
+def activated(**more: Any) -> Any:
+    """A decoder whose adapter is in force from some tokens on."""
+    return tuned(
+        "north",
+        make=GENERATORS["llama"],
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=INVOKED,
+        **more,
+    )
+
+
+def prompt(before: int, after: int, seed: int = 0, *, times: int = 1) -> Tensor:
+    """Tokens with the invocation in it so many times."""
+    text = tokens(1, before + after, seed)
+    text[(text == INVOKED[0]) | (text == INVOKED[1])] = 9
+    pieces = [text[:, :before], *[torch.tensor([INVOKED])] * times, text[:, before:]]
+    return torch.cat(pieces, dim=1)
+
+
+def test_repeats_of_an_activated_lora() -> None:
+    """Repeats are served where an activated LoRA is in force, alone and in batches, with and without its invocation."""
+    cache = LLMCache.wrap(activated())
+    texts = [prompt(9, 3), prompt(9, 3, times=0), prompt(30, 4, seed=1), prompt(4, 20, seed=2)]
+    for text in texts:
+        check(cache, cache.model, hits=1, input_ids=text)
+    both = torch.cat([prompt(5, 7, seed=3), prompt(7, 5, seed=4)])
+    check(cache, cache.model, hits=2, input_ids=both)
+    check(cache, cache.model, input_ids=torch.cat([both, prompt(7, 5, seed=5)]))  # partly known
+    check(cache, cache.model, hits=2, input_ids=both[:1])
+
+
+def test_what_an_activated_lora_begins_with() -> None:
+    """Prompts that begin alike are not taken for each other where the adapter begins at other tokens."""
+    cache = LLMCache.wrap(activated())
+    begin = prompt(17, 16)
+    check(cache, cache.model, input_ids=begin)
+    for end in (prompt(2, 3, seed=4), prompt(2, 3, seed=4, times=0)):
+        check(cache, cache.model, input_ids=torch.cat([begin, end], dim=1))
+    ids = prompt(17, 16, seed=2)
+    for n in (None, 5, 12, 30, 35):
+        check(cache, cache.model, hits=1, input_ids=ids, alora_offsets=[n])
+    cache.model.peft_config["north"].alora_invocation_tokens = ids[0, 3:5].tolist()
+    check(cache, cache.model, input_ids=ids)
+    with cache.model.disable_adapter():
+        check(cache, cache.model, hits=1, input_ids=ids)
+
+
+def test_an_activated_lora_generates() -> None:
+    """`generate()` puts out the same tokens with an activated LoRA."""
+    cache = LLMCache.wrap(activated())
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    for text in (prompt(18, 3), prompt(18, 3, times=2)):
+        with cache.disabled():
+            expected = cache.model.generate(input_ids=text, **settings)
+        for _ in range(2):
+            assert torch.equal(cache.model.generate(input_ids=text, **settings), expected)
+    assert cache.stats().n_hits == 2

@@ -1,0 +1,251 @@
+"""`llmcache serve`, asked over HTTP: answers are sentence-transformers' own, hits are not told, failures are logged."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from tests.contract.servers import Answer, Command, Commands
+from tests.tiny_models import VOCABULARY, build, tokenizer
+
+PROMPTS = {"query": "w1 w2 w3 ", "document": "w4 ", "none": ""}
+TEXTS = ["w10 w11 w12", "w20", "w1 w2 w3 w10 w11 w12", "w7 w8 w9 w10 w11 w12 w13 w14 w15"]
+BROKEN = "w80"  # a word whose embedding is not finite
+#: Refuses messages of role `odd`, takes them apart for `short`, does what a sandbox forbids for `unsafe`.
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'odd' %}{{ raise_exception('no ' + m['content']) }}{% endif %}"
+    "{% if m['role'] == 'short' %}{{ messages[9]['content'] }}{% endif %}"
+    "{% if m['role'] == 'unsafe' %}{{ m['content'].__class__.__mro__ }}{% endif %}"
+    "{% if m['role'] == 'wrong' %}{{ 1 // 0 }}{% endif %}"
+    "{{ m['content'] }} {% endfor %}"
+)
+CHAT = [{"role": "user", "content": "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19"}]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    made = Commands(tmp_path_factory.mktemp("output"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folder(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:  # they load libraries meanwhile
+    """Folders of models: an embedding model whose pooling leaves prompts out, a reranker and a decoder."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from sentence_transformers.base.modules import Dense, Normalize
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    made = tmp_path_factory.mktemp("models")
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    bert: Any = build(lambda: tf.BertModel(tf.BertConfig(**sizes)))
+    (broken,) = tokenizer()(BROKEN, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        bert.embeddings.word_embeddings.weight[broken] = torch.nan
+    makes: dict[str, Any] = {
+        "bert": lambda: bert,
+        "head": lambda: tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=1)),
+        "decoder": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, pad_token_id=0, bos_token_id=2, eos_token_id=3)),
+    }
+    for name, make in makes.items():
+        (build(make) if name != "bert" else bert).save_pretrained(made / name)
+        words = tokenizer()
+        words.chat_template = TEMPLATE if name == "decoder" else None
+        words.save_pretrained(made / name)
+    torch.manual_seed(0)
+    pooling = Pooling(32, pooling_mode="mean", include_prompt=False)
+    modules = [Transformer(str(made / "bert")), pooling, Dense(32, 16), Normalize()]
+    told: Any = {"prompts": PROMPTS, "default_prompt_name": "document"}
+    SentenceTransformer(modules=modules, truncate_dim=12, **told).save(str(made / "embedding"))
+    CrossEncoder(str(made / "head"), **told).save_pretrained(str(made / "reranker"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def servers(commands: Commands, folder: Path) -> dict[str, Command]:
+    keys = folder / "keys.yaml"
+    added = commands.run("keys", "add", str(keys), "--name", "shop", "--namespace", "shop")
+    started = {name: commands.serve(folder / name) for name in ("embedding", "reranker", "decoder")}
+    added.wait(r"(\S+)\n")
+    telling = commands.serve(folder / "decoder", "--reveal-hits", "--keys", str(keys))
+    return started | {"keys": added, "telling": telling}
+
+
+def answer(server: Command, path: str, body: Any) -> Any:
+    got = server.ask(path, body)
+    assert got.status == 200, got.text
+    return got.json
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Any:
+    """What sentence-transformers itself makes of the folder that is served."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder / "embedding"))
+
+
+def near(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [None, "query", "document", "none"])
+def test_embeddings_are_those_of_encode(servers: dict[str, Command], plain: Any, name: str | None) -> None:
+    """/embed answers as sentence-transformers' `encode` with the same prompt, computed or served."""
+    named = {} if name is None else {"prompt_name": name}
+    expected = plain.encode(TEXTS, prompt_name=name)
+    for _ in range(2):
+        near(answer(servers["embedding"], "/embed", {"inputs": TEXTS, **named}), expected / _norms(expected))
+    states = plain.encode(TEXTS, prompt_name=name, output_value="token_embeddings")
+    for found, one in zip(answer(servers["embedding"], "/embed_all", {"inputs": TEXTS, **named}), states, strict=True):
+        near(found, one.tolist())
+    pieces = answer(servers["embedding"], "/tokenize", {"inputs": TEXTS, **named})
+    assert list(map(len, pieces)) == list(map(len, states))
+
+
+def test_the_default_prompt_goes_before_texts_on_all_routes(servers: dict[str, Command], plain: Any) -> None:
+    """Where no prompt is named, the one that the model's settings name goes before texts; not before token ids."""
+    expected = plain.encode(TEXTS, normalize_embeddings=True)
+    told = answer(servers["embedding"], "/v1/embeddings", {"input": TEXTS})["data"]
+    near([one["embedding"] for one in told], expected)
+    for name in (None, "query"):
+        source, *others = plain.encode(TEXTS, prompt_name=name, normalize_embeddings=True)
+        inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
+        body = {"inputs": inputs} | ({} if name is None else {"parameters": {"prompt_name": name}})
+        near(answer(servers["embedding"], "/similarity", body), [source @ one for one in others])
+    ids = tokenizer()(TEXTS[0])["input_ids"]
+    (found,) = answer(servers["embedding"], "/embed", {"inputs": ids})
+    near(found, plain.encode(TEXTS[0], prompt_name="none", normalize_embeddings=True))
+
+
+def test_a_reranker_has_its_default_prompt(servers: dict[str, Command], folder: Path) -> None:
+    """/rerank scores pairs as sentence-transformers' `CrossEncoder` does, with the prompt that its settings name."""
+    from sentence_transformers import CrossEncoder
+
+    expected = CrossEncoder(str(folder / "reranker")).predict([(TEXTS[0], text) for text in TEXTS[1:]])
+    ranks = answer(servers["reranker"], "/rerank", {"query": TEXTS[0], "texts": TEXTS[1:]})
+    near([one["score"] for one in sorted(ranks, key=lambda one: one["index"])], expected)
+    told = answer(servers["reranker"], "/v1/rerank", {"query": TEXTS[0], "documents": TEXTS[1:]})["results"]
+    near([one["relevance_score"] for one in sorted(told, key=lambda one: one["index"])], expected)
+
+
+def test_requests_with_other_prompts_do_not_mix(servers: dict[str, Command], plain: Any) -> None:
+    """Requests that wait together are answered each by its own prompt, though their tokens be the same."""
+    # "query" before the first text has the tokens of the third one without a prompt.
+    asked = [(text, name) for text in (TEXTS[0], TEXTS[2], "w30 w31", "w33") for name in PROMPTS] * 4
+
+    def ask(one: tuple[str, str]) -> Any:
+        return answer(servers["embedding"], "/embed", {"inputs": one[0], "prompt_name": one[1]})[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, asked))
+    near(found, [plain.encode(text, prompt_name=name, normalize_embeddings=True) for text, name in asked])
+
+
+def test_an_input_on_which_the_model_fails_is_logged_and_counted(servers: dict[str, Command]) -> None:
+    """A failed input has an error of its own, a log line without its text, and a count; others are answered."""
+    server = servers["embedding"]
+    n_failures, n_lines = server.figure("llmcache_model_failures_total"), server.output.count("the model failed")
+    failed = server.ask("/embed", {"inputs": ["w40 w41", f"w42 {BROKEN}"]})
+    assert failed.status == 424
+    assert failed.json == {"error": "the model failed on this input: `inputs[1]`", "error_type": "Backend"}
+    assert server.figure("llmcache_model_failures_total") == n_failures + 1
+    assert server.output.count("the model failed") == n_lines + 1
+    assert BROKEN not in server.output
+    assert server.ask("/embed", {"inputs": "w40 w41"}).status == 200
+
+
+@pytest.mark.parametrize("role", ["unsafe", "wrong"])
+def test_a_chat_template_that_fails_is_the_servers_failure(servers: dict[str, Command], role: str) -> None:
+    """Where the template does what its sandbox forbids, or fails, the answer says so and the log says where."""
+    server = servers["decoder"]
+    failed = server.ask("/v1/chat/completions", {"messages": [{"role": role, "content": "w50 w51"}]})
+    assert failed.status == 500
+    error = {"unsafe": "SecurityError", "wrong": "ZeroDivisionError"}[role]
+    assert "chat template" in failed.json["error"]["message"] and error in failed.json["error"]["message"]
+    assert "order" not in failed.text
+    assert f"chat template failed: {error}" in server.output and "w50" not in server.output + failed.text
+
+
+@pytest.mark.parametrize("role", ["odd", "short"])
+def test_messages_that_a_chat_template_does_not_take_are_the_clients(servers: dict[str, Command], role: str) -> None:
+    """Where the template refuses messages, or finds none where it looks, the request is refused with 400."""
+    failed = servers["decoder"].ask("/v1/chat/completions", {"messages": [{"role": role, "content": "w52 w53"}]})
+    assert failed.status == 400
+    assert "another order" in failed.json["error"]["message"] and "w52" not in failed.text
+
+
+def _seen(answers: list[Answer]) -> list[Any]:
+    """What a client sees of answers, but for their ids and times."""
+    found = []
+    for one in answers:
+        headers = {k.lower(): v for k, v in one.headers.items() if k.lower() not in ("date", "x-request-id")}
+        events = one.text.removeprefix("data: ").split("\n\ndata: ") if "event-stream" in str(headers) else [one.text]
+        bodies = [Answer(200, {}, event).json if event.startswith("{") else event for event in events]
+        found.append((one.status, headers, [_plain(body) for body in bodies]))
+    return found
+
+
+def _plain(body: Any) -> Any:
+    return {k: v for k, v in body.items() if k not in ("id", "created")} if isinstance(body, dict) else body
+
+
+_GREEDY = {"temperature": 0, "max_tokens": 3}
+_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    ("server", "path", "body"),
+    [
+        ("decoder", "/v1/chat/completions", {"messages": CHAT, **_GREEDY}),
+        ("decoder", "/v1/chat/completions", {"messages": [*CHAT, *CHAT], **_GREEDY, **_USAGE}),
+        ("decoder", "/v1/completions", {"prompt": "w20 w21 w22 w23 w24 w25 w26 w27", **_GREEDY, "logprobs": 1}),
+        ("decoder", "/v1/completions", {"prompt": "w30 w31 w32 w33 w34 w35 w36 w37", **_GREEDY, **_USAGE}),
+        ("embedding", "/embed", {"inputs": "w60 w61"}),
+        ("embedding", "/v1/embeddings", {"input": "w62 w63"}),
+        ("embedding", "/similarity", {"inputs": {"source_sentence": "w64", "sentences": ["w65"]}}),
+        ("reranker", "/rerank", {"query": "w60", "texts": ["w61"]}),
+        ("reranker", "/v1/rerank", {"query": "w62", "documents": ["w63"]}),
+        ("decoder", "/info", None),
+        ("embedding", "/v1/models", None),
+    ],
+)
+def test_hits_are_not_told(servers: dict[str, Command], server: str, path: str, body: Any) -> None:
+    """Without `--reveal-hits` an answer that the cache serves is the one that was computed: headers, usage, chunks."""
+    first, second = _seen([servers[server].ask(path, body) for _ in range(2)])
+    assert first == second and first[0] == 200
+    assert "cached" not in str(first)
+
+
+def test_hits_are_told_where_the_operator_wants_it(servers: dict[str, Command]) -> None:
+    """With `--reveal-hits` headers and `usage` tell what was served from the cache."""
+    asked = {"messages": CHAT, **_GREEDY}
+    told = [servers["telling"].ask("/v1/chat/completions", asked, **_key(servers)) for _ in range(2)]
+    n_prompt = told[0].json["usage"]["prompt_tokens"]
+    assert [one.headers["x-cache"] for one in told] == ["MISS", "HIT"]
+    assert [one.json["usage"]["prompt_tokens_details"]["cached_tokens"] for one in told] == [0, n_prompt]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/admin/stats", "/"])
+def test_figures_need_a_key_with_the_scope_admin(servers: dict[str, Command], path: str) -> None:
+    """With keys, what tells of hits is shown to nobody without the scope `admin`."""
+    assert servers["telling"].ask(path).status == 401
+    assert servers["telling"].ask(path, **_key(servers)).status == 403
+    assert servers["telling"].ask("/info", **_key(servers)).status == 200
+
+
+def _key(servers: dict[str, Command]) -> dict[str, str]:
+    return {"Authorization": f"Bearer {servers['keys'].output.split()[0]}"}
+
+
+def _norms(rows: Any) -> Any:
+    return np.linalg.norm(rows, axis=1, keepdims=True)

@@ -1,0 +1,292 @@
+"""Stores on disk and on Redis: purges and writes hold, and trouble costs speed alone."""
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from llmcache import ConfigError, LLMCache
+from tests.contract.judge import check_same
+from tests.contract.slow_proxy import slow_proxy
+from tests.redis_server import RedisServer, redis_server, wait_until
+from tests.tiny_models import CLASSIFIERS, GENERATORS, VOCABULARY, build, tokens
+
+
+def wide() -> nn.Module:
+    """A classifier that computes for longer than a store reads, so that reading pays."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+    return tf.BertForSequenceClassification(tf.BertConfig(vocab_size=VOCABULARY, **sizes, num_labels=3))
+
+
+TEXTS = [tokens(1, 60, seed) for seed in range(8)]
+
+
+def on_disk(folder: Path, make: Callable[[], nn.Module] = wide, **settings: Any) -> LLMCache:
+    store = {"name": "disk", "folder": str(folder)}
+    return LLMCache.wrap(build(make), store=store, auto_bypass=False, **settings)
+
+
+def on_redis(url: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **options: Any) -> LLMCache:
+    return LLMCache.wrap(build(make), store={"name": "redis", "url": url, **options}, auto_bypass=False)
+
+
+def n_hits(cache: LLMCache, *texts: torch.Tensor) -> int:
+    """How many of some requests are served; all answers have to be right."""
+    before = cache.stats().n_hits
+    for ids in texts:
+        found = cache(input_ids=ids)
+        with cache.disabled():
+            check_same(found, cache(input_ids=ids))
+    return cache.stats().n_hits - before
+
+
+def n_held(cache: LLMCache) -> int | None:
+    cache.drain()
+    stats = cache.stats().store
+    assert stats is not None
+    return stats.n_values
+
+
+Open = Callable[[], LLMCache]
+
+
+@pytest.fixture(params=["disk", "redis"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens caches of equal models that share one store."""
+    if request.param == "disk":
+        yield lambda: on_disk(tmp_path / "store")
+    else:
+        with redis_server(tmp_path) as server:
+            yield lambda: on_redis(server.url, wide, timeout_ms=5_000.0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+# -- what was written, and what was purged -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_was_purged_is_never_served(opened: Open) -> None:
+    """After `purge` no cache serves what was there before: not from the store, its memory, or after a restart."""
+    with opened() as one, opened() as other:
+        assert n_hits(one, *TEXTS) == 0
+        one.drain()
+        assert n_hits(other, *TEXTS) > 0, "a store that is shared serves what another cache computed"
+        other.purge(namespace="default")
+        assert n_hits(one, *TEXTS) == 0
+        one.drain()
+        one.purge(namespace="default")
+    with opened() as again:
+        assert n_hits(again, *TEXTS) == 0
+
+
+@pytest.mark.slow
+def test_what_was_purged_since_a_save_is_not_loaded(opened: Open, tmp_path: Path) -> None:
+    """`LLMCache.load` leaves out what was purged in the store since it was saved, and serves the rest."""
+    with opened() as cache:
+        for name in ("purged", "kept"):
+            with cache.namespace(name):
+                n_hits(cache, TEXTS[0])
+        cache.save(tmp_path / "save")
+        cache.purge(namespace="purged")
+    with LLMCache.load(build(wide), tmp_path / "save") as cache:
+        found = {}
+        for name in ("purged", "kept"):
+            with cache.namespace(name):
+                found[name] = n_hits(cache, TEXTS[0])
+    assert found == {"purged": 0, "kept": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    """What `drain` waited for outlives `kill -9`, whole, and a restart serves it."""
+    if (child := os.fork()) == 0:
+        try:
+            cache = on_disk(tmp_path / "store")
+            n_hits(cache, *TEXTS)
+            cache.drain()
+            cache(input_ids=tokens(1, 50, 99))  # which waits, or is being written
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with on_disk(tmp_path / "store") as cache:
+        assert (n_held(cache) or 0) >= len(TEXTS)
+        assert n_hits(cache, *TEXTS) > 0
+
+
+# -- an index that is damaged ------------------------------------------------------------------------------------------
+
+
+def overwrite(path: Path, begin: int, end: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    end = len(data) if end is None else end
+    data[begin:end] = b"\xa5" * (end - begin)
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no database": lambda path: overwrite(path, 0),
+    "a damaged header": lambda path: overwrite(path, 0, 100),
+    "a damaged schema": lambda path: overwrite(path, 100, 4096),
+    "damaged tables": lambda path: overwrite(path, 4096),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "another text": lambda path: path.write_text("not found"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_a_miss_and_a_message(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A store whose index is damaged begins empty: `wrap` works, one line tells of it, and the file is kept aside."""
+    folder, make = tmp_path / "store", CLASSIFIERS["bert"]
+    with on_disk(folder, make) as cache:
+        n_hits(cache, *TEXTS[:3])
+    DAMAGES[damage](folder / "index.sqlite")
+    damaged = (folder / "index.sqlite").read_bytes()
+    for turn in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), on_disk(folder, make) as cache:
+            told = [one for one in caplog.records if "index" in one.getMessage()]
+            assert len(told) == 1 - turn and not any(one.exc_info for one in told)
+            assert n_held(cache) == 3 * turn
+            assert n_hits(cache, *TEXTS[:3]) <= 3 * turn
+    assert damaged in [path.read_bytes() for path in folder.iterdir() if path.is_file()]
+
+
+def test_a_store_that_was_removed_while_it_was_open_begins_anew(tmp_path: Path) -> None:
+    """Caches that found a folder before it was removed, and after, share what is there now, and its purges."""
+    folder = tmp_path / "store"
+    with on_disk(folder, CLASSIFIERS["bert"]) as one:
+        n_hits(one, *TEXTS[:2])
+        shutil.rmtree(folder)
+        with on_disk(folder, CLASSIFIERS["bert"]) as other:
+            n_hits(one, *TEXTS[:2])
+            assert n_held(one) == n_held(other)
+            other.purge(namespace="default")
+            assert n_hits(one, *TEXTS[:2]) == 0
+
+
+# -- a store that is slow, or away for a while -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.02, 0.05])
+def test_no_write_is_lost_on_a_server_that_is_too_slow_for_reads(server: RedisServer, delay_s: float) -> None:
+    """`timeout_ms` is what a request waits for; what is written behind the answers takes the time that it takes."""
+    with slow_proxy(server.port, delay_s) as port, on_redis(f"redis://127.0.0.1:{port}") as cache:
+        texts = [tokens(1, 12, seed) for seed in range(60)]
+        for number, ids in enumerate(texts):
+            with cache.namespace(f"{number % 3}"):
+                cache(input_ids=ids)
+        cache.drain()
+        stats = cache.stats().store
+        assert stats is not None and stats.n_dropped == 0
+        with on_redis(server.url) as direct:
+            assert n_held(direct) == len(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [CLASSIFIERS["bert"], GENERATORS["gpt2"]], ids=["encoder", "decoder"])
+def test_what_could_not_be_written_is_offered_again_when_it_is_used(
+    server: RedisServer, make: Callable[[], nn.Module]
+) -> None:
+    """A server that is away for a while gets what memory holds once that is asked for again."""
+    texts = [tokens(1, 40, seed) for seed in range(4)]
+    with on_redis(server.url, make) as cache:
+        n_hits(cache, texts[0])
+        n_each = n_held(cache)
+        assert n_each
+        with server.paused():
+            for ids in texts[1:]:
+                cache(input_ids=ids)
+            cache.drain()
+            stats = cache.stats().store
+            assert stats is not None and stats.n_dropped > 0
+
+        def are_written() -> bool:
+            for ids in texts:
+                cache(input_ids=ids)
+            return n_held(cache) == n_each * len(texts)
+
+        wait_until(are_written)
+        assert n_hits(cache, *texts) == len(texts)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_silent_is_told_of_in_one_line_a_minute(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a store in trouble costs is speed: answers are the model's, and the log has a line, not a traceback each."""
+    with on_redis(server.url) as cache, server.paused(), caplog.at_level(logging.WARNING):
+        for seed in range(30):
+            with cache.namespace(f"{seed % 5}"):
+                assert n_hits(cache, tokens(1, 12, seed)) == 0
+        told = [one for one in caplog.records if "no answer in time" in one.getMessage()]
+        assert 1 <= len(told) <= 2  # that reads fail, and that the server is away
+        assert not any(one.exc_info for one in caplog.records)
+        assert all(one.getMessage().count("\n") == 0 for one in caplog.records)
+
+
+# -- servers that are refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "cure"),
+    [
+        ("redis://127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
+        ("redis://:wrong@127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
+        ("redis://nobody:secret@127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
+        ("redis://:secret@127.0.0.1:{port}/99", "name a database"),
+        ("redis://:secret@127.0.0.1:{port}/cache", "name a database"),
+        ("redis://:secret@127.0.0.1:{port}/-1", "name a database"),
+        ("redis://:secret@127.0.0.1:{port}?db=99", "name a database"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused_with_its_cure(address: str, cure: str, tmp_path: Path) -> None:
+    """A wrong password or database ends `wrap`; the error names what to set, and nothing that would not help."""
+    with redis_server(tmp_path, "--requirepass", "secret") as server:
+        with pytest.raises(ConfigError, match=cure) as raised:
+            on_redis(address.format(port=server.port))
+        assert "another prefix" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["SET llmcache:session:1 x", "SADD llmcache:users x", "SET llmcache: x"])
+def test_a_prefix_under_which_something_else_is_kept_is_refused(server: RedisServer, command: str) -> None:
+    """Two applications never share a prefix; the error names what was found and the cure."""
+    server.do(*command.split())
+    with pytest.raises(ConfigError, match="another prefix") as raised:
+        on_redis(server.url)
+    assert command.split()[1] in str(raised.value)
+    with on_redis(server.url, prefix="another"), on_redis(server.url, prefix="llm"):
+        pass
+
+
+def test_only_what_a_cache_wrote_is_counted(server: RedisServer) -> None:
+    """`stats().store` counts values under the prefix: not names of other applications, nor those of another prefix."""
+    for number in range(50):
+        server.do("SET", f"theirs:{number}", b"x" * 1_000)
+    with on_redis(server.url, prefix="others") as others:
+        n_hits(others, *TEXTS[:3])
+        others.drain()
+    with on_redis(server.url) as cache:
+        assert n_held(cache) == 0
+        n_hits(cache, *TEXTS[:6])
+        assert n_held(cache) == 6
+        stats = cache.stats().store
+        assert stats is not None and 0 < (stats.nbytes or 0) < 50_000
+    with on_redis(server.url) as cache:  # names of its own do not make a cache refuse its prefix
+        assert n_held(cache) == 6

@@ -1,0 +1,71 @@
+"""Samples of tensors' bytes show edits that leave no other trace."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcache.models.samples import N_PLACES, Samples
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "whole": lambda: torch.randn(64, 64),
+    "one number": lambda: torch.tensor(3.0),
+    "bytes": lambda: torch.ones(3, dtype=torch.uint8),
+    "flags": lambda: torch.ones(700, dtype=torch.bool),
+    "bfloat16": lambda: torch.randn(64, 64, dtype=torch.bfloat16),
+    "complex": lambda: torch.randn(64, 64, dtype=torch.complex64),
+    "transposed": lambda: torch.randn(64, 32).T,
+    "part of another": lambda: torch.randn(64, 64)[3:9, 10:50],
+    "expanded": lambda: torch.randn(64, 1).expand(64, 5),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(64, 64)),
+    "inference": torch.inference_mode()(lambda: torch.randn(64, 64)),
+}
+
+
+def negate(tensor: Tensor) -> None:
+    """As another process would, which no counter shows."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    memory.bitwise_xor_(1)
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_an_edit_shows_at_every_place(kind: str) -> None:
+    edited, other = TENSORS[kind](), torch.randn(50)
+    taken = Samples([other, edited])
+    taken.take()
+    assert not any(taken.differ() for _ in range(N_PLACES)) and not taken.edited()
+    negate(edited)
+    for _ in range(N_PLACES):
+        assert taken.differ()
+    assert {id(one) for one in taken.edited()} == {id(edited)}
+    taken.take()
+    assert not taken.differ() and not taken.edited()
+
+
+def test_what_was_seen_once_stays_seen() -> None:
+    tensor = torch.zeros(64, 64)
+    taken = Samples([tensor])
+    taken.take()
+    negate(tensor)
+    assert taken.differ()
+    negate(tensor)
+    assert taken.differ() and not taken.edited()
+
+
+def test_memory_of_other_devices_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(64, 64), torch.zeros(3)]
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    taken = Samples(tensors)
+    monkeypatch.undo()
+    taken.take()
+    negate(tensors[1])
+    assert [taken.differ() for _ in range(64)] == [False] * 63 + [True]
+    assert [id(one) for one in taken.edited()] == [id(tensors[1])]
+
+
+def test_what_has_no_memory_is_left_out() -> None:
+    taken = Samples([torch.empty(4, device="meta"), torch.empty(0), torch.eye(3).to_sparse()])
+    taken.take()
+    assert not taken.differ() and not taken.edited()
+    assert Samples().edited() == []

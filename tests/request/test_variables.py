@@ -1,0 +1,35 @@
+"""Context variables that hold a value for a while."""
+
+import logging
+from contextvars import Context, ContextVar
+
+import pytest
+
+from llmcache.request.variables import setting
+
+
+def test_it_is_said_once_that_blocks_overlapped(caplog: pytest.LogCaptureFixture) -> None:
+    variable: ContextVar[int] = ContextVar("overlapping", default=0)
+    with caplog.at_level(logging.WARNING):
+        with setting(variable, 1), setting(variable, 2):
+            assert variable.get() == 2
+        assert not caplog.messages
+        for _ in range(2):
+            first, second = setting(variable, 1), setting(variable, 2)
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            assert variable.get() == 2
+            second.__exit__(None, None, None)
+            assert variable.get() == 0
+    assert len(caplog.messages) == 1 and "overlapping" in caplog.text
+
+
+def test_a_block_that_ends_in_another_context_leaves_that_one_alone() -> None:
+    variable: ContextVar[int] = ContextVar("elsewhere", default=0)
+    block = setting(variable, 1)
+    Context().run(block.__enter__)
+    with setting(variable, 2):
+        block.__exit__(None, None, None)
+        assert variable.get() == 2
+    assert variable.get() == 0

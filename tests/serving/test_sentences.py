@@ -1,0 +1,154 @@
+"""Models of sentence-transformers: served as its own `encode` answers, whatever modules and prompts they have."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as tf
+from starlette.testclient import TestClient
+
+from llmcache.errors import ConfigError
+from llmcache.serving.app import create_app
+from llmcache.serving.loading import load_served
+from llmcache.serving.tokenizing import Prompted, Tokenizing, Tokens
+from tests.generation.test_detokenizer import spaced_tokenizer
+from tests.serving.decoders import tokenizer as byte_tokenizer
+from tests.serving.served import make_server, tokenizer
+from tests.tiny_models import build, llama
+
+PROMPTS = {"query": "where is: ", "document": "the card ", "none": ""}
+TEXTS = ["Lost my Card", "the card lost my cash", "my", "w1 w2 w3 w4 w5 w6 w7 w8 w9"]
+TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
+
+pytest.importorskip("sentence_transformers")
+
+
+def _made(models: Path, folder: Path, after: Sequence[Any], *, words: Any = None, **settings: Any) -> Path:
+    """A folder of a sentence-transformers model: the tiny BERT, a tokenizer, and modules after them."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+
+    (words or tokenizer()).save_pretrained(folder / "bert")
+    tf.BertModel.from_pretrained(models / "embedding").save_pretrained(folder / "bert")
+    first = {name: settings.pop(name) for name in ("do_lower_case", "max_seq_length") if name in settings}
+    model = SentenceTransformer(
+        modules=[Transformer(str(folder / "bert"), **first), *after], prompts=PROMPTS, **settings
+    )
+    model.save(str(folder / "st"))
+    return folder / "st"
+
+
+def _check(folder: Path, *, is_normal: bool = True) -> None:
+    """Ask a server with each prompt twice, and compare."""
+    from sentence_transformers import SentenceTransformer
+
+    plain, server = SentenceTransformer(str(folder)), make_server(folder)
+    with TestClient(create_app(server)) as client:
+        for name in (None, *PROMPTS):
+            named = {} if name is None else {"prompt_name": name}
+            for _ in range(2):
+                answer = client.post(
+                    "/embed", json={"inputs": TEXTS, "normalize": is_normal, "truncate": True, **named}
+                )
+                expected = plain.encode(TEXTS, prompt_name=name, normalize_embeddings=is_normal)
+                np.testing.assert_allclose(np.array(answer.json()), expected, atol=1e-5)
+    assert server.cache.stats().hits["exact"] >= len(TEXTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("default", [None, "document"])
+@pytest.mark.parametrize("mode", ["mean", "cls", "max", "lasttoken", "weightedmean", ("cls", "mean")], ids=str)
+def test_prompts_that_pooling_leaves_out(models: Path, tmp_path: Path, mode: Any, default: str | None) -> None:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    pooling = Pooling(32, pooling_mode=mode, include_prompt=False)
+    _check(_made(models, tmp_path, [pooling], default_prompt_name=default), is_normal=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"do_lower_case": True}, {"max_seq_length": 6}, {"truncate_dim": 5}, {"truncate_dim": 500}, {}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_settings_and_modules_of_a_model(
+    models: Path, tmp_path: Path, settings: dict[str, Any], is_left_out: bool
+) -> None:
+    from sentence_transformers.base.modules import Dense, Normalize
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    after = [Pooling(32, pooling_mode="mean", include_prompt=not is_left_out), Dense(32, 8), Normalize()]
+    _check(_made(models, tmp_path, after, default_prompt_name="query", **settings))
+
+
+@pytest.mark.slow
+def test_a_decoder_of_sentence_transformers_is_an_embedding_model(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    build(lambda: tf.LlamaModel(llama())).save_pretrained(tmp_path / "llama")
+    tokenizer().save_pretrained(tmp_path / "llama")
+    pooling = Pooling(32, pooling_mode="lasttoken", include_prompt=False)
+    model = SentenceTransformer(modules=[Transformer(str(tmp_path / "llama")), pooling], prompts=PROMPTS)
+    model.save(str(tmp_path / "st"))
+    _edit(tmp_path / "st" / "config.json", architectures=["LlamaForCausalLM"])
+    _check(tmp_path / "st")
+
+
+def test_a_model_that_changes_texts_first_is_refused(models: Path, tmp_path: Path) -> None:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    with pytest.raises(ConfigError, match="changes texts before its tokenizer reads them"):
+        load_served(str(_made(models, tmp_path, [Pooling(32)], words=words)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [({"model_type": "SparseEncoder"}, "is a SparseEncoder of"), (None, "is not valid JSON")],
+    ids=["kind", "damaged"],
+)
+def test_what_cannot_be_served_is_told(models: Path, tmp_path: Path, edit: Any, told: str) -> None:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    folder = _made(models, tmp_path, [Pooling(32)])
+    _edit(folder / "config_sentence_transformers.json", **(edit or {}))
+    if edit is None:
+        (folder / "config_sentence_transformers.json").write_text("{")
+    with pytest.raises(ConfigError, match=told):
+        load_served(str(folder))
+
+
+@pytest.mark.parametrize("make", [tokenizer, byte_tokenizer, spaced_tokenizer])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_tokens_of_a_prompt(make: Callable[[], Any], is_fast: bool) -> None:
+    """As many as the prompt has alone, but for a special one at its end; fewer where it is cut on the left."""
+    made, prompt, text = make(), "where is: ", "the card " * 40
+    alone = made(prompt)["input_ids"]
+    n_prompt = len(alone) - (alone[-1] in made.all_special_ids)
+    tokenizing = Tokenizing(made, 30, len(made), [prompt, ""], is_pooled=False)
+    if not is_fast:
+        tokenizing._fast = None
+    n_over = len(made(prompt + text)["input_ids"]) - 30
+    for item, side, expected in (
+        (Prompted(prompt, (text,)), "right", n_prompt),
+        (Prompted(prompt, (text,)), "left", max(0, n_prompt - n_over)),
+        (Prompted(prompt, ("the",)), "left", n_prompt),
+        (Prompted(prompt, ("the", "card")), "right", n_prompt),
+        (Prompted("", ("the",)), "right", 0),
+        (prompt + "the", "right", 0),
+    ):
+        (got,) = tokenizing.encode([item], True, side)
+        assert isinstance(got, Tokens) and got.n_prompt == expected
+    (pooled,) = Tokenizing(made, 30, len(made), [prompt]).encode([Prompted(prompt, ("the",))], True)
+    assert isinstance(pooled, Tokens) and pooled.n_prompt == 0
+
+
+def _edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

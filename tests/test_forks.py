@@ -1,0 +1,92 @@
+"""Locks at a fork: taken without a deadlock, free in the child, and no longer waited for than a second."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from llmcache import threads
+from llmcache.threads import at_fork, forkable
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+
+def in_child(does: Callable[[], bool]) -> bool:
+    """Whether a function returns true in a forked process."""
+    if (child := os.fork()) == 0:
+        os._exit(0 if does() else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def holding(lock: threading.Lock, *others: threading.Lock) -> tuple[threading.Thread, threading.Event]:
+    """A thread that holds a lock, and takes others, until it is told to end."""
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with lock:
+            begun.set()
+            for other in others:
+                time.sleep(0.05)  # until the fork has begun
+                with other:
+                    pass
+            end.wait(20)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(20)
+    return thread, end
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_lock_that_another_thread_holds_is_free_in_the_child(
+    is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_PATIENCE_S", 0.01)
+    lock = forkable(threading.Lock(), is_waited_for)
+    thread, end = holding(lock)
+    assert in_child(lambda: lock.acquire(timeout=5))
+    assert lock.locked()
+    end.set()
+    thread.join()
+    assert not lock.locked()
+
+
+def test_locks_that_are_taken_in_another_order_are_waited_for_without_a_deadlock() -> None:
+    first, second = forkable(threading.Lock()), forkable(threading.Lock())
+    n_acts: list[bool] = []
+
+    class Part:
+        def before(self) -> None:
+            n_acts.append(first.locked() and second.locked())
+
+        def anew(self) -> None:
+            n_acts.append(first.locked() or second.locked())
+
+    part = Part()
+    at_fork(part.anew, part.before)
+    thread, end = holding(second, first)
+    threading.Timer(0.1, end.set).start()
+    assert in_child(lambda: n_acts == [True, False])
+    thread.join()
+    assert n_acts == [True] and not (first.locked() or second.locked())
+
+
+def test_what_the_forking_thread_holds_it_holds_in_the_child() -> None:
+    lock, changed, event = forkable(threading.RLock()), forkable(threading.Condition()), forkable(threading.Event())
+
+    def works() -> bool:
+        lock.release()
+        is_free = lock.acquire(blocking=False)
+        with changed:
+            changed.notify()
+        event.set()
+        return is_free and event.wait(5)
+
+    lock.acquire()
+    assert in_child(works)
+    lock.release()
