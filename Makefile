@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-outside test-hostile screenshot check docs fix serve bench-gpu bench-device clean
+.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs fix serve bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -38,6 +38,9 @@ test: setup ## Run the tests, offline; the last lines list what was skipped, and
 
 test-fast: setup ## Run the library's tests that are not marked slow, without coverage.
 	$(PYTEST) -m 'not slow' --ignore=tests/experiments
+
+test-contract: setup ## Run the contract: what any core has to hold, by public names alone; a minute.
+	$(PYTEST) tests/contract
 
 # Only this target reaches for PyPI: transformers' source archive of the installed version, kept in build/outside. In its
 # place, a checkout with the families' own tests; and one of sentence-transformers:

@@ -36,6 +36,11 @@ def _tensor(hidden: Tensor, layer: nn.Module, passed: Mapping[str, Any]) -> Tens
     return hidden
 
 
+def _before_attentions(hidden: Tensor, layer: nn.Module, passed: Mapping[str, Any]) -> tuple[Tensor, None]:
+    """Output of a skipped layer that always returns its attentions, which nobody reads unless they are asked for."""
+    return hidden, None
+
+
 def _t5_block(hidden: Tensor, block: Any, passed: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, None]:
     """Output of a skipped T5 encoder block.
 
@@ -100,6 +105,7 @@ ADAPTERS: dict[str, Adapter] = {
         Adapter(
             "deberta", ("DebertaModel", "DebertaV2Model"), "encoder.layer", attention="attention.self", skipped=None
         ),
+        Adapter("rembert", ("RemBertModel",), "encoder.layer", attention="attention.self", skipped=_before_attentions),
         Adapter("modernbert", ("ModernBertModel",), "layers", norm="final_norm", attention="attn", skipped=None),
         Adapter(
             "llama",

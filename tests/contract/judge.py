@@ -73,7 +73,9 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    if hasattr(value, "layers"):  # a K/V cache of transformers
+    if hasattr(value, "cross_attention_cache"):  # K/V caches of transformers
+        return {"own": value.self_attention_cache, "cross": value.cross_attention_cache}
+    if hasattr(value, "layers"):
         kv = ((layer.keys, layer.values) for layer in value.layers)
         return {"length": value.get_seq_length(), **dict(enumerate(kv))}
     return None

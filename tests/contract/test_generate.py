@@ -1,0 +1,376 @@
+"""`generate()` on a wrapped model gives the tokens of the model without a cache, in all of its modes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache as once
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from llmcache import LLMCache
+from llmcache.generation import Chat, Sampling, decode_step, generate, prefill, stream
+from tests.contract.judge import ask, check_same
+from tests.contract.models import fresh, plain
+from tests.tiny_models import batch, padded, tokenizer, tokens
+
+DECODERS = ("gpt2", "llama")
+ENCODER_DECODERS = ("t5", "bart")
+SLIDING = ("mistral", "gemma2", "gemma3")
+OTHERS = ("qwen2", "qwen3", "mixtral", "phi", "opt", "marian", "mbart")
+LEFT = padded([9, 5], left=True)
+N_NEW = 5
+
+
+class Sevens(tf.LogitsProcessor):
+    """Draws tokens that are divisible by seven."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + 2.0 * (torch.arange(scores.shape[-1]) % 7 == 0)
+
+
+class Short(tf.StoppingCriteria):
+    """Ends each row after three new tokens, or at an even one."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids[:, -1] % 2 == 0
+
+
+def by_hand(model: Any, input_ids: Tensor, **how: Any) -> Tensor:
+    """A decoding loop of the user's own, which takes the second best token."""
+    kv, ids = tf.DynamicCache(), input_ids
+    for _ in range(N_NEW):
+        logits = model(ids[:, kv.get_seq_length() :], past_key_values=kv, use_cache=True).logits[:, -1]
+        ids = torch.cat([ids, logits.topk(2).indices[:, 1:]], dim=1)
+    return ids
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.5},
+    "nucleus": {"do_sample": True, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
+    "several samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3},
+    "beams, several answers": {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True},
+    "beam sampling": {"num_beams": 2, "do_sample": True, "length_penalty": 0.5},
+    "static cache": {"cache_implementation": "static"},
+    "static cache, beams": {"cache_implementation": "static", "num_beams": 2},
+    "no cache": {"use_cache": False},
+    "no cache, beams": {"use_cache": False, "num_beams": 2},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[9], [5, 6]]},
+    "logits processor": {"logits_processor": [Sevens()]},
+    "stopping criteria": {"stopping_criteria": [Short()]},
+    "several ends of text": {"eos_token_id": [2, *range(20, 60)]},
+    "least length": {"min_new_tokens": 4, "eos_token_id": [2, *range(20, 60)]},
+}
+OF_DECODERS: dict[str, dict[str, Any]] = {
+    "chunked prefill": {"prefill_chunk_size": 4},
+    "guidance": {"guidance_scale": 1.5},
+    "embeddings": {"embeddings": True},
+}
+
+
+def write(model: Any, inputs: Any, **how: Any) -> Any:
+    """Generate with the same random numbers each time."""
+    torch.manual_seed(3)
+    if how.pop("embeddings", False):
+        inputs = {**inputs, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+        del inputs["input_ids"]
+    return model.generate(**{"do_sample": False, "max_new_tokens": N_NEW, "pad_token_id": 0, **inputs, **how})
+
+
+to_wrap = once(fresh)  # unwrapped after each test
+
+
+@contextmanager
+def wrapped(family: str) -> Iterator[LLMCache]:
+    with LLMCache.wrap(to_wrap(family, kind_of(family))) as cache:
+        yield cache
+        assert cache.stats().errors == 0
+
+
+def kind_of(family: str) -> str:
+    return "seq2seq" if family in (*ENCODER_DECODERS, "marian", "mbart") else "causal"
+
+
+def check_tokens(family: str, inputs: Any = LEFT, is_served: bool = True, **how: Any) -> None:
+    """Cold and warm."""
+    expected = write(plain(family, kind_of(family)), inputs, **how)
+    assert expected.shape[1] > 1
+    with wrapped(family) as cache:
+        for turn in ("cold", "warm"):
+            before = cache.stats().n_hits
+            assert write(cache.model, inputs, **how).tolist() == expected.tolist(), turn
+        assert not is_served or cache.stats().n_hits > before
+
+
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [(way, families[number % 2]) for families in (DECODERS, ENCODER_DECODERS) for number, way in enumerate(WAYS)],
+)
+def test_every_way_of_decoding(family: str, way: str) -> None:
+    """docs/generation.md: transformers' own `generate()` works on a wrapped model, and repeats serve its prefill."""
+    check_tokens(family, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", OF_DECODERS)
+def test_ways_of_decoders_only(way: str) -> None:
+    """docs/generation.md: also where prompts come in chunks or as embeddings, or the model is asked twice a token."""
+    check_tokens("llama", **OF_DECODERS[way], is_served=way == "guidance")
+
+
+@pytest.mark.parametrize("family", [*SLIDING, *OTHERS])
+def test_other_families(family: str) -> None:
+    """docs/generation.md: whatever K/V cache the family makes, a sliding window included."""
+    check_tokens(family, num_beams=2, is_served=family not in SLIDING)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [("llama", "greedy"), ("gpt2", "beams"), ("llama", "static cache"), ("bart", "sampling")]
+)
+def test_everything_that_generate_returns(family: str, way: str) -> None:
+    """docs/reuse.md: scores, logits and K/V of a repeat are those of the stored run."""
+    how = {**WAYS[way], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected = write(plain(family, kind_of(family)), LEFT, **how)
+    with wrapped(family) as cache:
+        for turn in ("cold", "warm"):
+            check_same(write(cache.model, LEFT, **how), expected, where=turn)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_states_and_attentions_of_every_layer(family: str) -> None:
+    """docs/reuse.md: what entries do not hold is computed, after a hit as before."""
+    how = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
+    expected = write(plain(family, kind_of(family)), LEFT, **how)
+    with wrapped(family) as cache:
+        for more in ({}, how, {}, how):
+            found = write(cache.model, LEFT, **more)
+        check_same(found, expected)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("layout", ["right", "none", "known rows"])
+def test_other_batches(family: str, layout: str) -> None:
+    """docs/reuse.md: prompts padded on the right, without a mask, or of which some are known."""
+    if layout == "known rows":
+        inputs = {"input_ids": tokens(3, 8), "attention_mask": torch.ones(3, 8, dtype=torch.int64)}
+        expected = write(plain(family, kind_of(family)), inputs)
+        with wrapped(family) as cache:
+            for numbers in ([1], [0, 1, 2], [2, 2, 0]):
+                some = {name: value[numbers] for name, value in inputs.items()}
+                assert write(cache.model, some).tolist() == expected[numbers].tolist()
+            assert cache.stats().n_hits >= 1 + 3
+    else:
+        check_tokens(family, padded([9, 5]) if layout == "right" else {"input_ids": tokens(2, 6)})
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+KNOWN = tokens(1, 24)
+GOES_ON = torch.cat([KNOWN[:, :20], tokens(1, 4, seed=9)], dim=1)
+DRAFTS: dict[str, dict[str, Any]] = {
+    "another model": {},
+    "another model, sampling": {"do_sample": True, "temperature": 2.0},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "early exit": {"assistant_early_exit": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("draft", "on"),
+    [
+        ("another model", "both"),
+        ("another model", "assistant"),
+        ("another model, sampling", "both"),
+        ("prompt lookup", "model"),
+        ("early exit", "model"),
+    ],
+)
+def test_drafts(draft: str, on: str) -> None:
+    """docs/generation.md: also where another model, a shallower one or the prompt itself proposes the tokens."""
+    model, assistant = plain("llama", "causal"), plain("gpt2", "causal")
+    copies = to_wrap("llama", "causal"), to_wrap("gpt2", "causal")
+    chosen = {"model": copies[:1], "assistant": copies[1:], "both": copies}[on]
+    has_assistant = draft.startswith("another")
+    with ExitStack() as until_the_end:
+        caches = [until_the_end.enter_context(LLMCache.wrap(one)) for one in chosen]
+        for ids in (KNOWN, GOES_ON, KNOWN):
+            more = {"assistant_model": assistant} if has_assistant else {}
+            expected = write(model, {"input_ids": ids}, **DRAFTS[draft], **more)
+            more = {"assistant_model": copies[1]} if has_assistant else {}
+            assert write(copies[0], {"input_ids": ids}, **DRAFTS[draft], **more).tolist() == expected.tolist()
+        assert all(cache.stats().n_hits >= 1 and cache.stats().errors == 0 for cache in caches)
+
+
+def test_a_loop_of_the_users_own() -> None:
+    """docs/generation.md: a loop over the model itself, or given to `generate()`, is served as well."""
+    expected = by_hand(plain("llama", "causal"), KNOWN)
+    with wrapped("llama") as cache, torch.no_grad():
+        for ids in (KNOWN, GOES_ON, KNOWN):
+            found = by_hand(cache.model, ids)
+            check_same(found, by_hand(plain("llama", "causal"), ids))
+        assert torch.equal(write(cache.model, {"input_ids": KNOWN}, custom_generate=by_hand), expected)
+        assert cache.stats().n_hits >= 2
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_streamers_hear_the_same(family: str) -> None:
+    """docs/generation.md: each token is told as it comes, in the same order."""
+    inputs = {"input_ids": tokens(1, 6)}
+
+    class Listener(tf.generation.streamers.BaseStreamer):
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def put(self, value: Tensor) -> None:
+            self.told.append(value.tolist())
+
+        def end(self) -> None:
+            self.told.append("end")
+
+    def listen(model: Any) -> list[Any]:
+        write(model, inputs, streamer=(listener := Listener()))
+        return listener.told
+
+    expected = listen(plain(family, kind_of(family)))
+    with wrapped(family) as cache:
+        assert listen(cache.model) == listen(cache.model) == expected
+        assert cache.stats().n_hits == 1
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [
+        ("llama", "none"),
+        ("llama", "handed back"),
+        ("qwen3", "static"),
+        ("gpt2", "handed back"),
+        ("mistral", "none"),
+        ("mistral", "handed back"),
+    ],
+)
+def test_a_conversation(family: str, kv: str) -> None:
+    """docs/prefix.md: each turn's prompt begins with the one before, and K/V may be handed back in."""
+
+    def talk(model: Any) -> list[Any]:
+        ids, told = tokens(1, 20), []
+        more: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+        if kv == "static":
+            more["past_key_values"] = tf.StaticCache(config=model.config, max_cache_len=64)
+        for turn in range(3):
+            made = write(model, {"input_ids": ids}, **more)
+            told.append((made.sequences, made.logits))
+            ids = torch.cat([made.sequences, tokens(1, 4, seed=turn)], dim=1)
+            if kv == "handed back":
+                more["past_key_values"] = made.past_key_values
+        return told
+
+    expected = talk(plain(family, "causal"))
+    with wrapped(family) as cache:
+        for _ in range(2):
+            check_same(talk(cache.model), expected)
+        if family not in SLIDING:
+            assert cache.stats().n_hits >= (5 if kv == "none" else 1)
+
+
+def test_conversations_that_take_turns() -> None:
+    """docs/prefix.md: branches of one prompt share its beginning and nothing else."""
+    stem, how = tokens(1, 36), {"return_dict_in_generate": True, "output_logits": True}
+    branches = [torch.cat([stem[:, :n], tokens(1, 40 - n, seed=n)], dim=1) for n in (36, 20, 33)]
+    expected = [write(plain("llama", "causal"), {"input_ids": ids}, **how) for ids in (stem, *branches)]
+    with wrapped("llama") as cache:
+        for _ in range(2):
+            for ids, output in zip((stem, *branches), expected, strict=True):
+                check_same(write(cache.model, {"input_ids": ids}, **how), output)
+            together = write(cache.model, {"input_ids": torch.cat(branches)})
+            assert together.tolist() == [output.sequences[0].tolist() for output in expected[1:]]
+        assert cache.stats().n_hits >= 3 + 7
+
+
+# -- llmcache.generation -----------------------------------------------------------------------------------------------
+
+SAMPLINGS: dict[str, tuple[Sampling, dict[str, Any]]] = {
+    "greedy": (Sampling(max_new_tokens=6, stop_ids=()), {}),
+    "sampled": (
+        Sampling(do_sample=True, temperature=1.5, top_k=30, top_p=0.95, seed=3, max_new_tokens=6, stop_ids=()),
+        {"do_sample": True, "temperature": 1.5, "top_k": 30, "top_p": 0.95},
+    ),
+    "penalised": (Sampling(repetition_penalty=1.7, max_new_tokens=6, stop_ids=()), {"repetition_penalty": 1.7}),
+    "stopped": (Sampling(max_new_tokens=6, stop_ids=tuple(range(30, 70))), {"eos_token_id": [*range(30, 70)]}),
+}
+
+
+@pytest.mark.parametrize("way", SAMPLINGS)
+@pytest.mark.parametrize(("family", "kind"), [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "sliding")])
+def test_tokens_are_those_of_generate(family: str, way: str, kind: Any) -> None:
+    """docs/generation.md: the tokens are those of `generate()` asked for the same, with the same seed."""
+    sampling, how = SAMPLINGS[way]
+    how = {"eos_token_id": None, **how, "max_new_tokens": sampling.max_new_tokens}
+    with wrapped(family) as cache:
+        for ids in (KNOWN, GOES_ON, KNOWN):
+            expected = write(plain(family, "causal"), {"input_ids": ids}, **how)[0, ids.shape[1] :].tolist()
+            got = generate(cache.model, ids, sampling, cache=kind)
+            assert (list(got.tokens), got.n_prompt) == (expected, ids.shape[1])
+            assert got.stopped_by == ("stop" if expected[-1] in sampling.stop_ids else "length")
+        if kind != "sliding":
+            assert (got.rung, cache.stats().hits["prefix"]) == ("exact", 1)
+
+
+def test_streams_of_several_readers_do_not_mix() -> None:
+    """docs/generation.md: a stream's K/V is its own, so streams may take turns, be closed, or be left."""
+    model, sampling = plain("llama", "causal"), SAMPLINGS["sampled"][0]
+    prompts = [KNOWN, GOES_ON, tokens(1, 6)]
+    alone = [generate(model, ids, sampling) for ids in prompts]
+    with wrapped("llama") as cache:
+        for _ in range(2):
+            left = stream(cache.model, KNOWN, sampling)
+            assert next(left).id == alone[0].tokens[0]
+            left.close()
+            answers = [stream(cache.model, ids, sampling) for ids in prompts]
+            for _ in range(sampling.max_new_tokens):
+                assert all(next(answer) for answer in answers)
+            for answer, own in zip(answers, alone, strict=True):
+                assert answer.generation().tokens == own.tokens
+                assert answer.generation().logprobs == pytest.approx(own.logprobs, abs=1e-5)
+        assert cache.stats().n_hits >= 4
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_prefill_and_decode_steps_of_a_padded_batch(family: str, left: bool) -> None:
+    """docs/generation.md: `prefill` and `decode_step` take padded batches, and rows are as alone."""
+    prompts, new = [tokens(1, 20), tokens(1, 7, seed=1), tokens(1, 13, seed=2)], tokens(3, 2, seed=4)
+    model = plain(family, "causal")
+    ids, mask = batch(prompts, left).values()
+    with wrapped(family) as cache:
+        for _ in range(2):
+            logits, kv = prefill(cache.model, ids, attention_mask=mask)
+            steps, seen = [logits], mask
+            for column in new.T:
+                seen = torch.cat([seen, torch.ones(3, 1, dtype=seen.dtype)], dim=1)
+                steps.append(decode_step(cache.model, column, kv, seen))
+            for row, prompt in enumerate(prompts):
+                whole = ask(model, input_ids=torch.cat([prompt, new[row : row + 1]], dim=1)).logits[:, -3:]
+                check_same(torch.stack(steps, dim=1)[row : row + 1].clone(), whole)
+        assert cache.stats().n_hits == 3
+
+
+def test_a_chat_keeps_its_conversation() -> None:
+    """docs/generation.md: the beginning of each turn's prompt was a prompt before, so the prefix rung serves it."""
+    spoken: list[Any] = []
+    system = " ".join(f"w{number}" for number in range(18))
+    for model in (plain("llama", "causal"), to_wrap("llama", "causal")):
+        chat = Chat(model, tokenizer(), Sampling(max_new_tokens=2, stop_ids=()), system=system)
+        with LLMCache.wrap(model) if spoken else nullcontext():
+            spoken.append([("".join(chat.ask(text)), chat.turn().generation) for text in ("w5 w6", "w7")])
+    for (text, made), (own_text, own) in zip(*spoken, strict=True):
+        assert (text, made.tokens) == (own_text, own.tokens)
+    assert [made.n_prefix >= 16 for _, made in spoken[1]] == [False, True]

@@ -1,0 +1,328 @@
+"""What people use on top of models: sentence-transformers, pipelines, Trainer, accelerate; and what `unwrap` leaves."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import pytest
+import sentence_transformers
+import torch
+import transformers as tf
+from sentence_transformers.sentence_transformer import modules
+from torch import nn
+
+from llmcache import LLMCache
+from tests.contract.judge import ask, check_same
+from tests.contract.models import fresh, inputs_of, plain
+from tests.tiny_models import tokenizer, tokens
+
+TEXTS = ["w5 w6 w7 w8 w9", "w9 w10", "w11 w12 w13", "w9 w10"]
+
+
+def twice(cache: LLMCache, do: Callable[[], Any], expected: Any, exact: bool = False) -> None:
+    """Cold and warm give what was expected, and the second time something is a hit."""
+    for turn in ("cold", "warm"):
+        before = cache.stats().n_hits
+        check_same(do(), expected, exact=exact, where=turn)
+    assert cache.stats().n_hits > before
+    assert cache.stats().errors == 0
+
+
+# -- sentence-transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved BERT with a tokenizer."""
+    where = tmp_path_factory.mktemp("bert")
+    plain("bert", "bare").save_pretrained(where)
+    tokenizer().save_pretrained(where)
+    return where
+
+
+Embedder = Callable[..., Any]
+
+
+@pytest.fixture
+def embedder(folder: Path) -> Embedder:
+    def make(*after: nn.Module, **pooling: Any) -> Any:
+        parts = [modules.Transformer(str(folder)), modules.Pooling(32, **pooling), *after]
+        prompts = {"query": "w1 w2 ", "passage": "w3 "}
+        return sentence_transformers.SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
+
+    return make
+
+
+ALIKE = {
+    "to tensor": {"convert_to_tensor": True},
+    "normalised": {"normalize_embeddings": True},
+    "cut": {"truncate_dim": 8},
+    "one at a time": {"batch_size": 1},
+    "by name of a prompt": {"prompt_name": "query"},
+    "by prompt": {"prompt": "w3 w4 "},
+    "of tokens": {"output_value": "token_embeddings"},
+    "of all": {"output_value": None},
+    "in bits": {"precision": "binary"},
+}
+
+
+def vectors(found: Any) -> Any:
+    """Tensors in place of arrays."""
+    if isinstance(found, list):
+        return [vectors(one) for one in found]
+    if isinstance(found, dict):
+        return {name: vectors(one) for name, one in found.items()}
+    return torch.from_numpy(found) if isinstance(found, np.ndarray) else found
+
+
+def test_ways_to_encode(embedder: Embedder) -> None:
+    """docs/howto.md: a wrapped embedder is used as before; by default token embeddings can be asked for as well."""
+    model = embedder()
+    expected = {name: vectors(model.encode(TEXTS, **how)) for name, how in ALIKE.items()}
+    query, passage = vectors(model.encode_query(TEXTS)), vectors(model.encode_document(TEXTS))
+    for name, how in ALIKE.items():
+        with LLMCache.wrap(model) as cache:
+            twice(cache, lambda how=how: vectors(model.encode(TEXTS, **how)), expected[name])
+    with LLMCache.wrap(model) as cache:  # all of them on one cache
+        for _ in range(2):
+            for name, how in ALIKE.items():
+                check_same(vectors(model.encode(TEXTS, **how)), expected[name], where=name)
+            check_same(vectors(model.encode_query(TEXTS)), query)
+            check_same(vectors(model.encode_document(TEXTS)), passage)
+        assert cache.stats().n_hits > 3 * len(ALIKE)
+
+
+POOLINGS: dict[str, tuple[dict[str, Any], Callable[[], list[nn.Module]]]] = {
+    "mean": ({"pooling_mode": "mean"}, list),
+    "mean, one vector a text": ({"pooling_mode": "mean"}, list),
+    "first": ({"pooling_mode": "cls"}, list),
+    "last": ({"pooling_mode": "lasttoken"}, list),
+    "max": ({"pooling_mode": "max"}, list),
+    "weighted": ({"pooling_mode": "weightedmean"}, list),
+    "by root of length": ({"pooling_mode": "mean_sqrt_len_tokens"}, list),
+    "two": ({"pooling_mode": ["mean", "cls"]}, list),
+    "without the prompt": ({"include_prompt": False}, list),
+    "dense and normalised": ({}, lambda: [modules.Dense(32, 8), modules.Normalize()]),
+}
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling(embedder: Embedder, pooling: str) -> None:
+    """docs/howto.md: by default every token is kept; `payload="mean"` keeps one vector a text."""
+    settings, after = POOLINGS[pooling]
+    torch.manual_seed(0)
+    model = embedder(*after(), **settings)
+    ways = [{"prompt_name": "query"}, {"prompt_name": "passage"}, {}] if "prompt" in pooling else [{}]
+    expected = [vectors(model.encode(TEXTS, **how)) for how in ways]
+    with LLMCache.wrap(model, payload="mean" if "one vector" in pooling else "auto") as cache:
+        for how, embeddings in zip(ways, expected, strict=True):
+            twice(cache, lambda how=how: vectors(model.encode(TEXTS, **how)), embeddings)
+            check_same(vectors(model.encode(TEXTS[::-1], batch_size=3, **how)), embeddings.flip(0))
+
+
+def test_cross_encoders(tmp_path: Path) -> None:
+    """docs/howto.md: wrap the `CrossEncoder` itself; `predict` and `rank` give what they gave."""
+    model = fresh("bert", "classifier")
+    model.config.num_labels, model.config.problem_type, model.classifier = 1, None, nn.Linear(32, 1)
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    ranker = sentence_transformers.CrossEncoder(str(tmp_path), device="cpu")
+    pairs = [("w5 w6", text) for text in TEXTS]
+    expected, ranks = vectors(ranker.predict(pairs)), ranker.rank("w5 w6", TEXTS)
+    logits = vectors(ranker.predict(pairs, activation_fn=nn.Identity(), batch_size=2))
+    with LLMCache.wrap(ranker) as cache:
+        twice(cache, lambda: vectors(ranker.predict(pairs)), expected)
+        check_same(numbers(ranker.rank("w5 w6", TEXTS)), numbers(ranks))
+        check_same(vectors(ranker.predict(pairs, activation_fn=nn.Identity(), batch_size=2)), logits)
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+PIPELINES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    "text-classification": ("bert", "classifier", TEXTS, {"top_k": None}),
+    "text-classification, in batches": ("distilbert", "classifier", TEXTS, {"batch_size": 2}),
+    "feature-extraction": ("roberta", "bare", TEXTS, {"return_tensors": False}),
+    "token-classification": ("bert", "token", TEXTS, {"batch_size": 3}),
+    "fill-mask": ("bert", "masked", ["w5 [MASK] w7", "[MASK] w8"], {"top_k": 3}),
+    "zero-shot-classification": ("bert", "classifier", TEXTS[:2], {"candidate_labels": ["w20", "w30", "w40"]}),
+    "text-generation": ("llama", "causal", TEXTS[:2], {"max_new_tokens": 4, "do_sample": False}),
+    "text-generation, in batches": (
+        "gpt2",
+        "causal",
+        TEXTS,
+        {"max_new_tokens": 4, "do_sample": False, "batch_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipelines(case: str) -> None:
+    """docs/howto.md: wrap the model; the pipeline is used as before."""
+    family, kind, texts, how = PIPELINES[case]
+    task, model = case.split(",")[0], fresh(family, kind)
+    if task == "zero-shot-classification":
+        model.config.label2id = {"entailment": 0, "neutral": 1}
+    pipe = tf.pipeline(task, model=model, tokenizer=tokenizer("left" if task == "text-generation" else "right"))
+    pipe.tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    expected = numbers(pipe(texts, **how))
+    with LLMCache.wrap(model, tokenizer=pipe.tokenizer) as cache:
+        twice(cache, lambda: numbers(pipe(texts, **how)), expected)
+
+
+def numbers(found: Any) -> Any:
+    """Floats as tensors, which are compared up to rounding."""
+    if isinstance(found, list):
+        return [numbers(one) for one in found]
+    if isinstance(found, dict):
+        return {name: numbers(one) for name, one in found.items()}
+    return torch.tensor(float(found)) if isinstance(found, float | np.floating) else found
+
+
+# -- Trainer and accelerate --------------------------------------------------------------------------------------------
+
+
+def labelled() -> list[dict[str, Any]]:
+    encoded = tokenizer()(TEXTS, padding=True)
+    rows = zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
+    return [{"input_ids": ids, "attention_mask": mask, "labels": i % 2} for i, (ids, mask) in enumerate(rows)]
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_a_trainer_on_a_wrapped_model(tmp_path: Path) -> None:
+    """docs/howto.md: training steps bypass the cache, and what was stored before them is never served after."""
+    model = fresh("bert", "classifier")
+    arguments = tf.TrainingArguments(
+        output_dir=str(tmp_path), learning_rate=0.02, max_steps=2, per_device_train_batch_size=2, seed=3,
+        report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    data = labelled()
+    trainer = tf.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+
+    def predict() -> Any:
+        return vectors(trainer.predict(data).predictions)
+
+    before, loss = predict(), trainer.evaluate()["eval_loss"]
+    with LLMCache.wrap(model) as cache:
+        twice(cache, predict, before)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-5)
+        trainer.train()
+        model.eval()
+        with cache.disabled():
+            after = predict()
+        assert not torch.allclose(after, before, atol=1e-3)
+        twice(cache, predict, after)
+    check_same(predict(), after, exact=True)
+
+
+@pytest.mark.parametrize("wraps_first", [True, False])
+def test_accelerate(wraps_first: bool) -> None:
+    """docs/reuse.md: same call, same output, also of a model that accelerate prepared, before wrapping or after."""
+    model, inputs = fresh("bert", "classifier"), inputs_of("bert", "classifier", labels=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    cache = LLMCache.wrap(model) if wraps_first else None
+    rows = [{name: value[row] for name, value in inputs.items()} for row in range(3)]
+    prepared, loader = accelerator.prepare(model, torch.utils.data.DataLoader(rows, batch_size=2))
+    cache = cache or LLMCache.wrap(accelerator.unwrap_model(prepared))
+
+    def evaluate() -> Any:
+        return [accelerator.gather_for_metrics(ask(prepared, **some).logits) for some in loader]
+
+    alone = plain("bert", "classifier")
+    twice(cache, evaluate, [ask(alone, **some).logits for some in torch.utils.data.DataLoader(rows, batch_size=2)])
+    cache.unwrap()
+
+
+# -- unwrap ------------------------------------------------------------------------------------------------------------
+
+
+def attributes(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Each module with its `__dict__`: names in order, and the very objects; containers copied one level deep."""
+    kinds = dict, list, set
+    return [
+        (module, {name: type(value)(value) if type(value) in kinds else value for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+
+
+def check_attributes(model: nn.Module, expected: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    found = attributes(model)
+    assert [module for module, _ in found] == [module for module, _ in expected]
+    for (module, ours), (_, own) in zip(found, expected, strict=True):
+        name = type(module).__name__
+        assert list(ours) == list(own), name
+        for key, value in own.items():
+            same = ours[key] == value if isinstance(value, dict | list | set) else ours[key] is value
+            assert same, f"{name}.{key}"
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("bert", "classifier"),
+        ("modernbert", "bare"),
+        ("gpt2", "causal"),
+        ("llama", "classifier"),
+        ("qwen3", "causal"),
+        ("t5", "seq2seq"),
+        ("bart", "seq2seq"),
+    ],
+)
+def test_unwrap_leaves_every_attribute_as_it_was(family: str, kind: str) -> None:
+    """docs/api.md: `unwrap` takes the cache off again, and nothing of it stays on the model."""
+    model, inputs = fresh(family, kind), inputs_of(family, kind)
+    expected = ask(model, **inputs)
+    before = attributes(model)
+    for _ in range(2):
+        cache = LLMCache.wrap(model)
+        for _ in range(2):
+            ask(model, **inputs)
+        assert cache.unwrap() is model
+        check_attributes(model, before)
+    check_same(ask(model, **inputs), expected, exact=True)
+
+
+def test_unwrap_leaves_a_sentence_transformer_as_it_was(embedder: Embedder) -> None:
+    """docs/api.md: also where a pooling layer was listened to."""
+    model = embedder()
+    expected = vectors(model.encode(TEXTS))
+    before = attributes(model)
+    with LLMCache.wrap(model, payload="mean"):
+        model.encode(TEXTS)
+    check_attributes(model, before)
+    check_same(vectors(model.encode(TEXTS)), expected)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bert", "classifier"), ("llama", "causal")])
+def test_unwrap_while_other_threads_call(family: str, kind: str) -> None:
+    """docs/architecture.md: `unwrap` waits for no call; those under way end right, and the model is as it was."""
+    model = fresh(family, kind)
+    calls = [{"input_ids": tokens(2, length, seed=length % 4)} for length in range(4, 10)]
+    expected = [ask(plain(family, kind), **call) for call in calls]
+    ask(model, **calls[0])
+    before, done, troubles = attributes(model), threading.Event(), []
+
+    def work(turn: int) -> None:
+        try:
+            while not done.is_set():
+                turn += 1
+                number = turn % len(calls)
+                check_same(ask(model, **calls[number]), expected[number], where=f"call {number}")
+        except BaseException as trouble:
+            troubles.append(trouble)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        cache = LLMCache.wrap(model)
+        for call, output in zip(calls[:3], expected, strict=False):
+            check_same(ask(model, **call), output)
+        cache.unwrap()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert troubles == []
+    check_attributes(model, before)
