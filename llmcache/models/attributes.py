@@ -32,6 +32,8 @@ _IDLE = frozenset(
         "_output_capturing_hooks_installed",
         "_hf_hook",
         "_old_forward",
+        "__reduce_ex__",
+        "_replicate_for_data_parallel",
         "hf_device_map",
         "name_or_path",
         "generation_config",
