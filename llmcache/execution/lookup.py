@@ -7,6 +7,7 @@ Sizes: B rows, T tokens, D hidden width.
 """
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -41,6 +42,8 @@ class Lookup:
         self._revalidation = revalidation
         self._reader = RequestReader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
+        # What it is asked of is part of the digest.
+        self._looks_otherwise = lru_cache(16)(lambda digest: parts.trunk.looks_otherwise)
         self._asked_later: tuple[Sequence[Rung], bool] | None = None  # of which rungs, whether one is asked above 0
 
     @property
@@ -210,6 +213,8 @@ class Lookup:
             self._settle(call, queue, n_before, weights.mark_of(scope.weights))
         if (reason := weights.refusal) is not None:
             return reason
+        if self._looks_otherwise(scope.weights):
+            return "other_attention"
         call.read = self._reader.read(call, scope, hidden, entering)
         call.read.purges = n_purges
         if tier is not None:

@@ -162,6 +162,7 @@ class Trunk:
     norm: nn.Module | None  # after the last layer
     adapter: Adapter
     n_configured: int | None  # layers that its config named when it was found; None where it names none
+    directions: frozenset[bool] = frozenset()  # see `_directions`, when it was found
     asks_for_more: tuple[str, ...] = _ALWAYS_ASKED  # arguments, and flags of its config, that make it put out more
 
     @property
@@ -172,6 +173,20 @@ class Trunk:
     def runs_its_layers(self) -> bool:
         """Whether its config names as many layers as when it was found: some trunks run as many as that says."""
         return bool(self.n_configured == setting(self.config, "num_hidden_layers"))
+
+    @property
+    def looks_otherwise(self) -> bool:
+        """Whether its attention sees later tokens, or does not, other than its family's or than when it was found.
+
+        Masks are left out where a flag says the same, so of flags that were flipped some calls of a batch heed the mask,
+        others the flag: a row's states depend on the rows beside it.
+        """
+        said = _directions(self.module)
+        if self.adapter not in _OF_TRANSFORMERS:
+            return said != self.directions
+        if self.adapter.is_causal:  # where its config says something, that goes before all flags
+            return setting(self.config, "is_causal") is None and False in said
+        return (not setting(self.config, "is_decoder")) in said
 
     @property
     def makes_kv(self) -> bool:
@@ -247,7 +262,14 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
             f"{name}: no config; give it one with vocab_size, as models of transformers have it"
         )
     n_configured = setting(module.config, "num_hidden_layers")
-    return Trunk(module, tuple(layers), norm, adapter, n_configured, _asks_for_more(module))
+    return Trunk(module, tuple(layers), norm, adapter, n_configured, _directions(module), _asks_for_more(module))
+
+
+def _directions(module: nn.Module) -> frozenset[bool]:
+    """Whether self-attention sees earlier tokens only, as its parts and the config say: mostly one answer."""
+    parts = (part for path, part in module.named_modules() if "cross" not in path)
+    said = (getattr(one, "is_causal", None) for one in (module.config, *parts))
+    return frozenset(one for one in said if isinstance(one, bool))
 
 
 def _asks_for_more(module: nn.Module) -> tuple[str, ...]:

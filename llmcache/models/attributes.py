@@ -300,8 +300,7 @@ def _is_own(module: nn.Module, forward: Any) -> bool:
 
 def _counts_in_config(name: str) -> bool:
     """Whether a config's value may decide states, which other checks do not look at."""
-    is_token = name.endswith(("_token_id", "_token_ids"))
-    return not (name.startswith(("_", "output_")) or is_token or name in _IDLE_IN_CONFIG)
+    return not (name.startswith(("_", "output_")) or name in _IDLE_IN_CONFIG)
 
 
 def _tensors_of(state: Any) -> Iterator[Tensor]:
