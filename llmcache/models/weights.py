@@ -8,7 +8,7 @@ after a forward with gradients all that takes gradients is hashed again, and whi
 are hashed in every call, or, where that takes long, the call is computed.
 
 Not seen are edits through `.data` alone, edits of a setting that are taken back before the call ends, attributes of
-classes, and what functions read from globals: call `cache.clear()` after one.
+classes but their `forward`, and what functions read from globals: call `cache.clear()` after one.
 """
 
 import hashlib
@@ -30,6 +30,7 @@ from llmcache.models.rope import changes_with_length
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
 _TRAINING = itemgetter("training")
+_FORWARD = attrgetter("forward")
 
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
@@ -174,7 +175,9 @@ class Weights:
                 *map(len, found.spaces),
                 any(self._empty),
             )
-            held = (*chain.from_iterable(map(dict.values, self._holders)), *map(type, self._modules), *found.held())
+            forwards = map(_FORWARD, found.kinds)
+            kinds = (*map(type, self._modules), *forwards)
+            held = (*chain.from_iterable(map(dict.values, self._holders)), *kinds, *found.held())
             return Mark(numbers, held, found.settings(), found.contents())
         except (KeyError, TypeError, AttributeError, RuntimeError):  # an attribute is gone, or of another kind
             return Mark((), (object(),), (), ())
