@@ -28,6 +28,7 @@ _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
 # A layer that keeps something else than `past_key_values` between calls could not be skipped without losing it.
 _STATES = frozenset({"layer_past", "past_key_value", "cache_params", "cache", "state", "states", "mems"})
 _ALWAYS_ASKED = ("output_attentions", "output_hidden_states")
+_UNNAMED = object()
 _LIST_NAMES = ("layer", "layers", "h", "block", "blocks")
 
 
@@ -178,14 +179,15 @@ class Trunk:
     def looks_otherwise(self) -> bool:
         """Whether its attention sees later tokens, or does not, other than its family's or than when it was found.
 
-        Masks are left out where a flag says the same, so of flags that were flipped some calls of a batch heed the mask,
-        others the flag: a row's states depend on the rows beside it.
+        Masks are left out where a flag says the same, so where they differ some calls heed the mask and others the
+        flag: a row's states depend on the rows beside it.
         """
         said = _directions(self.module)
         if self.adapter not in _OF_TRANSFORMERS:
             return said != self.directions
+        named = setting(self.config, "is_causal", _UNNAMED)
         if self.adapter.is_causal:  # where its config says something, that goes before all flags
-            return setting(self.config, "is_causal") is None and False in said
+            return False in said if named is _UNNAMED else not isinstance(named, bool)
         return (not setting(self.config, "is_decoder")) in said
 
     @property

@@ -17,8 +17,8 @@ import functools
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from enum import Enum
+from itertools import chain
 from operator import itemgetter
 from pathlib import PurePath
 from typing import Any
@@ -110,6 +110,7 @@ _TOLD = (
 _STRANGERS = ("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers")
 _KINDS = ("same", "flat", "deep")  # how attributes are compared: by identity, by elements, by what they print as
 _MANY = 256  # elements, from which on a container of settings is not compared in each call
+_HOMES = ("__dict__", "__weakref__")  # among slots
 _DEPTH = 32  # of objects and containers that are looked into
 
 
@@ -118,13 +119,13 @@ class _Fields:
 
     def __init__(self, of: Any, names: Iterable[str]) -> None:
         self.of = of
-        self.names = [name for name in names if hasattr(of, name)]
+        self.names = list(names)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self.of, name)
+        return getattr(self.of, name, None)
 
 
 class _Cells(_Fields):
@@ -200,15 +201,16 @@ class Attributes:
     def _read_module(self, path: str, module: nn.Module) -> None:
         self.parts[path] = module
         self.spaces.append(vars(module))
-        of = type(module)
-        self.kinds[of] = self.kinds.get(of) or describe(of)
-        self.facts.append(f"{path}: {self.kinds[of]}")
         if isinstance(module, torch.jit.ScriptModule):
             self.unseen = self.unseen or path
             return
+        of = type(module)
+        self.kinds[of] = self.kinds.get(of) or describe(of)
+        self.facts.append(f"{path}: {self.kinds[of]}")
         idle = _IDLE | _OF_MODULES | _UNREAD.get(type(module), frozenset())
         if "forward" in vars(module) and _is_own(module, vars(module)["forward"]):
             idle |= {"forward"}
+            self._groups["same", ("forward",)].append(vars(module))  # decides nothing until it is replaced
         self._read(
             path, vars(module), [name for name in vars(module) if name not in idle and not _is_made(module, name)]
         )
@@ -280,7 +282,9 @@ class Attributes:
             self.facts.append(f"{path} {unlike_any_other(value)}")
         else:
             self._within.add(id(value))
-            is_held = self._search_all(path, value) if isinstance(value, _CONTAINERS) else self._search_object(path, value)
+            is_held = (
+                self._search_all(path, value) if isinstance(value, _CONTAINERS) else self._search_object(path, value)
+            )
             self._within.remove(id(value))
             return is_held
         return True
@@ -355,7 +359,7 @@ def _spaces_of(value: Any) -> Iterator[Space]:
     elif isinstance(value, functools.partial):
         yield _Fields(value, ("func", "args", "keywords"))
     else:
-        slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+        slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if name not in _HOMES]
         if slots:
             yield _Fields(value, slots)
         if hasattr(value, "__dict__"):
@@ -372,8 +376,9 @@ def _slots_of(kind: type) -> list[str]:
 
 def _state_of(value: Any) -> Any:
     """What a pickle would hold of an object; else a name that no other one has."""
+    reduce: Any = copyreg.dispatch_table.get(type(value))
     try:
-        return copyreg.dispatch_table.get(type(value), lambda one: one.__reduce_ex__(4))(value)
+        return value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception:  # whatever it raises
         return unlike_any_other(value)
 

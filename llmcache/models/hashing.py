@@ -86,7 +86,8 @@ def _pieces(tensor: Any) -> list[Tensor]:
 @singledispatch
 def describe(value: Any, depth: int = 0) -> str:
     """What a value is, alike in every process that made it alike; of an object no more than its class."""
-    return _describe_kind(type(value))
+    kind: Any = type(value)
+    return _describe_kind(kind)
 
 
 def unlike_any_other(value: Any) -> str:
@@ -102,7 +103,20 @@ def _describe_repr(value: Any, depth: int = 0) -> str:
     return repr(value)
 
 
-for _plain in (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout, np.generic, slice, PurePath):
+for _plain in (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.layout,
+    np.generic,
+    slice,
+    PurePath,
+):
     describe.register(_plain, _describe_repr)
 
 
@@ -153,7 +167,8 @@ def _(value: Any, depth: int = 0) -> str:
 
 @describe.register
 def _(value: types.MethodType, depth: int = 0) -> str:
-    return f"{_describe_kind(type(value.__self__))}.{describe(value.__func__, depth + 1)}"
+    kind: Any = type(value.__self__)
+    return f"{_describe_kind(kind)}.{describe(value.__func__, depth + 1)}"
 
 
 @describe.register
@@ -201,6 +216,11 @@ def is_installed(value: Any) -> bool:
         file = getattr(module, "__file__", None) or ("" if value.__module__ == "__main__" else "<frozen")
     else:
         file = value.__code__.co_filename
+    return _is_packaged(file)
+
+
+@lru_cache(4096)
+def _is_packaged(file: str) -> bool:
     return file.startswith(_STDLIB) or any(name in file for name in _PACKAGES)
 
 
@@ -230,9 +250,10 @@ def _code_of(value: Any) -> str:
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
     """What a class has and inherits that no installed package made; patches of installed classes included."""
     for base in kind.__mro__:
+        is_own = not is_installed(base)
         for name, part in vars(base).items():
             is_patch = isinstance(part, types.FunctionType) and not is_installed(part)
-            if is_patch or (not is_installed(base) and not name.startswith("__")):
+            if is_patch or (is_own and not name.startswith("__")):
                 yield name, part
 
 
@@ -242,7 +263,7 @@ def _reads(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in sorted(names & space.keys()):
         part = space[name]
         if isinstance(part, types.ModuleType):
-            if not any(where in (getattr(part, "__file__", None) or "<frozen") for where in (*_PACKAGES, *_STDLIB)):
+            if not _is_packaged(getattr(part, "__file__", None) or "<frozen"):
                 yield from ((f"{name}.{one}", vars(part)[one]) for one in sorted(names & vars(part).keys()))
         else:
             yield name, part

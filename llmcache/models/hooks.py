@@ -186,7 +186,7 @@ class Swap(_StandIn):
         # What torch.compile() returns for a module takes anything.
         self.arguments = Arguments(getattr(module, "_orig_mod", module).forward)
         self.listener = listener
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self
         shield(module)
 
     @property
@@ -230,7 +230,8 @@ class Swap(_StandIn):
 
     def _was_on_top_of(self, forward: Any) -> bool:
         """Whether a forward is one that lay beneath this, which somebody took off."""
-        sought, below = getattr(forward, "__func__", forward), self.original
+        sought = getattr(forward, "__func__", forward)
+        below: Any = self.original
         while below is not None:
             if getattr(below, "__func__", below) is sought:
                 return True

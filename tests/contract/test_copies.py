@@ -303,7 +303,7 @@ MADE: dict[str, Callable[[], Any]] = {
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("kind", MADE)
 def test_accelerate_prepares_a_wrapped_model(kind: str) -> None:
-    """docs/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come after wrapping, in either order with `unwrap`."""
+    """docs/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come after wrapping."""
     plain, model = prepare(build(MADE[kind])), build(MADE[kind])
     before = attributes(model)
     cache = LLMCache.wrap(model)

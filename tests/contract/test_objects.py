@@ -1,4 +1,4 @@
-"""What a trunk is made of beside weights: objects, functions, code and config values. Nothing changed is served stale."""
+"""What a trunk is made of beside weights: objects, functions, code, config values. Nothing is served stale."""
 
 import functools
 import importlib
@@ -185,7 +185,10 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: Reads(type("Kind", (), {"by": 2.0})(), lambda held: held.by),
         lambda m: setattr(m.how.held, "by", 3.0),
     ),
-    "class of an object": (Scale, lambda m: setattr(m, "how", type("Scale", (Scale,), {"__call__": lambda s, x: -x})())),
+    "class of an object": (
+        Scale,
+        lambda m: setattr(m, "how", type("Scale", (Scale,), {"__call__": lambda s, x: -x})()),
+    ),
     "far within": (
         lambda: Reads([[[[[[[Scale()]]]]]]], lambda held: held[0][0][0][0][0][0][0].by),
         lambda m: setattr(m.how.held[0][0][0][0][0][0][0], "by", 3.0),
@@ -223,7 +226,7 @@ def check_edit(model: nn.Module, plain: nn.Module, edit: Callable[[Any], object]
 
 @pytest.mark.parametrize("name", EDITS)
 def test_objects_that_a_module_holds_count(name: str) -> None:
-    """docs/reuse.md: the weights digest covers what modules hold in attributes, within objects and functions as well."""
+    """docs/reuse.md: the weights digest covers what modules hold in attributes, objects and functions."""
     make, edit = EDITS[name]
     model, plain = with_activation(make()), with_activation(make())
     differs = not torch.equal(ask(plain, **X)[0], ask(edited(make, edit), **X)[0])
@@ -303,13 +306,13 @@ def other_list(model: Any) -> None:
 def test_a_layer_replaced_or_patched_after_wrapping_is_run(edit: Callable[[Any], None]) -> None:
     """docs/reuse.md: layers that were replaced or patched after wrapping are run, and nothing of before is served."""
     model, plain = build(BARE["bert"]), build(BARE["bert"])
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
-        for _ in range(2):
-            check_same(cache(**X), ask(plain, **X))
-        edit(model)
-        edit(plain)
-        for _ in range(2):
-            check_same(cache(**X), ask(plain, **X))
+    cache = LLMCache.wrap(model, auto_bypass=False)  # what lies on top of it would have to go before unwrap()
+    for _ in range(2):
+        check_same(cache(**X), ask(plain, **X))
+    edit(model)
+    edit(plain)
+    for _ in range(2):
+        check_same(cache(**X), ask(plain, **X))
 
 
 @pytest.fixture
@@ -399,7 +402,7 @@ def tiny_config() -> tf.BertConfig:
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 @pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "bart", "qwen3", "modernbert"])
 def test_attention_whose_direction_was_flipped_is_computed(family: str, when: str) -> None:
-    """docs/reuse.md: where `is_causal` is not the family's, rows depend on the padding beside them: nothing is served."""
+    """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
     table = {**BARE, **STRANGERS}
     model, plain = build(table[family]), build(table[family])
 
@@ -532,7 +535,7 @@ def versions(tmp_path: Path) -> Iterator[Versions]:
 
 
 def carries(before: nn.Module, after: nn.Module, folder: Path) -> bool:
-    """Whether what one model computed is taken for another one's, in another process as well: both then answer alike."""
+    """Whether what one model computed is served by another one, which then answers as it would alone."""
     with LLMCache.wrap(before, auto_bypass=False) as cache:
         cache(**X)
         cache.save(folder)
