@@ -163,7 +163,7 @@ class Trunk:
     norm: nn.Module | None  # after the last layer
     adapter: Adapter
     n_configured: int | None  # layers that its config named when it was found; None where it names none
-    directions: frozenset[bool] = frozenset()  # see `_directions`, when it was found
+    directions: tuple[bool, ...] = ()  # see `_directions`, when it was found
     asks_for_more: tuple[str, ...] = _ALWAYS_ASKED  # arguments, and flags of its config, that make it put out more
 
     @property
@@ -185,6 +185,8 @@ class Trunk:
         said = _directions(self.module)
         if self.adapter not in _OF_TRANSFORMERS:
             return said != self.directions
+        if len(said) < len(self.directions):  # without a flag attention takes it for set
+            return True
         named = setting(self.config, "is_causal", _UNNAMED)
         if self.adapter.is_causal:  # where its config says something, that goes before all flags
             return False in said if named is _UNNAMED else not isinstance(named, bool)
@@ -267,11 +269,11 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
     return Trunk(module, tuple(layers), norm, adapter, n_configured, _directions(module), _asks_for_more(module))
 
 
-def _directions(module: nn.Module) -> frozenset[bool]:
-    """Whether self-attention sees earlier tokens only, as its parts and the config say: mostly one answer."""
+def _directions(module: nn.Module) -> tuple[bool, ...]:
+    """Whether self-attention sees earlier tokens only, as the config and each of its parts say."""
     parts = (part for path, part in module.named_modules() if "cross" not in path)
     said = (getattr(one, "is_causal", None) for one in (module.config, *parts))
-    return frozenset(one for one in said if isinstance(one, bool))
+    return tuple(one for one in said if isinstance(one, bool))
 
 
 def _asks_for_more(module: nn.Module) -> tuple[str, ...]:

@@ -234,6 +234,10 @@ class Attributes:
         if (name == "config" or hasattr(type(value), "model_type")) and hasattr(value, "__dict__"):
             self._read_config(path, value)
             return "same"
+        if name == "forward" and not isinstance(value, nn.Module):
+            self._search_wrapper(path, value)
+            self.facts.append(f"{path}={describe(value)}")
+            return "same"
         has_tensors = self._search(path, value)
         if not (has_tensors or self._has_values) and isinstance(value, (*_PLAIN, *_CONTAINERS, np.ndarray)):
             return ""
@@ -288,6 +292,15 @@ class Attributes:
             self._within.remove(id(value))
             return is_held
         return True
+
+    def _search_wrapper(self, path: str, forward: Any) -> None:
+        """Take in tensors that somebody's forward closes over, and no object: it may be one that counts or records."""
+        for space in _spaces_of(forward):
+            for name in space:
+                if isinstance(value := space[name], Tensor):
+                    self._add(f"{path}.{name}", value)
+                elif isinstance(value, types.FunctionType | functools.partial) and self._is_new(path, value):
+                    self._search_wrapper(f"{path}.{name}", value)
 
     def _search_all(self, path: str, value: Any) -> bool:
         elements = value.values() if isinstance(value, dict) else value

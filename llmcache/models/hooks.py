@@ -181,8 +181,9 @@ class Swap(_StandIn):
             listener: Receives the calls.
         """
         super().__init__(module)
-        self._before: Callable[..., Any] | None = vars(module).get("forward")
-        self.__wrapped__ = self.original  # inspect.signature() then shows the module's own
+        self._original: Callable[..., Any] = module.forward
+        self.had_own_forward = "forward" in module.__dict__
+        self.__wrapped__ = self._original  # inspect.signature() then shows the module's own
         # What torch.compile() returns for a module takes anything.
         self.arguments = Arguments(getattr(module, "_orig_mod", module).forward)
         self.listener = listener
@@ -192,12 +193,9 @@ class Swap(_StandIn):
     @property
     def original(self) -> Callable[..., Any]:
         """The forward beneath: what was on the module, else its class's of now, which may be patched at any time."""
-        return _own(self.module, self.name) if self._before is None else self._before
-
-    @property
-    def had_own_forward(self) -> bool:
-        """Whether there was one on the module itself."""
-        return self._before is not None
+        if self.had_own_forward or torch.compiler.is_compiling():  # a compiler cannot follow what is made here
+            return self._original
+        return _own(self.module, self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):  # bound once more, as accelerate does when it unwraps a model

@@ -432,6 +432,21 @@ def test_attention_whose_direction_was_flipped_is_computed(family: str, when: st
                 flip()
 
 
+def test_attention_that_lost_its_direction_is_computed() -> None:
+    """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
+    model, plain = build(BARE["bert"]), build(BARE["bert"])
+    rows = tokens(2, 6)
+    calls = [
+        {"input_ids": rows, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])},
+        {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
+    ]
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for one in (model, plain):
+            del one.encoder.layer[1].attention.self.is_causal
+        for call in [*calls, *calls]:
+            check_same(cache(**call), ask(plain, **call))
+
+
 def test_a_direction_that_the_config_names_counts_after_wrapping() -> None:
     """docs/reuse.md: the weights digest covers settings, those of the config that decide attention among them."""
     model, plain = build(GENERATORS["llama"]), build(GENERATORS["llama"])

@@ -169,7 +169,7 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "epsilon": lambda m: setattr(m.encoder.layer[1].output.LayerNorm, "eps", 0.5),
     "scaling": lambda m: setattr(m.encoder.layer[1].attention.self, "scaling", 1.0),
     "is_causal": lambda m: setattr(m.encoder.layer[1].attention.self, "is_causal", True),
-    "new attribute": lambda m: setattr(m.encoder.layer[1], "is_causal", True),
+    "new attribute": lambda m: setattr(m.encoder.layer[1], "note", True),
     "removed attribute": lambda m: delattr(m.encoder.layer[1].attention.self, "is_causal"),
     "parametrization": lambda m: parametrize.register_parametrization(m.pooler.dense, "weight", Scale(2.0)),
     "config": lambda m: setattr(m.config, "default_language", "de_DE"),
