@@ -107,7 +107,11 @@ _TOLD = (
     *(torch.device, torch.Generator, torch.Size, type, np.ndarray, np.generic, Enum, PurePath, slice),
     *(types.BuiltinFunctionType, types.ModuleType, types.CodeType),
 )
-_STRANGERS = ("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers")
+# Of whose classes objects are not looked into: they decide nothing, or hang together with the whole program.
+_STRANGERS = (
+    *("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers"),
+    *("torch._dynamo", "torch._inductor", "torch.amp"),
+)
 _KINDS = ("same", "flat", "deep")  # how attributes are compared: by identity, by elements, by what they print as
 _MANY = 256  # elements, from which on a container of settings is not compared in each call
 _HOMES = ("__dict__", "__weakref__")  # among slots

@@ -324,7 +324,7 @@ def before_layer_2(model: Any, act: Any) -> None:
     """Have something happen in each call that gets so far."""
     swap = model.model.layers[2].__dict__["forward"]
     original = swap.original
-    swap.original = lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
+    swap.had_own_forward, swap._original = True, lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
 
 
 def test_unwrapped_while_some_rows_skip_the_layers(model: Any) -> None:
