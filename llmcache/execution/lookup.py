@@ -7,6 +7,7 @@ Sizes: B rows, T tokens, D hidden width.
 """
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -42,6 +43,8 @@ class Lookup:
         self._reader = RequestReader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
         self._observed = parts.head.observed if parts.payload.fits_any_length else None
+        # What it is asked of is part of the digest.
+        self._looks_otherwise = lru_cache(16)(lambda digest: parts.trunk.looks_otherwise)
         self._asked_later: tuple[Sequence[Rung], bool] | None = None  # of which rungs, whether one is asked above 0
 
     @property
@@ -220,6 +223,8 @@ class Lookup:
             return reason
         if self._observed is not None and self._observed.has_changed(scope.weights):
             return "other_pooling"
+        if self._looks_otherwise(scope.weights):
+            return "other_attention"
         call.read = self._reader.read(call, scope, hidden, entering)
         call.read.purges = n_purges
         if tier is not None:

@@ -28,6 +28,7 @@ _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
 # A layer that keeps something else than `past_key_values` between calls could not be skipped without losing it.
 _STATES = frozenset({"layer_past", "past_key_value", "cache_params", "cache", "state", "states", "mems"})
 _ALWAYS_ASKED = ("output_attentions", "output_hidden_states")
+_UNNAMED = object()
 _LIST_NAMES = ("layer", "layers", "h", "block", "blocks")
 
 
@@ -168,6 +169,7 @@ class Trunk:
     norm: nn.Module | None  # after the last layer
     adapter: Adapter
     n_configured: int | None  # layers that its config named when it was found; None where it names none
+    directions: tuple[bool, ...] = ()  # see `_directions`, when it was found
     asks_for_more: tuple[str, ...] = _ALWAYS_ASKED  # arguments, and flags of its config, that make it put out more
 
     @property
@@ -178,6 +180,23 @@ class Trunk:
     def runs_its_layers(self) -> bool:
         """Whether its config names as many layers as when it was found: some trunks run as many as that says."""
         return bool(self.n_configured == setting(self.config, "num_hidden_layers"))
+
+    @property
+    def looks_otherwise(self) -> bool:
+        """Whether its attention sees later tokens, or does not, other than its family's or than when it was found.
+
+        Masks are left out where a flag says the same, so where they differ some calls heed the mask and others the
+        flag: a row's states depend on the rows beside it.
+        """
+        said = _directions(self.module)
+        if self.adapter not in _OF_TRANSFORMERS:
+            return said != self.directions
+        if len(said) < len(self.directions):  # without a flag attention takes it for set
+            return True
+        named = setting(self.config, "is_causal", _UNNAMED)
+        if self.adapter.is_causal:  # where its config says something, that goes before all flags
+            return False in said if named is _UNNAMED else not isinstance(named, bool)
+        return (not setting(self.config, "is_decoder")) in said
 
     @property
     def makes_kv(self) -> bool:
@@ -253,7 +272,14 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
             f"{name}: no config; give it one with vocab_size, as models of transformers have it"
         )
     n_configured = setting(module.config, "num_hidden_layers")
-    return Trunk(module, tuple(layers), norm, adapter, n_configured, _asks_for_more(module))
+    return Trunk(module, tuple(layers), norm, adapter, n_configured, _directions(module), _asks_for_more(module))
+
+
+def _directions(module: nn.Module) -> tuple[bool, ...]:
+    """Whether self-attention sees earlier tokens only, as the config and each of its parts say."""
+    parts = (part for path, part in module.named_modules() if "cross" not in path)
+    said = (getattr(one, "is_causal", None) for one in (module.config, *parts))
+    return tuple(one for one in said if isinstance(one, bool))
 
 
 def _asks_for_more(module: nn.Module) -> tuple[str, ...]:

@@ -5,22 +5,29 @@ the modules' own attributes and in their config's. Tensors kept elsewhere are th
 and objects there, in modules that are no submodules, in attributes of parameters (bitsandbytes' `quant_state`), within
 tensor subclasses (torchao), and the packed ones of torch's quantised modules.
 
-Not seen: what functions read from globals, attributes of classes, settings within objects that are neither modules nor
-configs, and edits to numpy arrays in place.
+Objects and functions are looked into: their attributes and slots, what they close over, what they are bound to. What
+cannot be looked into makes a digest that no other process has.
+
+Not seen: edits of what functions read from globals, of attributes of classes but forwards of modules', and of numpy
+arrays in place.
 """
 
+import copyreg
+import functools
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from itertools import chain
 from operator import itemgetter
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache.models.hashing import describe, digests, inner_tensors
+from llmcache.models.hashing import content, describe, digests, inner_tensors, is_installed, unlike_any_other
 from llmcache.models.hooks import Swap
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # torch's own, which is looked at elsewhere
@@ -32,6 +39,8 @@ _IDLE = frozenset(
         "_output_capturing_hooks_installed",
         "_hf_hook",
         "_old_forward",
+        "__reduce_ex__",
+        "_replicate_for_data_parallel",
         "hf_device_map",
         "name_or_path",
         "generation_config",
@@ -93,16 +102,50 @@ _UNREAD: dict[type, frozenset[str]] = {  # by exact class: what its forward does
     nn.Dropout: frozenset(["p", "inplace"]),  # in training mode nothing is cached
 }
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
-_WITHOUT_TENSORS = (
-    *(torch.device, torch.Generator, type, np.ndarray, np.generic),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+# What `describe` tells all of that counts.
+_TOLD = (
+    *(torch.device, torch.Generator, torch.Size, type, np.ndarray, np.generic, Enum, PurePath, slice),
+    *(types.BuiltinFunctionType, types.ModuleType, types.CodeType),
 )
-_STRANGERS = ("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers")
+# Of whose classes objects are not looked into: they decide nothing, or hang together with the whole program.
+_STRANGERS = (
+    *("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers"),
+    *("torch._dynamo", "torch._inductor", "torch.amp"),
+)
 _KINDS = ("same", "flat", "deep")  # how attributes are compared: by identity, by elements, by what they print as
 _MANY = 256  # elements, from which on a container of settings is not compared in each call
-_DEPTH = 4  # of objects and containers in which tensors are looked for
+_HOMES = ("__dict__", "__weakref__")  # among slots
+_DEPTH = 32  # of objects and containers that are looked into
 
-Space = dict[str, Any]
+
+class _Fields:
+    """Attributes of an object that are in no dict, as if they were."""
+
+    def __init__(self, of: Any, names: Iterable[str]) -> None:
+        self.of = of
+        self.names = list(names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.of, name, None)
+
+
+class _Cells(_Fields):
+    """What a function closes over, and what it is made of beside that."""
+
+    def __init__(self, of: types.FunctionType) -> None:
+        super().__init__(of, ("__defaults__", "__kwdefaults__", "__code__"))
+        self.cells = dict(zip(of.__code__.co_freevars, of.__closure__ or (), strict=True))
+        self.names += self.cells
+
+    def __getitem__(self, name: str) -> Any:
+        return content(self.cells[name]) if name in self.cells else super().__getitem__(name)
+
+
+Space = dict[str, Any] | _Fields
 
 
 class Attributes:
@@ -126,9 +169,13 @@ class Attributes:
         self.wrapped: dict[int, Tensor] = {}  # by id of a tensor found within another one: that one
         self.facts: list[str] = []  # what settings are, in no order
         self.unseen = ""  # path of something that may hold weights and cannot be read
-        self.spaces: list[Space] = []  # attributes of modules
+        self.spaces: list[dict[str, Any]] = []  # attributes of modules and objects
+        self.kinds: dict[type, str] = {}  # of modules
         self._has_values = has_values
-        self._known = {*map(id, known), *map(id, parts.values())}
+        self._known = {id(one): "" for one in known} | {id(one): path for path, one in parts.items()}
+        self._alive: list[Any] = []
+        self._within: set[int] = set()  # ids of what is being looked into
+        self._n_found = 0  # tensors and modules, each as often as it was met
         self._groups: dict[tuple[str, tuple[str, ...]], list[Space]] = defaultdict(list)
         self._containers: list[Iterable[Any]] = []
         self._pending = deque(parts.items())
@@ -159,13 +206,16 @@ class Attributes:
     def _read_module(self, path: str, module: nn.Module) -> None:
         self.parts[path] = module
         self.spaces.append(vars(module))
-        self.facts.append(f"{path}: {describe(type(module))}")
         if isinstance(module, torch.jit.ScriptModule):
             self.unseen = self.unseen or path
             return
+        of = type(module)
+        self.kinds[of] = self.kinds.get(of) or describe(of)
+        self.facts.append(f"{path}: {self.kinds[of]}")
         idle = _IDLE | _OF_MODULES | _UNREAD.get(type(module), frozenset())
         if "forward" in vars(module) and _is_own(module, vars(module)["forward"]):
             idle |= {"forward"}
+            self._groups["same", ("forward",)].append(vars(module))  # decides nothing until it is replaced
         self._read(
             path, vars(module), [name for name in vars(module) if name not in idle and not _is_made(module, name)]
         )
@@ -186,15 +236,19 @@ class Attributes:
     def _take(self, path: str, name: str, value: Any) -> str:
         """Take in an attribute; returns how it is compared, or "" where it does not count."""
         value = value.original if isinstance(value, Swap) else value
-        if name == "config" and hasattr(value, "__dict__"):
+        if (name == "config" or hasattr(type(value), "model_type")) and hasattr(value, "__dict__"):
             self._read_config(path, value)
             return "same"
-        has_tensors = self._search(path, value, 0)
-        if not (has_tensors or self._has_values) and isinstance(value, (*_PLAIN, list, tuple, dict, set, np.ndarray)):
+        if name == "forward" and not isinstance(value, nn.Module):
+            self._search_wrapper(path, value)
+            self.facts.append(f"{path}={describe(value)}")
+            return "same"
+        has_tensors = self._search(path, value)
+        if not (has_tensors or self._has_values) and isinstance(value, (*_PLAIN, *_CONTAINERS, np.ndarray)):
             return ""
         if not isinstance(value, torch.device):
             self.facts.append(f"{path}={describe(value)}")
-        if isinstance(value, list | dict | set) and not has_tensors and len(value) <= _MANY:
+        if isinstance(value, list | dict | set | deque) and not has_tensors and len(value) <= _MANY:
             of = chain(value.keys(), value.values()) if isinstance(value, dict) else value
             return "flat" if all(isinstance(one, _PLAIN) for one in of) else "deep"
         return "same"
@@ -203,7 +257,7 @@ class Attributes:
         """Take in the settings of a config, once for all modules that share it."""
         if id(config) in self._known or not self._has_values:
             return
-        self._known.add(id(config))
+        self._known[id(config)] = path
         space = vars(config)
         self.spaces.append(space)
         names = [name for name in space if _counts_in_config(name)]
@@ -222,60 +276,87 @@ class Attributes:
         if more := [name for name in vars(tensor) if name not in _IDLE and not name.startswith("_dynamo_")]:
             self._read(path, vars(tensor), more)
 
-    def _search(self, path: str, value: Any, depth: int) -> bool:
-        """Take in tensors, packed ones and modules wherever they are kept; whether there are any."""
-        if isinstance(value, (*_PLAIN, *_WITHOUT_TENSORS)) or depth > _DEPTH:
+    def _search(self, path: str, value: Any) -> bool:
+        """Take in tensors, packed ones, modules and objects wherever they are kept; whether to compare by identity."""
+        if isinstance(value, (*_PLAIN, *_TOLD)) or type(value).__module__.startswith(_STRANGERS):
             return False
+        self._n_found += isinstance(value, (Tensor, torch.ScriptObject, nn.Module))
         if isinstance(value, Tensor):
             self._add(path, value)
-            return True
-        if isinstance(value, torch.ScriptObject):
+        elif isinstance(value, torch.ScriptObject):
             self._unpack(path, value)
-            return True
-        if isinstance(value, nn.Module):
+        elif isinstance(value, nn.Module):
             self._adopt(path, value)
-            return True
-        if isinstance(value, dict | list | tuple | set | frozenset):
-            return self._search_all(path, value, depth)
-        return self._search_object(path, value, depth)
+        elif id(value) in self._within or len(self._within) > _DEPTH:
+            self.facts.append(f"{path} {unlike_any_other(value)}")
+        else:
+            self._within.add(id(value))
+            is_held = (
+                self._search_all(path, value) if isinstance(value, _CONTAINERS) else self._search_object(path, value)
+            )
+            self._within.remove(id(value))
+            return is_held
+        return True
 
-    def _search_all(self, path: str, value: Any, depth: int) -> bool:
+    def _search_wrapper(self, path: str, forward: Any) -> None:
+        """Take in tensors that somebody's forward closes over, and no object: it may be one that counts or records."""
+        for space in _spaces_of(forward):
+            for name in space:
+                if isinstance(value := space[name], Tensor):
+                    self._add(f"{path}.{name}", value)
+                elif isinstance(value, types.FunctionType | functools.partial) and self._is_new(path, value):
+                    self._search_wrapper(f"{path}.{name}", value)
+
+    def _search_all(self, path: str, value: Any) -> bool:
         elements = value.values() if isinstance(value, dict) else value
         names = value if isinstance(value, dict) else range(len(value))
         pairs = zip(names, elements, strict=True)
-        found = [self._search(f"{path}.{name}", element, depth + 1) for name, element in pairs]
+        found = [self._search(f"{path}.{name}", element) for name, element in pairs]
         if any(found) and not isinstance(value, tuple | frozenset):
             self._containers.append(elements)
+        if hasattr(value, "__dict__"):  # of a class of somebody's own
+            self.facts.append(f"{path}: {describe(type(value))}")
+            self._read(path, vars(value), vars(value))
         return any(found)
 
-    def _search_object(self, path: str, value: Any, depth: int) -> bool:
-        space = getattr(value, "__dict__", None)
-        if id(value) in self._known or not isinstance(space, dict) or type(value).__module__.startswith(_STRANGERS):
-            return False
-        self._known.add(id(value))
-        found = [name for name, inner in space.items() if self._search(f"{path}.{name}", inner, depth + 1)]
-        if found:
-            self._groups["same", tuple(found)].append(space)
-        return bool(found)
+    def _search_object(self, path: str, value: Any) -> bool:
+        """Look into an object or a function. What class or code it is of is told elsewhere."""
+        if not self._is_new(path, value):
+            return self._has_values
+        n_before = self._n_found
+        for space in _spaces_of(value):
+            if isinstance(space, dict):
+                self.spaces.append(space)
+            self._read(path, space, space)
+        return self._has_values or self._n_found > n_before
 
     def _add(self, path: str, tensor: Tensor) -> None:
-        if id(tensor) not in self._known:
-            self._known.add(id(tensor))
+        if self._is_new(path, tensor):
             self.tensors[path] = tensor
             self._read_tensor(path, tensor)
 
     def _adopt(self, path: str, module: nn.Module) -> None:
         """Look at a module that is no submodule of those known, and at its submodules."""
         for name, part in module.named_modules():
-            if id(part) not in self._known:
-                self._known.add(id(part))
+            if self._is_new(f"{path}.{name}", part):
                 self._pending.append((f"{path}.{name}", part))
+            elif part is module:
+                break
+
+    def _is_new(self, path: str, value: Any) -> bool:
+        """Whether something is met for the first time; of what is met again it counts where it was met before."""
+        if id(value) in self._known:
+            self.facts.append(f"{path} is {self._known[id(value)]}")
+            return False
+        self._known[id(value)] = path
+        self._alive.append(value)  # an id must not come again
+        return True
 
     def _unpack(self, path: str, packed: Any) -> None:
         """Take in torch's packed weights. They never change but for the bias, a tensor that is shared."""
         if id(packed) in self._known:
             return
-        self._known.add(id(packed))
+        self._known[id(packed)] = path
         if "torch.classes.quantized." not in str(packed._type()):  # others may change without trace
             self.unseen = self.unseen or path
             return
@@ -284,6 +365,40 @@ class Attributes:
                 self.facts.append(f"{path}.{number}={digests([tensor])[0]}")
             else:
                 self._add(f"{path}.{number}", tensor)
+
+
+def _spaces_of(value: Any) -> Iterator[Space]:
+    """Where an object keeps what it is made of."""
+    if isinstance(value, types.FunctionType):
+        if value.__closure__ or not is_installed(value):
+            yield _Cells(value)
+    elif isinstance(value, types.MethodType):
+        yield _Fields(value, ("__self__", "__func__"))
+    elif isinstance(value, functools.partial):
+        yield _Fields(value, ("func", "args", "keywords"))
+    else:
+        slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if name not in _HOMES]
+        if slots:
+            yield _Fields(value, slots)
+        if hasattr(value, "__dict__"):
+            yield vars(value)
+        elif not slots:  # made by C
+            yield {"state": _state_of(value)}
+
+
+def _slots_of(kind: type) -> list[str]:
+    named = vars(kind).get("__slots__", ())
+    names = [named] if isinstance(named, str) else list(named)
+    return [f"_{kind.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name for name in names]
+
+
+def _state_of(value: Any) -> Any:
+    """What a pickle would hold of an object; else a name that no other one has."""
+    reduce: Any = copyreg.dispatch_table.get(type(value))
+    try:
+        return value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception:  # whatever it raises
+        return unlike_any_other(value)
 
 
 def _is_made(module: nn.Module, name: str) -> bool:
@@ -299,8 +414,7 @@ def _is_own(module: nn.Module, forward: Any) -> bool:
 
 def _counts_in_config(name: str) -> bool:
     """Whether a config's value may decide states, which other checks do not look at."""
-    is_token = name.endswith(("_token_id", "_token_ids"))
-    return not (name.startswith(("_", "output_")) or is_token or name in _IDLE_IN_CONFIG)
+    return not (name.startswith(("_", "output_")) or name in _IDLE_IN_CONFIG)
 
 
 def _tensors_of(state: Any) -> Iterator[Tensor]:

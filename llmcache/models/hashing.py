@@ -1,13 +1,21 @@
-"""Digests of tensors, and names of values that mean the same in every process."""
+"""Digests of tensors, and names of values that mean the same in every process.
+
+Classes and functions of installed packages are told by their names, all others by their code as well: as it was loaded,
+not as its file is now, and with that of classes and functions that it reads from globals.
+"""
 
 import functools
 import hashlib
 import sys
+import sysconfig
 import types
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from functools import singledispatch
+from functools import lru_cache, singledispatch
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -17,6 +25,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MANY_BYTES = 32 << 20  # from which on threads are worth starting
 _DEPTH = 6  # of containers within containers that are described
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
+_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen", "<string>", "<attrs")
+_PACKAGES = ("site-packages", "dist-packages")
+_UNREAD: list[tuple[Any, str]] = []  # values that cannot be read and their names, for good: an id must not come again
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -74,14 +86,37 @@ def _pieces(tensor: Any) -> list[Tensor]:
 @singledispatch
 def describe(value: Any, depth: int = 0) -> str:
     """What a value is, alike in every process that made it alike; of an object no more than its class."""
-    return _name(type(value))
+    kind: Any = type(value)
+    return _describe_kind(kind)
+
+
+def unlike_any_other(value: Any) -> str:
+    """A name for what cannot be read: the same for the same object, and another one in every process."""
+    for known, name in _UNREAD:
+        if known is value:
+            return name
+    _UNREAD.append((value, f"{_name(type(value))} {uuid.uuid4().hex}"))
+    return _UNREAD[-1][1]
 
 
 def _describe_repr(value: Any, depth: int = 0) -> str:
     return repr(value)
 
 
-for _plain in (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout, np.generic, slice):
+for _plain in (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.layout,
+    np.generic,
+    slice,
+    PurePath,
+):
     describe.register(_plain, _describe_repr)
 
 
@@ -99,6 +134,7 @@ def _(value: np.ndarray, depth: int = 0) -> str:
 
 @describe.register(list)
 @describe.register(tuple)
+@describe.register(deque)
 def _(value: Sequence[Any], depth: int = 0) -> str:
     return f"[{','.join(_describe_all(value, depth))}]"  # a list that was saved as JSON may have been a tuple
 
@@ -117,7 +153,11 @@ def _(value: Mapping[Any, Any], depth: int = 0) -> str:
 
 @describe.register
 def _(value: type, depth: int = 0) -> str:
-    return _name(value)
+    forward = getattr(value, "forward", None)
+    return f"{_name(value)} {'' if forward is None else _name(forward)} {_code_of(value)}"
+
+
+_describe_kind = lru_cache(1024)(describe)  # of objects, of which many may be of one class
 
 
 @describe.register(functools.partial)
@@ -127,7 +167,8 @@ def _(value: Any, depth: int = 0) -> str:
 
 @describe.register
 def _(value: types.MethodType, depth: int = 0) -> str:
-    return f"{_name(type(value.__self__))}.{describe(value.__func__, depth + 1)}"
+    kind: Any = type(value.__self__)
+    return f"{_describe_kind(kind)}.{describe(value.__func__, depth + 1)}"
 
 
 @describe.register
@@ -137,26 +178,24 @@ def _(value: types.BuiltinFunctionType, depth: int = 0) -> str:
 
 @describe.register
 def _(value: types.FunctionType, depth: int = 0) -> str:
-    """A function that can be imported is told by its name; another one by its code and what it closes over."""
-    home = vars(sys.modules.get(value.__module__, types))
-    if home.get(value.__qualname__) is value or depth > _DEPTH:
+    """An installed function that closes over nothing is told by its name; another one by its code and what it holds."""
+    if not value.__closure__ and is_installed(value):
         return _name(value)
-    cells = [] if value.__closure__ is None else [_content(cell) for cell in value.__closure__]
-    captured = (value.__defaults__, value.__kwdefaults__, cells)
-    return f"{_name(value)}({','.join([describe(value.__code__, depth), *_describe_all(captured, depth)])})"
+    captured = (value.__defaults__, value.__kwdefaults__, list(map(content, value.__closure__ or ())))
+    return f"{_name(value)}({','.join([_code_of(value), *_describe_all(captured, depth)])})"
 
 
 @describe.register
 def _(value: types.CodeType, depth: int = 0) -> str:
-    made_of = (value.co_code, value.co_names, value.co_varnames, value.co_freevars, value.co_consts)
-    return hashlib.sha256("".join(_describe_all(made_of, depth)).encode()).hexdigest()
+    return _digest_code(value)
 
 
 def _describe_all(values: Iterable[Any], depth: int) -> list[str]:
-    return [describe(value, depth + 1) if depth < _DEPTH else _name(type(value)) for value in values]
+    return [describe(value, depth + 1) if depth < _DEPTH else unlike_any_other(value) for value in values]
 
 
-def _content(cell: types.CellType) -> Any:
+def content(cell: types.CellType) -> Any:
+    """What a function closes over."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -165,3 +204,87 @@ def _content(cell: types.CellType) -> Any:
 
 def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(type(value)))}"
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+def is_installed(value: Any) -> bool:
+    """Whether a class or a function came with Python or an installed package, so that its name says which it is."""
+    if isinstance(value, type):
+        module = sys.modules.get(value.__module__)
+        file = getattr(module, "__file__", None) or ("" if value.__module__ == "__main__" else "<frozen")
+    else:
+        file = value.__code__.co_filename
+    return _is_packaged(file)
+
+
+@lru_cache(4096)
+def _is_packaged(file: str) -> bool:
+    return file.startswith(_STDLIB) or any(name in file for name in _PACKAGES)
+
+
+def _code_of(value: Any) -> str:
+    """Digest of what a class or a function runs and reads, as far as no installed package made it; "" if one made all.
+
+    Read are functions, classes and constants: among members and globals, and what functions close over.
+    """
+    pending, seen, told = [value], set(), set()
+    for one in pending:
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if not isinstance(one, type):
+            told.add(_digest_code(one.__code__))
+        for name, part in _members(one) if isinstance(one, type) else _reads(one):
+            part = getattr(part, "fget", getattr(part, "__func__", part))  # of a property or a static method
+            if isinstance(part, (type, types.FunctionType)):
+                told.add(f"{_name(one)} {name}={_name(part)}")
+                if not is_installed(part):
+                    pending.append(part)
+            elif isinstance(part, _CONSTANTS):
+                told.add(f"{_name(one)} {name}={part!r}")
+    return hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest() if told else ""
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class has and inherits that no installed package made; patches of installed classes included."""
+    for base in kind.__mro__:
+        is_own = not is_installed(base)
+        for name, part in vars(base).items():
+            is_patch = isinstance(part, types.FunctionType) and not is_installed(part)
+            if is_patch or (is_own and not name.startswith("__")):
+                yield name, part
+
+
+def _reads(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function finds in its globals, in modules there, in its cells and defaults."""
+    names, space = set(_names_in(function.__code__)), function.__globals__
+    for name in sorted(names & space.keys()):
+        part = space[name]
+        if isinstance(part, types.ModuleType):
+            if not _is_packaged(getattr(part, "__file__", None) or "<frozen"):
+                yield from ((f"{name}.{one}", vars(part)[one]) for one in sorted(names & vars(part).keys()))
+        else:
+            yield name, part
+    yield from zip(function.__code__.co_freevars, map(content, function.__closure__ or ()), strict=True)
+    yield from ((f"default {number}", one) for number, one in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names_in(one)
+
+
+@lru_cache(4096)
+def _digest_code(code: types.CodeType) -> str:
+    constants = (_digest_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts)
+    made_of = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, *constants)
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()
+
+
+def _constant(value: Any) -> str:
+    return describe(value) if isinstance(value, frozenset) else repr(value)  # whose order differs by process

@@ -4,13 +4,19 @@ Native hooks cannot skip a layer, so each layer's forward is swapped once. The t
 hooked: some callers (sentence-transformers 6) call `trunk.forward(...)`, which runs no native hook. Removal is in
 reverse order and restores each module's `__dict__` exactly, a foreign wrapper that was there before (accelerate's, say)
 included.
+
+A copy of a module shares what is in its `__dict__`, and would run the original. So copies, pickles and DataParallel's
+replicas are made without anything of ours: Python and torch look for the functions that make them on the module itself
+before they look at its class.
 """
 
 import copy
+import logging
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +25,8 @@ from torch.nn.modules import module as _every_module
 from llmcache.errors import ConfigError, WrapError
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
+
+logger = logging.getLogger("llmcache")
 
 _CAPTURING = "transformers.utils.output_capturing"
 _KEPT = "logits_to_keep"
@@ -74,8 +82,96 @@ class Listener(Protocol):
     def reads_last(self, n_columns: int | None) -> None: ...
 
 
-class Swap:
+class _StandIn:
+    """Hangs on a module under the name of a function of its class; in a copy that gets hold of it, it is that."""
+
+    name: ClassVar[str]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own(memo[id(self.module)], self.name)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, self.name)  # as a bound method; where it is loaded, the module has only its class
+
+
+class _Reduce(_StandIn):
+    """Copies and pickles a module without anything of ours."""
+
+    name = "__reduce_ex__"
+
+    def __call__(self, protocol: Any) -> Any:
+        if any(isinstance(swap, TrunkSwap) for swap in _beneath(self.module.forward)):  # once for a whole model
+            logger.info("llmcache: a copy of a %s is made without its cache", type(self.module).__name__)
+        made = _own(self.module, self.name)(protocol)
+        if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
+            return made
+        return (*made[:2], _plain(made[2]), *made[3:])
+
+
+class _Replicate(_StandIn):
+    """Has DataParallel copy a module likewise."""
+
+    name = "_replicate_for_data_parallel"
+
+    def __call__(self) -> nn.Module:
+        replica: nn.Module = _own(self.module, self.name)()
+        replica.__dict__ = _plain(vars(replica))
+        return replica
+
+
+def shield(module: nn.Module) -> None:
+    """Have copies of a module be made without what we have just hung on it."""
+    for kind in (_Reduce, _Replicate):
+        vars(module).setdefault(kind.name, kind(module))
+
+
+def unshield(module: nn.Module) -> None:
+    """Undo that, if nothing of ours is left."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    if not (_beneath(vars(module).get("forward")) or any(map(_is_ours, hooks))):
+        for kind in (_Reduce, _Replicate):
+            vars(module).pop(kind.name, None)
+
+
+def _plain(space: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes without anything of ours."""
+    plain = {name: value for name, value in space.items() if not isinstance(value, (_Reduce, _Replicate))}
+    if swaps := _beneath(plain.get("forward")):
+        del plain["forward"]
+        if swaps[-1].had_own_forward:
+            plain["forward"] = swaps[-1].original
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        if any(map(_is_ours, plain[name].values())):
+            plain[name] = OrderedDict((key, hook) for key, hook in plain[name].items() if not _is_ours(hook))
+    return plain
+
+
+def _beneath(forward: Any) -> "list[Swap]":
+    """Swaps that a forward consists of, outermost first: more than one may hang on the same module."""
+    swaps: list[Swap] = []
+    forward = getattr(forward, "__func__", forward)  # accelerate binds what it unwraps to the module once more
+    while isinstance(forward, Swap):
+        swaps.append(forward)
+        forward = forward.original
+    return swaps
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith("llmcache.")
+
+
+def _own(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A function of a module's class, bound to it."""
+    return types.MethodType(getattr(type(module), name), module)
+
+
+class Swap(_StandIn):
     """Stands in for one module's forward."""
+
+    name = "forward"
 
     def __init__(self, module: nn.Module, listener: Listener) -> None:
         """Take the forward's place.
@@ -84,14 +180,32 @@ class Swap:
             module: The trunk or a layer.
             listener: Receives the calls.
         """
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
-        self.__wrapped__ = self.original  # inspect.signature() then shows the module's own
+        super().__init__(module)
+        self._original: Callable[..., Any] = module.forward
+        self.had_own_forward = "forward" in module.__dict__
+        self.__wrapped__ = self._original  # inspect.signature() then shows the module's own
         # What torch.compile() returns for a module takes anything.
         self.arguments = Arguments(getattr(module, "_orig_mod", module).forward)
         self.listener = listener
-        self._had_own_forward = "forward" in module.__dict__
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self
+        shield(module)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward beneath: what was on the module, else its class's of now, which may be patched at any time."""
+        if self.had_own_forward or torch.compiler.is_compiling():  # a compiler cannot follow what is made here
+            return self._original
+        return _own(self.module, self.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], nn.Module):  # bound once more, as accelerate does when it unwraps a model
+            module, *rest = args
+            return (self.run if module is self.module else _own(module, self.name))(*rest, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module puts out."""
+        raise NotImplementedError
 
     def remove(self) -> None:
         """Give the module its forward back.
@@ -99,26 +213,32 @@ class Swap:
         Raises:
             WrapError: Somebody else has put a forward on top meanwhile.
         """
-        if "forward" not in self.module.__dict__:
-            return  # somebody took it off already
-        if self.module.__dict__["forward"] is not self:
+        forward = self.module.__dict__.get("forward")
+        if forward is not None and getattr(forward, "__func__", forward) is self:
+            if self.had_own_forward:
+                self.module.forward = self.original
+            else:
+                del self.module.forward
+        elif forward is not None and not self._was_on_top_of(forward):
             raise WrapError(
                 f"{type(self.module).__name__}: its forward was replaced after wrapping "
                 f"(by a {type(self.module.forward).__name__}); remove that first, then call unwrap() again"
             )
-        if self._had_own_forward:
-            self.module.forward = self.original
-        else:
-            del self.module.forward
+        unshield(self.module)
+
+    def _was_on_top_of(self, forward: Any) -> bool:
+        """Whether a forward is one that lay beneath this, which somebody took off."""
+        sought = getattr(forward, "__func__", forward)
+        below: Any = self.original
+        while below is not None:
+            if getattr(below, "__func__", below) is sought:
+                return True
+            below = getattr(below, "__wrapped__", None)
+        return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied module computes with its own weights: it gets its class's forward, bound to the copy."""
-        if self._had_own_forward:
-            return copy.deepcopy(self.original, memo)
-        return types.MethodType(type(self.module).forward, memo[id(self.module)])
-
-    def __reduce__(self) -> NoReturn:
-        raise WrapError("a wrapped model cannot be pickled: call cache.unwrap() first, or save its state_dict()")
+        return copy.deepcopy(self.original, memo) if self.had_own_forward else super().__deepcopy__(memo)
 
 
 class LayerSwap(Swap):
@@ -152,7 +272,7 @@ class LayerSwap(Swap):
 class TrunkSwap(Swap):
     """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.listener.lets_pass(args, kwargs):
             try:
                 return self.original(*args, **kwargs)
@@ -175,7 +295,7 @@ class TrunkSwap(Swap):
 class HeadSwap(Swap):
     """Stands in for a language-model head's forward: tells how many columns it reads, from the last on."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         n_kept = self.arguments.get(args, kwargs, _KEPT)
         self.listener.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
         try:
@@ -187,7 +307,7 @@ class HeadSwap(Swap):
 class ModelSwap(Swap):
     """Stands in for the whole model's forward: shows what it put out."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         frame = self.listener.entered(is_whole=True)
         if frame is None:
             return self.original(*args, **kwargs)
@@ -200,16 +320,13 @@ class ModelSwap(Swap):
 
 
 class _OutputHook:
-    """Hands a module's output to the listener; in a copy of the model it does nothing."""
+    """Hands a module's output to the listener; in a copy that gets hold of it, it does nothing."""
 
     def __init__(self, receive: Callable[[Any], Any] | None = None) -> None:
         self._receive = receive
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return None if self._receive is None else self._receive(output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_OutputHook":
-        return _OutputHook()
 
     def __reduce__(self) -> tuple[type["_OutputHook"], tuple[()]]:
         return _OutputHook, ()
@@ -318,7 +435,19 @@ def watch(model: nn.Module, listener: Listener, trunk: Trunk) -> Swap:
 
 def listen(attention: nn.Module, listener: Listener) -> Callable[[], None]:
     """Show what a module of the first layer puts out; returns what takes the hook off."""
-    return attention.register_forward_hook(_OutputHook(listener.attended)).remove
+    return _hang(attention, _OutputHook(listener.attended))
+
+
+def _hang(module: nn.Module, hook: _OutputHook) -> Callable[[], None]:
+    """Hang a hook on a module, but not on its copies; returns what takes it off."""
+    handle = module.register_forward_hook(hook)
+    shield(module)
+
+    def remove() -> None:
+        handle.remove()
+        unshield(module)
+
+    return remove
 
 
 def _find_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
@@ -359,7 +488,7 @@ def install(
                 swaps[module] = LayerSwap(module, number, listener)
                 installed.add(swaps[module].remove)
         if trunk.norm is not None:
-            installed.add(trunk.norm.register_forward_hook(_NormHook(lambda both: listener.normed(*both))).remove)
+            installed.add(_hang(trunk.norm, _NormHook(lambda both: listener.normed(*both))))
         if attention is not None:
             installed.add(listen(attention, listener))
         if model is not None and (head := _find_head(model, trunk)) is not None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from llmcache.models.hooks import shield, unshield
 from llmcache.threads import forkable
 
 _TOKENS = "token_embeddings"
@@ -96,11 +97,13 @@ class Veil:
         """Let a pooling layer see what is behind the veil; returns what takes the hooks off."""
         before = pooling.register_forward_pre_hook(_lift)
         after = pooling.register_forward_hook(self._drop)
+        shield(pooling)
 
         def remove() -> None:
             self._lift_pending()
             before.remove()
             after.remove()
+            unshield(pooling)
 
         return remove
 

@@ -9,7 +9,7 @@ are hashed in every call, or, where that takes long, the call is computed. Other
 by another process) are seen by samples (`samples.py`); after one everything is hashed again.
 
 Not seen are edits without a trace that no sample meets, edits of a setting that are taken back before the call ends,
-attributes of classes, and what functions read from globals: call `cache.clear()` after one.
+attributes of classes but their `forward`, and what functions read from globals: call `cache.clear()` after one.
 """
 
 import hashlib
@@ -35,6 +35,7 @@ from llmcache.threads import forkable
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
 _TRAINING = itemgetter("training")
+_FORWARD = attrgetter("forward")
 
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
@@ -194,7 +195,9 @@ class Weights:
                 any(self._empty),
                 self._first is None or self._first.requires_grad,  # PEFT freezes a model before it writes to it
             )
-            held = (*chain.from_iterable(map(dict.values, self._holders)), *map(type, self._modules), *found.held())
+            forwards = map(_FORWARD, found.kinds)
+            kinds = (*map(type, self._modules), *forwards)
+            held = (*chain.from_iterable(map(dict.values, self._holders)), *kinds, *found.held())
             return Mark(numbers, held, found.settings(), found.contents())
         except (KeyError, TypeError, AttributeError, RuntimeError):  # an attribute is gone, or of another kind
             return Mark((), (object(),), (), ())

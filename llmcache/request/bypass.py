@@ -50,6 +50,8 @@ CURES: dict[str, str] = {
     "edit between calls, and keep what a forward counts or logs outside of the trunk's modules",
     "gradients_held": "the weights hold gradients, so an optimizer may write them unseen in each call: call "
     "optimizer.zero_grad() before the model is evaluated",
+    "other_attention": "is_causal of an attention layer or of the config is not what this family has, or not what it "
+    "was when the model was wrapped, so a row's states depend on the padding of the rows beside it: set it back",
     "adapter_names": "PEFT computes each row with adapters of its own (adapter_names, X-LoRA): call it with one "
     "adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "

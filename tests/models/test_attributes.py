@@ -169,10 +169,11 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "epsilon": lambda m: setattr(m.encoder.layer[1].output.LayerNorm, "eps", 0.5),
     "scaling": lambda m: setattr(m.encoder.layer[1].attention.self, "scaling", 1.0),
     "is_causal": lambda m: setattr(m.encoder.layer[1].attention.self, "is_causal", True),
-    "new attribute": lambda m: setattr(m.encoder.layer[1], "is_causal", True),
+    "new attribute": lambda m: setattr(m.encoder.layer[1], "note", True),
     "removed attribute": lambda m: delattr(m.encoder.layer[1].attention.self, "is_causal"),
     "parametrization": lambda m: parametrize.register_parametrization(m.pooler.dense, "weight", Scale(2.0)),
     "config": lambda m: setattr(m.config, "default_language", "de_DE"),
+    "id of a special token": lambda m: setattr(m.config, "pad_token_id", 3),
     "forward": lambda m: setattr(m.pooler, "forward", lambda x: x[:, 0]),
     "container": lambda m: setattr(m.encoder.layer[1], "kinds", ["c2p"]),
     "array": lambda m: setattr(m.encoder.layer[1], "table", np.arange(3)),
@@ -222,7 +223,7 @@ def test_the_default_language_of_xmod_and_the_window_of_mistral_are_seen() -> No
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("use_cache", False), ("return_dict", False), ("pad_token_id", 3), ("problem_type", "regression")],
+    [("use_cache", False), ("return_dict", False), ("problem_type", "regression")],
 )
 def test_settings_that_decide_no_state_do_not_count(name: str, value: object) -> None:
     model = build(BARE["bert"])

@@ -39,10 +39,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def nothing_runs(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    """Have all that the trunk holds fail: of the classes, so that nobody sees hooks or replaced forwards."""
+    """Have all that the trunk holds fail: of the classes, so that nobody sees hooks or other forwards."""
     for module in model.base_model.children():
         for part in module.children() if isinstance(module, nn.ModuleList) else (module,):
-            monkeypatch.setattr(type(part), "forward", lambda *_, **__: pytest.fail("it ran"))
+            monkeypatch.setattr(type(part), "__call__", lambda *_, **__: pytest.fail("it ran"))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def before_layer_2(model: Any, act: Any) -> None:
     """Have something happen in each call that gets so far."""
     swap = model.model.layers[2].__dict__["forward"]
     original = swap.original
-    swap.original = lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
+    swap.had_own_forward, swap._original = True, lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
 
 
 def test_unwrapped_while_some_rows_skip_the_layers(model: Any) -> None:
