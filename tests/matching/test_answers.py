@@ -9,6 +9,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from llmcache.errors import ConfigError
 from llmcache.matching.answers import ANSWERS, Scores, find_answers, read_logits
+from llmcache.models.adapters import locate
 from llmcache.models.heads import find_head
 from tests.tiny_models import BARE, CLASSIFIERS, build
 
@@ -83,14 +84,14 @@ def test_the_head_tells_the_kind(config: dict[str, Any], kind: str) -> None:
     model = build(CLASSIFIERS["bert"])
     for name, value in config.items():
         setattr(model.config, name, value)
-    assert find_answers("auto", find_head(model, "bert"), model).name == kind
+    assert find_answers("auto", find_head(model, locate(model)), model).name == kind
 
 
 def test_what_is_not_known_counts_as_an_embedding() -> None:
     model = build(BARE["bert"])
-    assert find_answers("auto", find_head(model, "bert"), model).name == "embedding"
+    assert find_answers("auto", find_head(model, locate(model)), model).name == "embedding"
     with pytest.raises(ConfigError, match="answer: unknown name 'colour'; known: auto, class"):
-        find_answers("colour", find_head(model, "bert"), model)
+        find_answers("colour", find_head(model, locate(model)), model)
 
 
 def test_logits_are_found_in_what_models_return() -> None:
