@@ -225,6 +225,8 @@ def test_a_forked_process_opens_it_anew(store: DiskStore) -> None:
     listen, say = os.pipe()
     if (child := os.fork()) == 0:
         try:
+            index = store._index
+            assert index._reader is index._writer is None  # SQLite's connections must not be carried over
             put(store, "b", size=SMALL)
             os.write(say, repr(held(store, "a", "b")).encode())
         finally:
