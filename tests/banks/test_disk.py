@@ -225,15 +225,17 @@ def test_a_forked_process_opens_it_anew(store: DiskStore) -> None:
     listen, say = os.pipe()
     if (child := os.fork()) == 0:
         try:
+            index = store._index
+            assert index._reader is index._writer is None  # SQLite's connections must not be carried over
             put(store, "b", size=SMALL)
             os.write(say, repr(held(store, "a", "b")).encode())
         finally:
             os._exit(0)
+    os.close(say)
     os.waitpid(child, 0)
     assert os.read(listen, 100) == b"['a', 'b']"
     assert held(store, "a", "b") == ["a", "b"]
     os.close(listen)
-    os.close(say)
 
 
 @pytest.mark.slow
@@ -260,12 +262,12 @@ def test_a_process_that_is_forked_while_a_write_does_not_end_has_no_store(store:
             os._exit(0)
     may_end.set()
     writer.join()
+    os.close(say)
     os.waitpid(child, 0)
     assert b"in use while the process was forked" in os.read(listen, 1000)
     put(store, "b")
     assert held(store, "a", "b") == ["a", "b"]
     os.close(listen)
-    os.close(say)
 
 
 def kill(folder: Path, times: int) -> dict[str, int]:
