@@ -76,8 +76,11 @@ ATTRIBUTES: dict[str, Edit] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", WEIGHTS | ATTRIBUTES)
-@pytest.mark.parametrize("tau", [None, -1.0])
+@pytest.mark.parametrize(
+    ("edit", "tau"),
+    # Rows of quantised layers affect each other, so that tau is refused there.
+    [(edit, tau) for tau in (None, -1.0) for edit in WEIGHTS | ATTRIBUTES if (edit, tau) != ("packed", -1.0)],
+)
 def test_nothing_stale_is_served_after_an_edit(edit: str, tau: float | None, hashed: list[int]) -> None:
     cache = LLMCache.wrap(quantised() if edit == "packed" else build(BARE["bert"]), tau=tau)
     check(cache, n_hits=2, **X)
