@@ -13,10 +13,10 @@ from tests.tiny_models import BARE, build, rounding, tokens
 
 
 class Alike(nn.Module):
-    """Makes every row the first one, so that none differs whatever the kernels do."""
+    """Rounds to whole numbers, so that equal rows stay equal whatever the kernels do."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[:1].expand_as(x)
+        return x.round()
 
 
 @pytest.fixture
