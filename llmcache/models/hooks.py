@@ -105,10 +105,7 @@ class _Reduce(_StandIn):
     def __call__(self, protocol: Any) -> Any:
         if any(isinstance(swap, TrunkSwap) for swap in _beneath(self.module.forward)):  # once for a whole model
             logger.info("llmcache: a copy of a %s is made without its cache", type(self.module).__name__)
-        made = _own(self.module, self.name)(protocol)
-        if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
-            return made
-        return (*made[:2], _plain(made[2]), *made[3:])
+        return _cleaned(_own(self.module, self.name)(protocol))
 
 
 class _Replicate(_StandIn):
@@ -134,6 +131,17 @@ def unshield(module: nn.Module) -> None:
     if not (_beneath(vars(module).get("forward")) or any(map(_is_ours, hooks))):
         for kind in (_Reduce, _Replicate):
             vars(module).pop(kind.name, None)
+
+
+def _cleaned(value: Any) -> Any:
+    """What a module is to be made of, with its attributes without anything of ours, wherever its class puts them."""
+    if type(value) is tuple:
+        return tuple(map(_cleaned, value))
+    if type(value) is not dict:
+        return value
+    if isinstance(value.get(_Reduce.name), _Reduce):
+        return _plain(value)
+    return {key: _cleaned(one) for key, one in value.items()}
 
 
 def _plain(space: dict[str, Any]) -> dict[str, Any]:

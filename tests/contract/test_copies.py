@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertLayer
 
 from llmcache import LLMCache, WrapError
 from tests.contract.judge import ask, check_same
@@ -19,12 +20,10 @@ from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, build, l
 
 X = padded([6, 4])
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": BARE["bert"],
     "bert with a head": CLASSIFIERS["bert"],
     "gpt2": GENERATORS["gpt2"],
     "llama": BARE["llama"],
     "t5": BARE["t5"],
-    "deberta": BARE["deberta"],
     "modernbert": STRANGERS["modernbert"],
 }
 
@@ -122,6 +121,49 @@ def test_a_copy_holds_nothing_of_the_cache(make: Callable[[nn.Module], nn.Module
 
 def users_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Of a user: copies keep it."""
+
+
+class Deep(BertLayer):
+    """Copies itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__ = copy.deepcopy(vars(self), memo)
+        return twin
+
+
+class State(BertLayer):
+    """Says what a pickle is to hold of it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"all": vars(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state["all"])  # type: ignore[no-untyped-call]
+
+
+class Reduced(BertLayer):
+    """Says how it is made."""
+
+    def __reduce__(self) -> Any:
+        return make_layer, (type(self), vars(self))
+
+
+def make_layer(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    layer = kind.__new__(kind)
+    vars(layer).update(attributes)
+    return layer
+
+
+@pytest.mark.parametrize("make", [deep, pickled])
+@pytest.mark.parametrize("kind", [Deep, State, Reduced])
+def test_a_copy_of_a_class_that_copies_itself_runs_its_own_forward(kind: Any, make: Any) -> None:
+    """docs/reuse.md: a copy of a wrapped model is one of the plain model, whoever makes it."""
+    plain, model = build(BARE["bert"]), build(BARE["bert"])
+    for one in (*plain.encoder.layer, *model.encoder.layer):
+        one.__class__ = kind
+    with LLMCache.wrap(model):
+        check_same(ask(make(model), **X), ask(make(plain), **X), exact=True)
 
 
 def test_a_layer_put_back_as_its_copy_runs_its_own_forward() -> None:

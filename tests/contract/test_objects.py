@@ -198,7 +198,7 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 def with_activation(how: Any) -> nn.Module:
-    model = build(BARE["bert"])
+    model = build(lambda: tf.BertModel(tiny_config()))
     model.encoder.layer[1].intermediate.intermediate_act_fn = Act(how)
     return model.eval()
 
@@ -218,9 +218,10 @@ def check_edit(model: nn.Module, plain: nn.Module, edit: Callable[[Any], object]
             edit(model)
             edit(plain)
         after = ask(plain, **X)
-        for _ in range(3):
+        assert not torch.equal(after[0], before[0]), "the edit decides nothing"
+        for _ in range(2):
             check_same(cache(**X), after)
-        assert cache.stats().n_requests == 10
+        assert cache.stats().n_requests == 8
     check_same(ask(model, **X), after, exact=True)
 
 
@@ -229,16 +230,7 @@ def test_objects_that_a_module_holds_count(name: str) -> None:
     """docs/reuse.md: the weights digest covers what modules hold in attributes, objects and functions."""
     make, edit = EDITS[name]
     model, plain = with_activation(make()), with_activation(make())
-    differs = not torch.equal(ask(plain, **X)[0], ask(edited(make, edit), **X)[0])
-    assert differs, "the edit decides nothing"
     check_edit(model, plain, lambda one: edit(activation(one)))
-
-
-def edited(make: Callable[[], Any], edit: Callable[[Any], object]) -> nn.Module:
-    model = with_activation(make())
-    with torch.no_grad():
-        edit(activation(model))
-    return model
 
 
 def test_what_an_object_counts_in_every_call_costs_hits_alone() -> None:
@@ -400,7 +392,7 @@ def tiny_config() -> tf.BertConfig:
 
 
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
-@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "bart", "qwen3", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "bart", "modernbert"])
 def test_attention_whose_direction_was_flipped_is_computed(family: str, when: str) -> None:
     """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
     table = {**BARE, **STRANGERS}
@@ -592,7 +584,7 @@ def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
             assert cache.stats().n_hits == n_hits
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "deberta", "modernbert"])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "modernbert"])
 def test_equal_models_are_told_alike(family: str, tmp_path: Path) -> None:
     """README: a save is served by the model that it was saved from."""
     make = {**BARE, **STRANGERS}[family]
