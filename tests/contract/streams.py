@@ -60,7 +60,7 @@ def _fitted() -> nn.Module:
 
 @contextmanager
 def calibrated(model: nn.Module | None = None, **settings: Any) -> Iterator[LLMCache]:
-    """A cache of `classifier()` that was calibrated on `requests(400)`, as loaded: calibrated once a process."""
+    """A cache of `classifier()` that was calibrated on `requests(300)`, as loaded: calibrated once a process."""
     folder = _saved(tuple(sorted({"max_drop": 0.05, "auto_bypass": False, **settings}.items())))
     with LLMCache.load(classifier() if model is None else model, folder.name) as cache:
         yield cache
@@ -70,6 +70,6 @@ def calibrated(model: nn.Module | None = None, **settings: Any) -> Iterator[LLMC
 def _saved(settings: tuple[tuple[str, Any], ...]) -> "tempfile.TemporaryDirectory[str]":
     folder = tempfile.TemporaryDirectory(prefix="calibrated-")
     with LLMCache.wrap(classifier(), **dict(settings)) as cache:
-        assert cache.calibrate(batched(requests(400)[0])).is_certified
+        assert cache.calibrate(batched(requests(300)[0])).is_certified
         cache.save(folder.name)
     return folder

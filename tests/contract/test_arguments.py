@@ -87,8 +87,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "bert": (BARE["bert"], ("input_ids", "attention_mask", "token_type_ids", "position_ids")),
     "deberta": (BARE["deberta"], ("input_ids", "attention_mask", "token_type_ids")),
     "t5": (BARE["t5"], ("input_ids", "attention_mask")),
-    "gpt2": (BARE["gpt2"], ("input_ids", "attention_mask", "position_ids")),
-    "llama": (GENERATORS["llama"], ("input_ids", "attention_mask", "position_ids")),
+    "gpt2": (GENERATORS["gpt2"], ("input_ids", "attention_mask", "position_ids")),
 }
 
 

@@ -29,7 +29,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 #: What a family's forward takes beside ids and mask.
 POSITIONS, TYPES, KV = {"bert", "classifier", "gpt2", "llama"}, {"bert", "classifier"}, {"gpt2", "llama"}
-CALLS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALLS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @functools.cache

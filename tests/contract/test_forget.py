@@ -46,7 +46,7 @@ def hits(cache: LLMCache, ids: Tensor) -> dict[int, str]:
 def test_last_names_the_source(frozen: LLMCache) -> None:
     """`last[i].source` names the stored request that served a row: of a repeat that is its own key."""
     cache = frozen
-    ids = requests(40, seed=7)[0]
+    ids = requests(20, seed=7)[0]
     for row, source in hits(cache, ids).items():
         cache(input_ids=ids[[row]])
         assert cache.last[0].source == source != cache.last[0].key
