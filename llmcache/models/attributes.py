@@ -316,7 +316,7 @@ class Attributes:
             self._containers.append(elements)
         if hasattr(value, "__dict__"):  # of a class of somebody's own
             self.facts.append(f"{path}: {describe(type(value))}")
-            self._read(path, vars(value), vars(value))
+            self._read(path, vars(value), list(vars(value)))
         return any(found)
 
     def _search_object(self, path: str, value: Any) -> bool:
@@ -327,7 +327,7 @@ class Attributes:
         for space in _spaces_of(value):
             if isinstance(space, dict):
                 self.spaces.append(space)
-            self._read(path, space, space)
+            self._read(path, space, list(space))
         return self._has_values or self._n_found > n_before
 
     def _add(self, path: str, tensor: Tensor) -> None:

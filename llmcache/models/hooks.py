@@ -152,7 +152,7 @@ def _plain(space: dict[str, Any]) -> dict[str, Any]:
         if swaps[-1].had_own_forward:
             plain["forward"] = swaps[-1].original
     for name in ("_forward_pre_hooks", "_forward_hooks"):
-        if any(map(_is_ours, plain[name].values())):
+        if any(map(_is_ours, plain.get(name, {}).values())):
             plain[name] = OrderedDict((key, hook) for key, hook in plain[name].items() if not _is_ours(hook))
     return plain
 

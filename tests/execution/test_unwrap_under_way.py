@@ -86,7 +86,7 @@ def test_a_prefix_that_was_put_in() -> None:
     cache(text[:, :12])
     swap = cache.model.model.layers[2].__dict__["forward"]
     original = swap.original
-    swap.original = lambda *args, **kwargs: (cache.unwrap(), original(*args, **kwargs))[1]
+    swap.had_own_forward, swap._original = True, lambda *args, **kwargs: (cache.unwrap(), original(*args, **kwargs))[1]
     assert_close(run(cache.model, input_ids=text), run(alone, input_ids=text))
     assert cache.last[0].n_prefix == 12
 
