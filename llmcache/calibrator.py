@@ -39,7 +39,9 @@ class Calibrator:
     tokenizer: Any  # of requests that are texts
     answer_of: Reading  # finds the answer in what the model returned
     # Reentrant: requests that are given may be made by observing others.
-    _lock: AbstractContextManager[Any] = field(init=False, default_factory=lambda: forkable(threading.RLock()))
+    _lock: AbstractContextManager[Any] = field(
+        init=False, default_factory=lambda: forkable(threading.RLock(), is_waited_for=False)
+    )
 
     def start(self) -> None:
         if self.components.observer is not None:

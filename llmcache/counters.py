@@ -37,7 +37,7 @@ class Counters:
         """All zero; `clock` tells seconds that never go back."""
         self._clock = clock
         self._store_told_s = -_TOLD_EVERY_S
-        self._lock = forkable(threading.Lock())
+        self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
         self._hits: Counter[str] = Counter()
         self._hits_by_layer: Counter[int] = Counter()
         self._reuses_by_layer: Counter[int] = Counter()

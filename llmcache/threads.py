@@ -20,8 +20,8 @@ _PATIENCE_S = 1.0  # for locks before a fork
 
 _guards: dict[int, weakref.ref[Any]] = {}  # locks that a fork waits for, by identity
 _others: dict[int, weakref.ref[Any]] = {}
-_before: dict[int, weakref.WeakMethod[Any]] = {}
-_in_child: dict[int, weakref.WeakMethod[Any]] = {}
+_before: dict[tuple[int, str], weakref.WeakMethod[Any]] = {}
+_in_child: dict[tuple[int, str], weakref.WeakMethod[Any]] = {}
 _forking = threading.local()
 
 
@@ -61,14 +61,12 @@ def at_fork(in_child: Callable[[], object], before: Callable[[], object] | None 
         _keep(_before, before, weakref.WeakMethod)
 
 
-def _keep(kept: dict[int, Any], one: Any, refer: Callable[..., Any]) -> None:
-    number = id(one)
-    if refer is weakref.WeakMethod:
-        number = id(one.__self__)
-    kept[number] = refer(one, lambda _: kept.pop(number, None))
+def _keep(kept: dict[Any, Any], one: Any, refer: Callable[..., Any]) -> None:
+    key = (id(one.__self__), one.__name__) if refer is weakref.WeakMethod else id(one)
+    kept[key] = refer(one, lambda _: kept.pop(key, None))
 
 
-def _alive(kept: dict[int, Any]) -> list[Any]:
+def _alive(kept: dict[Any, Any]) -> list[Any]:
     return [one for refer in list(kept.values()) if (one := refer()) is not None]
 
 

@@ -44,7 +44,7 @@ class Memory:
         self._slabs: dict[int, Slab] = {}
         self._number_of: dict[Signature, int] = {}
         self._numbers = count()
-        self._lock = forkable(threading.Lock())
+        self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
 
     def __getitem__(self, key: str) -> Entry:
         with self._lock:

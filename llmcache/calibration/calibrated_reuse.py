@@ -73,7 +73,7 @@ class CalibratedReuse:
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
         self._is_calibrating = False
-        self._lock = forkable(threading.RLock())
+        self._lock = forkable(threading.RLock(), is_waited_for=False)
 
     @property
     def is_learning(self) -> bool:

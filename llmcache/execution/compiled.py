@@ -171,6 +171,8 @@ class CompiledTrunk:
         if weights.refusal is not None or mark is None:
             reason = weights.refusal
             raise ConfigError(f"compile: {'weights change' if reason is None else CURES[reason]}")
+        if coupling := self._components.coupling.reason(digest):
+            raise ConfigError(f"compile: rows that are padded to a bucket would not come out the same: {coupling}")
         self._digest = digest
         return mark
 
@@ -219,8 +221,6 @@ class CompiledTrunk:
             )
         if self._components.weights.is_training:
             raise ConfigError("compile: the model is in training mode: call model.eval() first")
-        if coupling := self._components.coupling.reason(self._components.weights.digest()):
-            raise ConfigError(f"compile: rows that are padded to a bucket would not come out the same: {coupling}")
         if any(map(changes_with_length, trunk.module.modules())):
             raise ConfigError("compile: this model's RoPE changes with the length of a call, which no graph follows")
 

@@ -9,6 +9,7 @@ Sizes: B rows, T tokens of a call.
 """
 
 import atexit
+import multiprocessing.process
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -105,6 +106,7 @@ class ModelProcess:
     def _let_go(self) -> None:
         """In a forked process."""
         self._is_ours = False
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # a child that ends kills them
         self._connection.close()
 
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.arguments import Arguments
+from llmcache.models.hashing import describe
 from llmcache.models.model_config import setting
 
 HIDDEN = "hidden_states"
@@ -209,8 +210,9 @@ class Trunk:
 
     @property
     def attention(self) -> str:
-        """The attention implementation in use; "" where its config names none."""
-        return str(setting(self.config, "_attn_implementation", ""))
+        """The attention implementation in use, with the code of functions that users registered; "" without a name."""
+        name = str(setting(self.config, "_attn_implementation", ""))
+        return name + "".join(map(_code_of, _registered(name)))
 
 
 def locate(model: nn.Module, family: str = "auto") -> Trunk:
@@ -365,6 +367,24 @@ def vocabulary_size(trunk: Trunk) -> int:
         name = type(trunk.module).__name__
         raise UnsupportedModelError(f"{name}: it has no embedding of tokens, and its config no vocab_size")
     return int(size)
+
+
+def _registered(attention: str) -> list[Any]:
+    """Functions that transformers looks up by the name of an attention implementation, but its own."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found = (table.get(attention) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
+    return [one for one in found if one is not None and not _name_of(one).startswith("transformers.")]
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__module__", ""))
+
+
+@lru_cache(16)
+def _code_of(function: Any) -> str:
+    return f" {describe(function)}"
 
 
 def first_position(trunk: nn.Module) -> int:

@@ -16,6 +16,7 @@ from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_s
 from llmcache.models.mark import Mark
 from llmcache.models.twin import make_trial, untouched
 from llmcache.models.weights import Weights
+from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
@@ -31,7 +32,7 @@ _MAX_STATES = 16  # of the weights that are remembered
 
 
 class Coupling:
-    """Of one trunk, looked at again when anything but values of weights has changed. Thread-safe."""
+    """Whether rows affect each other in one trunk; tried again when anything but weight values changed. Thread-safe."""
 
     def __init__(self, trunk: Trunk, weights: Weights) -> None:
         """Remember the trunk; it is looked at once a digest of its weights is given."""
@@ -39,7 +40,7 @@ class Coupling:
         self._weights = weights
         self._known: OrderedDict[str, str] = OrderedDict()  # by digest
         self._latest: tuple[str, Mark | None, str] = ("", None, "")
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock(), is_waited_for=False)
 
     def reason(self, digest: str) -> str:
         """What makes rows of a call affect each other with weights of this digest, the present one; "" if nothing."""
@@ -53,7 +54,7 @@ class Coupling:
                 reason = self._known[digest]
             elif before is None or not self._weights.differs_in_values(before):
                 reason = find_coupling(self._trunk)
-            if reason and digest not in self._known:
+            if reason and reason not in self._known.values():
                 logger.warning("rows of a call affect each other, so calls are kept as a whole: %s", reason)
             self._known[digest] = reason
             if len(self._known) > _MAX_STATES:
@@ -78,7 +79,7 @@ def find_coupling(trunk: Trunk) -> str:
 
 
 def _are_independent(trunk: Trunk) -> bool:
-    """Whether rows come out alike beside others, where kernels are the same, and alone, where they may be others."""
+    """Whether rows come out alike beside different rows, and alone, where kernels may differ, within ten times that."""
     trial = make_trial(trunk.module, runs_functions=True)
     first, second, *others = _rows(trunk)
     together = _run(trial, first, second)

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from llmcache.arrays import Ids
 from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, vocabulary_size
 from llmcache.models.arguments import Arguments
+from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import PAYLOADS, Payload, head_reads_padding
 from llmcache.models.pooling import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
+from llmcache.threads import forkable
 
 #: One vector a request; an answer per token (span, tag, language model); unknown, so all hidden states.
 Reads = Literal["pooled", "tokens", "states"]
@@ -99,7 +101,7 @@ class Observed:
 
     Attributes:
         payload: The least that serves it.
-        reads_padding: Its answer hangs on states of padding, or that could not be seen.
+        reads_padding: The answer depends on states of padding, or the head could not be run.
     """
 
     def __init__(self, model: nn.Module, trunk: Trunk, takes_choices: bool) -> None:
@@ -113,18 +115,18 @@ class Observed:
         self._model = model
         self._trunk = trunk
         self._takes_choices = takes_choices
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock(), is_waited_for=False)
         self._known: dict[str, bool] = {}  # whether `payload` is enough, by digest of the trunk's weights
         self._survey()
         self.payload, self.reads_padding = observe(model, trunk, takes_choices)
 
     def was_of(self, digest: str) -> None:
-        """Say which digest the trunk's weights had when the head was looked at, settings of their config included."""
+        """Record the digest of the trunk's weights for which `payload` was observed."""
         self._known[digest] = True
 
     def has_changed(self, digest: str) -> bool:
         """Whether the head may read more now than `payload` keeps; the digest is that of the trunk's weights."""
-        if (is_enough := self._known.get(digest)) is None or not self._is_as_seen():
+        if not self._is_as_seen() or (is_enough := self._known.get(digest)) is None:
             with self._lock:
                 if not self._is_as_seen() or len(self._known) > _MAX_STATES:
                     self._known.clear()
@@ -135,10 +137,9 @@ class Observed:
 
     def _survey(self) -> None:
         """Find out what there is to look at."""
-        within = set(self._trunk.module.modules())
-        parts = [part for part in self._model.modules() if part not in within]
-        if isinstance(pooler := getattr(self._trunk.module, "pooler", None), nn.Module):
-            parts += pooler.modules()
+        self._parts = parts = _parts_of(self._model, self._trunk)
+        self._readers = _readers_of(parts, self._trunk)
+        self._configs = [vars(part) for part in parts if "config" in vars(part)]
         self._children = [part._modules for part in (*parts, self._trunk.module)]
         self._spaces = [(vars(part), name) for part in parts for name in _settings_of(part)]
         self._seen = self._state()
@@ -148,14 +149,38 @@ class Observed:
         return len(now) == len(self._seen) and all(map(is_, now, self._seen))
 
     def _state(self) -> tuple[Any, ...]:
-        """What decides which rows a head reads beside the config: its parts, their forwards and settings."""
+        """What decides which rows a head reads, beside the config of the trunk: parts, forwards, hooks, settings."""
+        children = chain.from_iterable(map(dict.values, self._children))
+        forwards = (type(part).forward for part in self._parts)
         settings = (space.get(name) for space, name in self._spaces)
-        return (*chain.from_iterable(map(dict.values, self._children)), *settings)
+        configs = [space["config"] for space in self._configs]
+        pads = (getattr(config, "pad_token_id", None) for config in configs)
+        return (*children, *forwards, _are_met(self._readers, self._trunk), *settings, *configs, *pads)
+
+
+def _parts_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
+    """Modules that read the trunk's last states: all outside of it, and its pooler."""
+    within = set(trunk.module.modules())
+    parts = [part for part in model.modules() if part not in within]
+    pooler = getattr(trunk.module, "pooler", None)
+    return [*parts, *pooler.modules()] if isinstance(pooler, nn.Module) else parts
+
+
+def _readers_of(parts: Sequence[nn.Module], trunk: Trunk) -> list[nn.Module]:
+    """Of these modules, those that may be called with the trunk's last states."""
+    return [part for part in parts if trunk.module not in set(part.modules())]
+
+
+def _are_met(readers: Sequence[nn.Module], trunk: Trunk) -> bool:
+    """Whether somebody's hook is called with the trunk's last states before the head is."""
+    return are_hooked([trunk.module]) or are_hooked(readers, only_before=True)
 
 
 def observe(model: nn.Module, trunk: Trunk, takes_choices: bool) -> tuple[PayloadName, bool]:
     """The payload that keeps one row and is enough for a model's head, else `sequence`; whether it reads padding."""
-    if trunk.adapter.is_guess:
+    parts = _parts_of(model, trunk)
+    # A head of the user's own, or a hook, may read other rows of longer requests than of those that are tried.
+    if trunk.adapter.is_guess or not all(map(_is_known, parts)) or _are_met(_readers_of(parts, trunk), trunk):
         return "sequence", True
     try:
         with untouched(device_of(trunk.module)):
@@ -165,8 +190,8 @@ def observe(model: nn.Module, trunk: Trunk, takes_choices: bool) -> tuple[Payloa
             for call in _calls(trunk, takes_choices):
                 with suppress(Exception):  # of a call that the model refuses
                     cases.append((call, _answer(trial, call)))
-            enough = [name for name in _TRIED if _is_enough(trial, shown, name, cases)]
-            return (*enough, "sequence")[0], not enough
+            enough = next((name for name in _TRIED if _is_enough(trial, shown, name, cases)), None)
+            return enough or "sequence", enough is None
     except Exception:  # whatever an odd model raises
         return "sequence", True
 
@@ -247,6 +272,9 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
 
 def _settings_of(part: nn.Module) -> list[str]:
     """Attributes that may say which rows a module reads; a user's own may note in them what it did."""
-    is_known = any(is_from(part, package) for package in ("transformers", "torch", "peft", "sentence_transformers"))
     plain = (name for name, value in vars(part).items() if isinstance(value, str | int | float | None))
-    return ["forward", *(name for name in plain if is_known and name != "training")]
+    return ["forward", *(name for name in plain if _is_known(part) and name != "training")]
+
+
+def _is_known(part: nn.Module) -> bool:
+    return any(is_from(part, package) for package in ("transformers", "torch", "peft", "sentence_transformers"))

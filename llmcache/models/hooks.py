@@ -16,6 +16,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -152,8 +153,8 @@ def _plain(space: dict[str, Any]) -> dict[str, Any]:
         if swaps[-1].had_own_forward:
             plain["forward"] = swaps[-1].original
     for name in ("_forward_pre_hooks", "_forward_hooks"):
-        if any(map(_is_ours, plain.get(name, {}).values())):
-            plain[name] = OrderedDict((key, hook) for key, hook in plain[name].items() if not _is_ours(hook))
+        if (hooks := plain.get(name)) and any(map(_is_ours, hooks.values())):
+            plain[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
     return plain
 
 
@@ -399,13 +400,15 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return found[1:]
 
 
-def are_hooked(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody but us hung hooks on one of these modules, or on all, which run when it is called."""
+def are_hooked(modules: Iterable[nn.Module], only_before: bool = False) -> bool:
+    """Whether one of these modules has hooks that are not ours, or all modules have some; `only_before`: pre-hooks."""
     if _every_module._global_forward_hooks or _every_module._global_forward_pre_hooks:
         return True
     hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
-    hooks = (hook for one in hooked for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values()))
-    return not all(isinstance(hook, _OutputHook) or _is_idle_capture(hook) for hook in hooks)
+    before = (hook for one in hooked for hook in one._forward_pre_hooks.values())
+    after = () if only_before else (hook for one in hooked for hook in one._forward_hooks.values())
+    hooks = chain(before, after)
+    return not all(_is_ours(hook) or _is_idle_capture(hook) for hook in hooks)
 
 
 def _is_idle_capture(hook: Callable[..., Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llmcache.models.hooks import shield, unshield
+from llmcache.models.hooks import are_hooked, shield, unshield
 from llmcache.threads import forkable
 
 _TOKENS = "token_embeddings"
@@ -46,6 +46,7 @@ class Pooled:
             or _kept(self.pooling) != self.kept
             or not _puts_out_tokens(first)
             or not all(map(_takes_sentence, later[1:]))
+            or _is_altered(first, self.pooling)
         )
 
 
@@ -57,7 +58,7 @@ def find_pooled(model: nn.Module) -> Pooled | None:
             continue
         is_first = _is_named(modules[0], "Transformer") and _puts_out_tokens(modules[0])
         if is_first and _is_named(modules[1], "Pooling") and all(map(_reads_pooled, modules[2:])):
-            kept = _kept(modules[1])
+            kept = None if _is_altered(*modules[:2]) else _kept(modules[1])
             return Pooled(parent, modules, modules[1], kept) if kept else None
     return None
 
@@ -144,6 +145,12 @@ def _kept(pooling: Any) -> Kept | None:
         return None
     mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
     return _MODES.get(mode) if isinstance(mode, str) else None
+
+
+def _is_altered(*modules: nn.Module) -> bool:
+    """Whether somebody else's hook or forward may read the states, or change them before they are pooled."""
+    forwards = (vars(module).get("forward", type(module).forward) for module in modules)
+    return are_hooked(modules) or not all(one.__module__.startswith("sentence_transformers.") for one in forwards)
 
 
 def _puts_out_tokens(module: nn.Module | None) -> bool:

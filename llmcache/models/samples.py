@@ -49,18 +49,26 @@ class Samples:
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         """Find out where to look; tensors whose memory cannot be seen are left out."""
         near: list[tuple[Tensor, memoryview]] = []
+        self._mapped: list[Tensor] = []
         far: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for tensor in tensors:
             if (memory := _memory(tensor)) is None:
                 continue
             if memory.is_cpu:
                 near.append((tensor, memory.numpy().data))
+                self._mapped.append(memory)
             else:
                 far[memory.device].append((tensor, memory))
         self._near = [_near(near, place) for place in range(N_PLACES)]
         self._far = [_far(held) for held in far.values()]
+        self._addresses = list(map(Tensor.data_ptr, self._mapped))
         self._n_looks = 0
         self._differ = False
+
+    @property
+    def are_in_place(self) -> bool:
+        """False once `share_memory_` has moved the bytes of a tensor: the old ones are freed, and must not be read."""
+        return list(map(Tensor.data_ptr, self._mapped)) == self._addresses
 
     def take(self) -> None:
         """Take samples of what the tensors hold now."""

@@ -13,11 +13,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from llmcache.errors import ConfigError
 from llmcache.models.hooks import plain_forward
 
+_MOST_COPIED = 1 << 20  # numbers of a buffer in a trial: larger ones hold weights (of GPTQ, say), and are shared
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "ward_" in name and "_hooks" in name)
 
 
@@ -44,7 +45,9 @@ def make_twin(module: nn.Module) -> nn.Module:
 def make_trial(
     module: nn.Module, replaced: Mapping[nn.Module, nn.Module] | None = None, runs_functions: bool = False
 ) -> nn.Module:
-    """A copy in eval mode that shares nothing but parameters, without anybody's hooks, to be run uncompiled.
+    """A copy in eval mode without anybody's hooks, to be run uncompiled, which shares parameters and large buffers.
+
+    Where an attribute cannot be copied, a lock say, attributes are shared as well.
 
     Args:
         module: Not touched.
@@ -54,16 +57,27 @@ def make_trial(
 
     Raises:
         TypeError: A forward was replaced by a function that must not be run.
-        Exception: Whatever copying a part's attributes raises.
+        ConfigError: Neither can be done.
+        Exception: Whatever copying raises where parts are replaced.
     """
-    trial = _copy(module, (), {id(part): other for part, other in (replaced or {}).items()})
+    try:
+        buffers = (one for part in module.modules() for one in part._buffers.values())
+        shared = (one for one in buffers if one is not None and one.numel() > _MOST_COPIED)
+        trial = _copy(module, shared, {id(part): other for part, other in (replaced or {}).items()})
+    except Exception:  # whatever a part's attributes raise
+        if replaced:
+            raise
+        trial = make_replicas(module)[module]
+        for part in trial.modules():
+            part._buffers = {name: None if one is None else one.clone() for name, one in part._buffers.items()}
     for part in trial.modules():
         is_own = isinstance(part.__dict__.get("forward"), MethodType | partial | None)  # bound to the copy
         if not is_own and (part is trial or not runs_functions):
             raise TypeError(f"the forward of a {type(part).__name__} was replaced")
         for name, child in part._modules.items():
             part._modules[name] = getattr(child, "_orig_mod", child)  # of what torch.compile() made
-    return trial.eval() if module.training else trial
+        part.training = False  # not by eval(), in which some layers merge adapters into weights that are shared
+    return trial
 
 
 def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -105,8 +119,10 @@ def untouched(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _copy(module: nn.Module, shared: Iterator[object] | tuple[()], memo: dict[int, object]) -> nn.Module:
+def _copy(module: nn.Module, shared: Iterator[object], memo: dict[int, object]) -> nn.Module:
     parameters = (one for part in module.modules() for one in part._parameters.values())
+    made = (one for part in module.modules() for one in vars(part).values() if isinstance(one, Tensor))
+    memo |= {id(one): one.detach().clone() for one in made}  # computed ones (by weight_norm, say) cannot be copied
     memo |= {id(one): one for one in chain(parameters, shared) if one is not None}
     for part in module.modules():  # what hooks hold on to is not copied
         memo |= {id(hooks): type(hooks)() for name, hooks in vars(part).items() if name in _HOOKS}

