@@ -218,6 +218,7 @@ def check_edit(model: nn.Module, plain: nn.Module, edit: Callable[[Any], object]
             edit(model)
             edit(plain)
         after = ask(plain, **X)
+        assert not torch.equal(before[0], after[0]), "the edit decides nothing"
         for _ in range(3):
             check_same(cache(**X), after)
         assert cache.stats().n_requests == 10
@@ -228,17 +229,7 @@ def check_edit(model: nn.Module, plain: nn.Module, edit: Callable[[Any], object]
 def test_objects_that_a_module_holds_count(name: str) -> None:
     """docs/reuse.md: the weights digest covers what modules hold in attributes, objects and functions."""
     make, edit = EDITS[name]
-    model, plain = with_activation(make()), with_activation(make())
-    differs = not torch.equal(ask(plain, **X)[0], ask(edited(make, edit), **X)[0])
-    assert differs, "the edit decides nothing"
-    check_edit(model, plain, lambda one: edit(activation(one)))
-
-
-def edited(make: Callable[[], Any], edit: Callable[[Any], object]) -> nn.Module:
-    model = with_activation(make())
-    with torch.no_grad():
-        edit(activation(model))
-    return model
+    check_edit(with_activation(make()), with_activation(make()), lambda one: edit(activation(one)))
 
 
 def test_what_an_object_counts_in_every_call_costs_hits_alone() -> None:
@@ -400,7 +391,7 @@ def tiny_config() -> tf.BertConfig:
 
 
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
-@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "bart", "qwen3", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "bart", "modernbert"])
 def test_attention_whose_direction_was_flipped_is_computed(family: str, when: str) -> None:
     """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
     table = {**BARE, **STRANGERS}
@@ -592,7 +583,7 @@ def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
             assert cache.stats().n_hits == n_hits
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "deberta", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
 def test_equal_models_are_told_alike(family: str, tmp_path: Path) -> None:
     """README: a save is served by the model that it was saved from."""
     make = {**BARE, **STRANGERS}[family]

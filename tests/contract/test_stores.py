@@ -132,6 +132,7 @@ def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path: Path)
     """What `drain` waited for outlives `kill -9`, whole, and a restart serves it."""
     if (child := os.fork()) == 0:
         try:
+            signal.alarm(60)
             cache = on_disk(tmp_path / "store")
             n_hits(cache, *TEXTS)
             cache.drain()
@@ -277,9 +278,9 @@ def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
     [
         ("redis://127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
         ("redis://:wrong@127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
-        ("redis://:secret@127.0.0.1:{port}/99", "name a database"),
-        ("redis://:secret@127.0.0.1:{port}/cache", "name a database"),
-        ("redis://:secret@127.0.0.1:{port}?db=99", "name a database"),
+        ("redis://:secret@127.0.0.1:{port}/99", "database"),
+        ("redis://:secret@127.0.0.1:{port}/cache", "database"),
+        ("redis://:secret@127.0.0.1:{port}?db=99", "database"),
     ],
 )
 def test_an_address_that_cannot_work_is_refused_with_its_cure(address: str, cure: str, protected: RedisServer) -> None:
