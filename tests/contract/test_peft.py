@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from llmcache import LLMCache, UnfitBankError
 from tests.contract.judge import ask, check_same
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
+from tests.contract.models import SIZES
+from tests.tiny_models import GENERATORS, build, padded, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's, about what the tests are to do
 X = padded([6, 4])
@@ -54,10 +55,12 @@ def config(method: str) -> PeftConfig:
 
 
 def encoder() -> nn.Module:
-    """A bare BERT of two layers, none of whose weights is trained."""
-    config = BARE["bert"]().config
-    config.num_hidden_layers = 2
-    return build(lambda: tf.BertModel(config)).requires_grad_(False)
+    """A bare BERT, none of whose weights is trained."""
+    return build(lambda: tf.BertModel(tf.BertConfig(**SIZES))).requires_grad_(False)
+
+
+def classifier() -> nn.Module:
+    return tf.BertForSequenceClassification(tf.BertConfig(**SIZES, num_labels=5))
 
 
 def train(model: nn.Module) -> None:
@@ -84,7 +87,7 @@ def check(cache: LLMCache, model: nn.Module, hits: int | None = None, **inputs: 
     assert hits in (None, cache.stats().n_hits - before)
 
 
-def tuned(*names: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **more: Any) -> Any:
+def tuned(*names: str, make: Callable[[], nn.Module] = classifier, **more: Any) -> Any:
     """A model with adapters of these names, of which the first is in force."""
     model = get_peft_model(build(make), lora(**more), adapter_name=names[0])
     for name in names[1:]:
@@ -173,7 +176,7 @@ def test_a_save_made_after_merging(tmp_path: Path) -> None:
 
 def saved(folder: Path, seed: int, **more: Any) -> str:
     """A folder with an adapter of its own."""
-    base = build(CLASSIFIERS["bert"])
+    base = build(classifier)
     torch.manual_seed(seed)
     model = get_peft_model(base, lora(**more))
     model.save_pretrained(folder)
@@ -280,7 +283,7 @@ def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
 
 def test_transformers_own_adapters() -> None:
     """Adapters that a model of transformers adds by itself are told apart as well."""
-    cache = wrap(build(CLASSIFIERS["bert"]))
+    cache = wrap(build(classifier))
     model: Any = cache.model
     check(cache, model, hits=2)
     for name in ("north", "south"):

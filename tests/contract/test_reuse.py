@@ -12,7 +12,7 @@ from llmcache import LLMCache
 from tests.contract.judge import ask
 from tests.contract.streams import calibrated, classifier, requests
 
-FRESH = requests(40, seed=7)[0]
+FRESH = requests(24, seed=7)[0]
 N_TOKENS = FRESH.shape[1]
 PLACES = torch.arange(N_TOKENS)[None]
 #: Arguments beside the ids that the classifier takes, and some that it refuses, in calls that are made alike.
@@ -62,7 +62,7 @@ def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache,
         ask(cache.model, **made(row, taken))
         rungs.append(cache.last[0].rung)
     assert "semantic" in rungs
-    for row in requests(20, seed=8)[0]:
+    for row in requests(8, seed=8)[0]:
         with pytest.raises((IndexError, RuntimeError)) as expected:
             ask(plain, **made(row, refused))
         with pytest.raises(expected.type):
