@@ -112,7 +112,7 @@ def test_a_copy_runs_its_own_forward(family: str, make: Callable[[nn.Module], nn
 
 @pytest.mark.parametrize("make", COPIES)
 def test_a_copy_holds_nothing_of_the_cache(make: Callable[[nn.Module], nn.Module]) -> None:
-    """docs/reuse.md: a copy of a wrapped model is one of the plain model, whoever hung hooks on it."""
+    """docs/reuse.md: a copy of a wrapped model has no hook or forward of the cache, and keeps the user's hooks."""
     plain, model = build(GENERATORS["llama"]), build(GENERATORS["llama"])
     with LLMCache.wrap(model):
         twin, expected = make(model), make(plain)

@@ -173,7 +173,7 @@ def test_approximate_reuse_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:
-    """The same where the model becomes so later: nothing similar is served any more (docs/reuse.md)."""
+    """After rows begin to affect each other, no similar request is served (docs/reuse.md)."""
     model, plain = build(CLASSIFIERS["bert"]), with_part(BatchStatistics)(build(CLASSIFIERS["bert"]))
     with LLMCache.wrap(model, tau=-1.0) as cache:
         for call in CALLS:
@@ -184,7 +184,7 @@ def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:
 
 
 def test_part_of_a_call_is_not_served_alone() -> None:
-    """What is not held as a whole is computed as a whole, as where an entry was evicted (docs/reuse.md)."""
+    """A call of which entries were evicted is computed as a whole (docs/reuse.md)."""
     model = MODELS["largest of all"]()
     plain = copy.deepcopy(model)
     with wrap(model, max_entries=3):

@@ -110,7 +110,7 @@ def test_a_repeat_is_answered_as_by_the_plain_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHOOSERS)
 def test_a_repeated_choice_is_the_plain_one(name: str) -> None:
-    """The same for heads that choose between several rows, whichever row of the states they sum up."""
+    """Heads that choose between several rows answer a repeat as the plain model does, whichever states they read."""
     plain, model = build(CHOOSERS[name]), build(CHOOSERS[name])
     cases = [{key: value[None] for key, value in case.items()} for case in CASES]
     with wrap(model) as cache:

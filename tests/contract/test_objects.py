@@ -314,7 +314,7 @@ def patch_class() -> Iterator[Callable[[type, Any], None]]:
 
 @pytest.mark.parametrize("name", ["BertIntermediate", "BertLayer", "BertModel", "Act"])
 def test_a_class_patched_after_wrapping_is_run(name: str, patch_class: Callable[[type, Any], None]) -> None:
-    """docs/reuse.md: of classes, forwards that are patched count as well."""
+    """docs/reuse.md: a class whose forward is patched after wrapping is run, and nothing of before is served."""
     model: Any = with_activation(Scale())
     parts = {type(part).__name__: type(part) for part in model.modules()}
     below = parts[name].forward

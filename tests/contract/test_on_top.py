@@ -279,7 +279,7 @@ def test_unwrap_leaves_every_attribute_as_it_was(family: str, kind: str) -> None
 
 
 def test_unwrap_leaves_a_sentence_transformer_as_it_was(embedder: Embedder) -> None:
-    """docs/api.md: also where a pooling layer was listened to."""
+    """docs/api.md: `unwrap` leaves a sentence-transformers model as it was, its pooling layer included."""
     model = embedder()
     expected = vectors(model.encode(TEXTS))
     before = attributes(model)

@@ -119,7 +119,7 @@ def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["LoraConfig", "LoHaConfig", "OSFConfig", "LNTuningConfig"])
 def test_an_adapter_that_no_call_saw(method: str) -> None:
-    """Adapters that come and are merged between two calls leave other weights behind, which is seen."""
+    """An adapter that is put on and merged between two calls makes the next call computed."""
     cache = wrap(encoder())
     ask(cache.model, **X)
     model: Any = get_peft_model(cache.model, config(method)).eval()
@@ -142,7 +142,7 @@ def test_what_adapters_leave_in_the_base(init: str, is_seen: bool) -> None:
 
 
 def test_a_second_adapter_that_writes_to_the_base() -> None:
-    """An adapter that is added changes what the first one is on top of, where its init says so."""
+    """An adapter whose init writes to the base weights makes answers of the other adapters stale."""
     cache = wrap(tuned("north"))
     check(cache, cache.model, hits=2)
     cache.model.add_adapter("south", lora(init_lora_weights="olora"))
@@ -212,7 +212,7 @@ SWITCHES: dict[str, Callable[[Any, Path], object]] = {
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_adapters_are_switched(switch: str, tmp_path: Path) -> None:
-    """What adapters answer is not served to others, and after a switch repeats are served again."""
+    """After a switch of adapters no answer of before is served, and repeats are served again."""
     cache = wrap(tuned("north", "south"))
     check(cache, cache.model, hits=2)
     SWITCHES[switch](cache.model, tmp_path)

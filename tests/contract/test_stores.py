@@ -226,7 +226,7 @@ def test_no_write_is_lost_on_a_server_that_is_too_slow_for_reads(server: RedisSe
 def test_what_could_not_be_written_is_offered_again_when_it_is_used(
     server: RedisServer, make: Callable[[], nn.Module]
 ) -> None:
-    """A server that is away for a while gets what memory holds once that is asked for again."""
+    """Writes that were dropped while the server was away are made again when their requests are next used."""
     texts = [tokens(1, 40, seed) for seed in range(4)]
     with on_redis(server.url, make, timeout_ms=100.0) as cache:
         n_hits(cache, texts[0])
@@ -252,12 +252,12 @@ def test_what_could_not_be_written_is_offered_again_when_it_is_used(
 def test_a_server_that_is_silent_is_told_of_in_one_line_a_minute(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a store in trouble costs is speed: answers are the model's, and the log has a line, not a traceback each."""
+    """While the server is silent, answers are the model's, and the log has one line a minute without a traceback."""
     with on_redis(server.url, timeout_ms=5.0) as cache, server.paused(), caplog.at_level(logging.WARNING):
         for seed in range(12):
             with cache.namespace(f"{seed % 3}"):
                 assert n_hits(cache, tokens(1, 12, seed)) == 0
-        told = [one for one in caplog.records if "no answer in time" in one.getMessage()]
+        told = [one for one in caplog.records if one.name.startswith("llmcache")]
         assert 1 <= len(told) <= 2  # that reads fail, and that the server is away
         assert not any(one.exc_info for one in caplog.records)
         assert all(one.getMessage().count("\n") == 0 for one in caplog.records)

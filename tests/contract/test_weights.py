@@ -116,7 +116,7 @@ UNCOUNTED: dict[str, Edit] = {
 
 @pytest.mark.parametrize("edit", SEEN | UNCOUNTED)
 def test_an_edit_between_calls(edit: str) -> None:
-    """Weights and settings that are edited make the next call computed, and what it stores serves the one after."""
+    """After an edit of weights or settings the next call is computed, and its repeat is served."""
     cache = wrap(build(BARE["bert"]))
     check(cache)
     (SEEN | UNCOUNTED)[edit](cache.model)
@@ -126,7 +126,7 @@ def test_an_edit_between_calls(edit: str) -> None:
 
 @pytest.mark.parametrize(("family", "tau"), [("gpt2", None), ("llama", None), ("bert", 0.9)])
 def test_an_uncounted_edit_of_classifiers(family: str, tau: float | None) -> None:
-    """Nothing stale is served of any family, by repeats or by similarity."""
+    """After an edit that leaves no trace neither a repeat nor a similar request is served."""
     cache = LLMCache.wrap(build(CLASSIFIERS[family]), tau=tau)
     ask(cache.model, **X)
     for parameter in cache.model.parameters():
