@@ -1,33 +1,21 @@
-"""Runs `llmcache` commands, and servers, as a user does: one process loads the libraries and forks for each of them."""
+"""Runs `llmcache` commands, and servers, as a user does, each in a fork: the libraries are loaded once."""
 
 import json
+import logging
 import os
 import re
+import runpy
 import signal
-import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-#: Reads lines of JSON, `[file of its output, argument, ...]`, and runs the command in a process of its own.
-_RUN = """
-import json, os, runpy, signal, sys
-import fastapi, sentence_transformers, torch, transformers, uvicorn
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-for line in sys.stdin:
-    output, *arguments = json.loads(line)
-    if os.fork():
-        continue
-    file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
-    os.dup2(file, 1), os.dup2(file, 2)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    sys.argv = ["llmcache", *arguments]
-    runpy.run_module("llmcache", run_name="__main__")
-"""
 _PATIENCE_S = 60
 
 
@@ -87,18 +75,16 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._n = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _RUN], stdin=subprocess.PIPE, text=True, start_new_session=True
-        )
+        self._children: list[int] = []
 
     def run(self, *arguments: str) -> Command:
         """Start `llmcache` with arguments."""
-        self._n += 1
-        output = self._folder / f"output{self._n}"
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([str(output), *arguments]) + "\n")
-        self._process.stdin.flush()
+        output = self._folder / f"output{len(self._children)}"
+        with warnings.catch_warnings(action="ignore"):  # Python 3.12 and later warn of forks beside threads
+            child = os.fork()
+        if child == 0:
+            _become(output, arguments)
+        self._children.append(child)
         return Command(output)
 
     def serve(self, model: Path, *options: str) -> Command:
@@ -107,10 +93,27 @@ class Commands:
 
     def close(self) -> None:
         """End all that was started."""
-        assert self._process.stdin is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.stdin.close()
-        self._process.wait()
+        for child in self._children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _become(output: Path, arguments: Sequence[str]) -> NoReturn:
+    """Run a command in this process, a fork, which leaves behind what the tests have set up in it."""
+    try:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(file, 1), os.dup2(file, 2)
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.settrace(None)
+        warnings.resetwarnings()
+        logging.getLogger().handlers.clear()
+        sys.argv = ["llmcache", *arguments]
+        runpy.run_module("llmcache", run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 _QUICKLY: Sequence[str] = ("--no-model-process", "--warmup-tokens", "8", "--threads", "1")

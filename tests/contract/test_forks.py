@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 PATIENCE_S = 20.0  # in which a child that needs some milliseconds has to be done
-CALLS = [{"input_ids": tokens(1 + seed % 2, 9 + seed % 3, seed)} for seed in range(6)]
+CALLS = [{"input_ids": tokens(1 + seed % 2, 9 + seed % 3, seed)} for seed in range(4)]
 KINDS = {"encoder": CLASSIFIERS["bert"], "decoder": GENERATORS["gpt2"]}
 
 
@@ -76,7 +76,7 @@ def busy(cache: LLMCache, n_threads: int = 2) -> Iterator[None]:
             thread.join()
 
 
-def check_children(cache: LLMCache, kind: str, n_children: int = 6) -> None:
+def check_children(cache: LLMCache, kind: str, n_children: int = 3) -> None:
     """Fork while the cache is used, and compare what children and parent answer with the plain model."""
     plain = build(KINDS[kind])
     expected = [ask(plain, **call) for call in CALLS]
@@ -184,16 +184,6 @@ def held(cache: LLMCache) -> int:
 
 
 @pytest.mark.slow
-def test_a_forked_process_does_not_share_the_process_that_computes() -> None:
-    """`start_model_process` serves the process that called it; a child computes by itself, never another's answer."""
-    with LLMCache.wrap(build(KINDS["encoder"]), auto_bypass=False) as cache:
-        cache.start_model_process()
-        check_children(cache, "encoder")
-        stats = cache.stats().compiled
-        assert stats is not None and stats.has_process, "a child ended its parent's process"
-
-
-@pytest.mark.slow
 def test_processes_of_multiprocessing_and_their_children_answer() -> None:
     """The start method `fork` of multiprocessing, and a child of a child, work as `os.fork` does."""
     plain, context = build(KINDS["encoder"]), multiprocessing.get_context("fork")
@@ -207,10 +197,10 @@ def test_processes_of_multiprocessing_and_their_children_answer() -> None:
         cache(**CALLS[0])
         queue = context.SimpleQueue()
         with busy(cache):
-            workers = [context.Process(target=work, args=(number, queue)) for number in range(4)]
+            workers = [context.Process(target=work, args=(number, queue)) for number in range(2)]
             for worker in workers:
                 worker.start()
             for worker in workers:
                 worker.join(PATIENCE_S)
-        assert [worker.exitcode for worker in workers] == [0] * 4
-        assert sorted(queue.get() for _ in workers) == [0, 1, 2, 3]
+        assert [worker.exitcode for worker in workers] == [0] * 2
+        assert sorted(queue.get() for _ in workers) == [0, 1]

@@ -18,8 +18,8 @@ from tests.tiny_models import batch, padded, tokenizer, tokens
 
 DECODERS = ("gpt2", "llama")
 ENCODER_DECODERS = ("t5", "bart")
-SLIDING = ("mistral", "gemma2", "gemma3")
-OTHERS = ("qwen2", "qwen3", "mixtral", "phi", "opt", "marian", "mbart")
+SLIDING = ("mistral", "gemma3")
+OTHERS = ("qwen3", "mixtral", "opt", "marian")
 LEFT = padded([9, 5], left=True)
 N_NEW = 5
 
@@ -86,13 +86,13 @@ to_wrap = once(fresh)  # unwrapped after each test
 
 @contextmanager
 def wrapped(family: str) -> Iterator[LLMCache]:
-    with LLMCache.wrap(to_wrap(family, kind_of(family))) as cache:
+    with LLMCache.wrap(to_wrap(family, kind_of(family)), auto_bypass=False) as cache:
         yield cache
         assert cache.stats().errors == 0
 
 
 def kind_of(family: str) -> str:
-    return "seq2seq" if family in (*ENCODER_DECODERS, "marian", "mbart") else "causal"
+    return "seq2seq" if family in (*ENCODER_DECODERS, "marian") else "causal"
 
 
 def check_tokens(family: str, inputs: Any = LEFT, is_served: bool = True, **how: Any) -> None:
@@ -108,7 +108,8 @@ def check_tokens(family: str, inputs: Any = LEFT, is_served: bool = True, **how:
 
 @pytest.mark.parametrize(
     ("way", "family"),
-    [(way, families[number % 2]) for families in (DECODERS, ENCODER_DECODERS) for number, way in enumerate(WAYS)],
+    [(way, DECODERS[number % 2]) for number, way in enumerate(WAYS)]
+    + [(way, ENCODER_DECODERS[number % 2]) for number, way in enumerate(WAYS) if number % 3 != 2],
 )
 def test_every_way_of_decoding(family: str, way: str) -> None:
     """docs/generation.md: transformers' own `generate()` works on a wrapped model, and repeats serve its prefill."""
@@ -127,9 +128,7 @@ def test_other_families(family: str) -> None:
     check_tokens(family, num_beams=2, is_served=family not in SLIDING)
 
 
-@pytest.mark.parametrize(
-    ("family", "way"), [("llama", "greedy"), ("gpt2", "beams"), ("llama", "static cache"), ("bart", "sampling")]
-)
+@pytest.mark.parametrize(("family", "way"), [("gpt2", "beams"), ("llama", "static cache"), ("bart", "sampling")])
 def test_everything_that_generate_returns(family: str, way: str) -> None:
     """docs/reuse.md: scores, logits and K/V of a repeat are those of the stored run."""
     how = {**WAYS[way], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -150,8 +149,10 @@ def test_states_and_attentions_of_every_layer(family: str) -> None:
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
-@pytest.mark.parametrize("layout", ["right", "none", "known rows"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("gpt2", "right"), ("t5", "right"), ("gpt2", "none"), ("gpt2", "known rows"), ("t5", "known rows")],
+)
 def test_other_batches(family: str, layout: str) -> None:
     """docs/reuse.md: prompts padded on the right, without a mask, or of which some are known."""
     if layout == "known rows":
@@ -195,7 +196,7 @@ def test_drafts(draft: str, on: str) -> None:
     chosen = {"model": copies[:1], "assistant": copies[1:], "both": copies}[on]
     has_assistant = draft.startswith("another")
     with ExitStack() as until_the_end:
-        caches = [until_the_end.enter_context(LLMCache.wrap(one)) for one in chosen]
+        caches = [until_the_end.enter_context(LLMCache.wrap(one, auto_bypass=False)) for one in chosen]
         for ids in (KNOWN, GOES_ON, KNOWN):
             more = {"assistant_model": assistant} if has_assistant else {}
             expected = write(model, {"input_ids": ids}, **DRAFTS[draft], **more)
@@ -252,8 +253,6 @@ def test_streamers_hear_the_same(family: str) -> None:
         ("llama", "none"),
         ("llama", "handed back"),
         ("qwen3", "static"),
-        ("gpt2", "handed back"),
-        ("mistral", "none"),
         ("mistral", "handed back"),
     ],
 )
@@ -308,9 +307,12 @@ SAMPLINGS: dict[str, tuple[Sampling, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", SAMPLINGS)
-@pytest.mark.parametrize(("family", "kind"), [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "sliding")])
-def test_tokens_are_those_of_generate(family: str, way: str, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "way"),
+    [("gpt2", "dynamic", way) for way in SAMPLINGS]
+    + [("llama", "static", "sampled"), ("llama", "static", "stopped"), ("mistral", "sliding", "greedy")],
+)
+def test_tokens_are_those_of_generate(family: str, kind: Any, way: str) -> None:
     """docs/generation.md: the tokens are those of `generate()` asked for the same, with the same seed."""
     sampling, how = SAMPLINGS[way]
     how = {"eos_token_id": None, **how, "max_new_tokens": sampling.max_new_tokens}
@@ -343,8 +345,7 @@ def test_streams_of_several_readers_do_not_mix() -> None:
         assert cache.stats().n_hits >= 4
 
 
-@pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "left"), [("gpt2", True), ("llama", False)])
 def test_prefill_and_decode_steps_of_a_padded_batch(family: str, left: bool) -> None:
     """docs/generation.md: `prefill` and `decode_step` take padded batches, and rows are as alone."""
     prompts, new = [tokens(1, 20), tokens(1, 7, seed=1), tokens(1, 13, seed=2)], tokens(3, 2, seed=4)

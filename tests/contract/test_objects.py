@@ -125,13 +125,8 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: Reads(SimpleNamespace(by=2.0), lambda held: held.by),
         lambda m: setattr(m.how.held, "by", 3.0),
     ),
-    "namespace within one": (
-        lambda: Reads(SimpleNamespace(a=SimpleNamespace(by=2.0)), lambda held: held.a.by),
-        lambda m: setattr(m.how.held, "a", SimpleNamespace(by=3.0)),
-    ),
     "slotted replaced": (lambda: Slotted(2.0), lambda m: setattr(m, "how", Slotted(3.0))),
     "tensor of a slotted edited": (lambda: Slotted(2.0), lambda m: m.how.by.add_(1)),
-    "tensor of a slotted replaced": (lambda: Slotted(2.0), lambda m: setattr(m.how, "by", torch.tensor(3.0))),
     "slotted within one": (lambda: Slotted(2.0, Slotted(1.0)), lambda m: m.how.inner.by.add_(1)),
     "object of a slotted replaced": (lambda: Slotted(2.0, Scale()), lambda m: setattr(m.how, "inner", Scale(3.0))),
     "closure over a number": (lambda: closure(2.0), lambda m: setattr(m, "how", closure(3.0))),
@@ -143,7 +138,6 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: closure(torch.tensor(2.0)),
         lambda m: m.how.__closure__[0].cell_contents.add_(1),
     ),
-    "closure over an object": (lambda: closure(Scale()), lambda m: setattr(m, "how", closure(Scale(3.0)))),
     "object in a closure edited": (
         lambda: closure(Scale()),
         lambda m: setattr(m.how.__closure__[0].cell_contents, "by", 3.0),
@@ -155,17 +149,12 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: closure(2.0),
         lambda m: setattr(m.how, "__code__", (lambda by: lambda x: x + by)(1.0).__code__),
     ),
-    "partial over a tensor": (
-        lambda: functools.partial(times, torch.tensor(2.0)),
-        lambda m: setattr(m, "how", functools.partial(times, torch.tensor(3.0))),
-    ),
     "tensor in a partial edited": (
         lambda: functools.partial(times, torch.tensor(2.0)),
         lambda m: m.how.args[0].add_(1),
     ),
     "bound method": (lambda: Scale().method, lambda m: setattr(m, "how", Scale(3.0).method)),
     "object of a bound method": (lambda: Scale().method, lambda m: setattr(m.how.__self__, "by", 3.0)),
-    "list of objects": (lambda: Reads([Scale(), Scale(3.0)], first), lambda m: setattr(m.how.held[0], "by", 3.0)),
     "order of objects": (lambda: Reads([Scale(), Scale(3.0)], first), lambda m: exchange(m.how.held)),
     "one object twice": (
         lambda: Reads([s := Scale(), Scale(3.0), s], lambda held: held[2].by),
@@ -175,7 +164,6 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: Reads({"a": [Scale()]}, lambda held: held["a"][0].by),
         lambda m: m.how.held["a"].__setitem__(0, Scale(3.0)),
     ),
-    "object in a tuple": (lambda: Reads((Scale(),), first), lambda m: setattr(m.how, "held", (Scale(3.0),))),
     "object in a deque": (lambda: Reads(deque([Scale()]), first), lambda m: m.how.held.appendleft(Scale(3.0))),
     "tensor in a deque": (
         lambda: Reads(deque([torch.tensor(2.0)]), lambda held: held[0]),
@@ -197,8 +185,12 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
+def bert() -> nn.Module:
+    return tf.BertModel(tiny_config())
+
+
 def with_activation(how: Any) -> nn.Module:
-    model = build(lambda: tf.BertModel(tiny_config()))
+    model = build(bert)
     model.encoder.layer[1].intermediate.intermediate_act_fn = Act(how)
     return model.eval()
 
@@ -256,7 +248,7 @@ def other_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
 
 
 def patched(model: Any) -> None:
-    part = model.encoder.layer[2].intermediate
+    part = model.encoder.layer[1].intermediate
     part.forward = types.MethodType(other_forward, part)
 
 
@@ -271,7 +263,7 @@ def _half(output: Any) -> Any:
 
 
 def layer_replaced(model: Any) -> None:
-    model.encoder.layer[1] = build(BARE["bert"], seed=3).encoder.layer[1]
+    model.encoder.layer[1] = build(bert, seed=3).encoder.layer[1]
 
 
 def layers_exchanged(model: Any) -> None:
@@ -284,11 +276,11 @@ def layer_dropped(model: Any) -> None:
 
 
 def attention_replaced(model: Any) -> None:
-    model.encoder.layer[1].attention = build(BARE["bert"], seed=3).encoder.layer[1].attention
+    model.encoder.layer[1].attention = build(bert, seed=3).encoder.layer[1].attention
 
 
 def other_list(model: Any) -> None:
-    model.encoder.layer = build(BARE["bert"], seed=3).encoder.layer
+    model.encoder.layer = build(bert, seed=3).encoder.layer
 
 
 @pytest.mark.parametrize(
@@ -297,7 +289,7 @@ def other_list(model: Any) -> None:
 )
 def test_a_layer_replaced_or_patched_after_wrapping_is_run(edit: Callable[[Any], None]) -> None:
     """docs/reuse.md: layers that were replaced or patched after wrapping are run, and nothing of before is served."""
-    model, plain = build(BARE["bert"]), build(BARE["bert"])
+    model, plain = build(bert), build(bert)
     cache = LLMCache.wrap(model, auto_bypass=False)  # what lies on top of it would have to go before unwrap()
     for _ in range(2):
         check_same(cache(**X), ask(plain, **X))
@@ -323,7 +315,7 @@ def patch_class() -> Iterator[Callable[[type, Any], None]]:
 
 @pytest.mark.parametrize("name", ["BertIntermediate", "BertLayer", "BertModel", "Act"])
 def test_a_class_patched_after_wrapping_is_run(name: str, patch_class: Callable[[type, Any], None]) -> None:
-    """docs/reuse.md: of classes, forwards that are patched count as well."""
+    """docs/reuse.md: a class whose forward is patched after wrapping is run, and nothing of before is served."""
     model: Any = with_activation(Scale())
     parts = {type(part).__name__: type(part) for part in model.modules()}
     below = parts[name].forward
@@ -426,7 +418,7 @@ def test_attention_whose_direction_was_flipped_is_computed(family: str, when: st
 
 def test_attention_that_lost_its_direction_is_computed() -> None:
     """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
-    model, plain = build(BARE["bert"]), build(BARE["bert"])
+    model, plain = build(bert), build(bert)
     rows = tokens(2, 6)
     calls = [
         {"input_ids": rows, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])},
@@ -525,7 +517,7 @@ class Versions:
         for file in self._folder.glob("__pycache__/*"):
             file.unlink()
         own = importlib.import_module("own_code")
-        model = build(BARE["bert"])
+        model = build(bert)
         model.encoder.layer[1].intermediate.intermediate_act_fn = own.Act(own.How(by))
         return model.eval()
 
@@ -584,7 +576,7 @@ def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
             assert cache.stats().n_hits == n_hits
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
 def test_equal_models_are_told_alike(family: str, tmp_path: Path) -> None:
     """README: a save is served by the model that it was saved from."""
     make = {**BARE, **STRANGERS}[family]

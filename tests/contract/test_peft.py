@@ -13,9 +13,10 @@ from peft.helpers import rescale_adapter_scale
 from peft.utils.hotswap import hotswap_adapter
 from torch import Tensor, nn
 
-from llmcache import LLMCache
+from llmcache import LLMCache, UnfitBankError
 from tests.contract.judge import ask, check_same
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
+from tests.contract.models import SIZES
+from tests.tiny_models import GENERATORS, build, padded, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's, about what the tests are to do
 X = padded([6, 4])
@@ -23,45 +24,25 @@ LINEAR = ["query", "value"]
 IDS = X["input_ids"][0, :3].tolist()
 
 
+def wrap(model: nn.Module) -> LLMCache:
+    return LLMCache.wrap(model, auto_bypass=False)
+
+
 def lora(**more: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": LINEAR, "init_lora_weights": False, **more})
 
 
-# One of each kind that PEFT has for linear layers, embeddings and norms, by the name of its config.
+# Of each way in which PEFT's adapters write to linear layers, embeddings and norms one, by the name of its config.
 METHODS: dict[str, dict[str, Any]] = {
     "LoraConfig": {"r": 4},
     "LoraConfig dora": {"r": 4, "use_dora": True},
-    "LoraConfig bias": {"r": 4, "lora_bias": True},
     "LoraConfig embedding": {"r": 4, "target_modules": ["word_embeddings"]},
-    "LoraConfig one layer": {"r": 4, "layers_to_transform": [1]},
     "LoHaConfig": {"r": 4},
-    "LoKrConfig": {"r": 4},
     "IA3Config": {"feedforward_modules": []},
     "OFTConfig": {"oft_block_size": 8, "use_cayley_neumann": False},
-    "BOFTConfig": {"boft_block_size": 8},
     "VeraConfig": {"r": 4},
-    "PveraConfig": {"r": 4},
-    "AdaLoraConfig": {"init_r": 4, "target_r": 2, "total_step": 10},
-    "FourierFTConfig": {"n_frequency": 50},
-    "WaveFTConfig": {"n_frequency": 50},
-    "VBLoRAConfig": {"r": 4, "num_vectors": 8, "vector_length": 4},
-    "RandLoraConfig": {"r": 4},
     "ShiraConfig": {"r": 4},
-    "HRAConfig": {"r": 4},
-    "HiraConfig": {"r": 4},
-    "C3AConfig": {"block_size": 8},
-    "MissConfig": {"r": 4},
-    "DeloraConfig": {"r": 4},
-    "GraloraConfig": {"r": 4},
-    "RoadConfig": {"group_size": 16},
-    "PsoftConfig": {"r": 4},
-    "TinyLoraConfig": {},
-    "UniLoraConfig": {},
     "BeftConfig": {},
-    "DeftConfig": {},
-    "GloraConfig": {},
-    "FrodConfig": {},
-    "PeanutConfig": {},
     "OSFConfig": {},
     "LNTuningConfig": {"target_modules": ["LayerNorm"]},
     "TrainableTokensConfig": {"token_indices": IDS, "target_modules": ["word_embeddings"]},
@@ -74,10 +55,12 @@ def config(method: str) -> PeftConfig:
 
 
 def encoder() -> nn.Module:
-    """A bare BERT of two layers, none of whose weights is trained."""
-    config = BARE["bert"]().config
-    config.num_hidden_layers = 2
-    return build(lambda: tf.BertModel(config)).requires_grad_(False)
+    """A bare BERT, none of whose weights is trained."""
+    return build(lambda: tf.BertModel(tf.BertConfig(**SIZES))).requires_grad_(False)
+
+
+def classifier() -> nn.Module:
+    return tf.BertForSequenceClassification(tf.BertConfig(**SIZES, num_labels=5))
 
 
 def train(model: nn.Module) -> None:
@@ -104,7 +87,7 @@ def check(cache: LLMCache, model: nn.Module, hits: int | None = None, **inputs: 
     assert hits in (None, cache.stats().n_hits - before)
 
 
-def tuned(*names: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **more: Any) -> Any:
+def tuned(*names: str, make: Callable[[], nn.Module] = classifier, **more: Any) -> Any:
     """A model with adapters of these names, of which the first is in force."""
     model = get_peft_model(build(make), lora(**more), adapter_name=names[0])
     for name in names[1:]:
@@ -115,35 +98,10 @@ def tuned(*names: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **mo
 # -- merged, for every kind --------------------------------------------------------------------------------------------
 
 
-# Of each way to write to the weights one.
-WALKED = [
-    *(
-        "LoraConfig",
-        "LoraConfig dora",
-        "LoraConfig bias",
-        "LoraConfig embedding",
-        "LoHaConfig",
-        "IA3Config",
-        "OFTConfig",
-    ),
-    *(
-        "VeraConfig",
-        "AdaLoraConfig",
-        "ShiraConfig",
-        "HRAConfig",
-        "BeftConfig",
-        "FrodConfig",
-        "PeanutConfig",
-        "OSFConfig",
-    ),
-    *("LNTuningConfig", "TrainableTokensConfig"),
-]
-
-
-@pytest.mark.parametrize("method", WALKED)
+@pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
     """Adapters of any kind may be put on, merged, disabled and merged for good under a cache."""
-    cache = LLMCache.wrap(encoder())
+    cache = wrap(encoder())
     check(cache, cache.model, hits=2)
     model: Any = get_peft_model(cache.model, config(method)).eval()
     train(model)
@@ -156,28 +114,24 @@ def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
             check(cache, model)
         with model.disable_adapter():
             check(cache, model)
-        check(cache, model)
         check(cache, model.merge_and_unload())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["LoraConfig", "LoHaConfig", "OSFConfig", "LNTuningConfig"])
 def test_an_adapter_that_no_call_saw(method: str) -> None:
-    """Adapters that come and are merged between two calls leave other weights behind, which is seen."""
-    cache = LLMCache.wrap(encoder())
+    """An adapter that is put on and merged between two calls makes the next call computed."""
+    cache = wrap(encoder())
     ask(cache.model, **X)
     model: Any = get_peft_model(cache.model, config(method)).eval()
     train(model)
     check(cache, model.merge_and_unload(), hits=2)
 
 
-INITS = ["olora", "pissa", "pissa_niter_2", "eva", "orthogonal", "gaussian"]
-
-
 @pytest.mark.parametrize("is_seen", [True, False])
-@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("init", ["olora", "pissa", "gaussian"])
 def test_what_adapters_leave_in_the_base(init: str, is_seen: bool) -> None:
     """Inits that write to the base weights are seen, also once the adapter is taken off."""
-    cache = LLMCache.wrap(encoder())
+    cache = wrap(encoder())
     before = ask(cache.model, **X)
     model: Any = get_peft_model(cache.model, lora(init_lora_weights=init)).eval()
     if is_seen:
@@ -188,8 +142,8 @@ def test_what_adapters_leave_in_the_base(init: str, is_seen: bool) -> None:
 
 
 def test_a_second_adapter_that_writes_to_the_base() -> None:
-    """An adapter that is added changes what the first one is on top of, where its init says so."""
-    cache = LLMCache.wrap(tuned("north"))
+    """An adapter whose init writes to the base weights makes answers of the other adapters stale."""
+    cache = wrap(tuned("north"))
     check(cache, cache.model, hits=2)
     cache.model.add_adapter("south", lora(init_lora_weights="olora"))
     check(cache, cache.model, hits=2)
@@ -199,7 +153,7 @@ def test_a_second_adapter_that_writes_to_the_base() -> None:
 
 def test_a_save_made_after_merging(tmp_path: Path) -> None:
     """A save of a model with an adapter merged is refused by the base model, and taken by a merged one."""
-    cache = LLMCache.wrap(encoder())
+    cache = wrap(encoder())
     ask(cache.model, **X)
 
     def merged(model: nn.Module) -> Any:
@@ -209,7 +163,7 @@ def test_a_save_made_after_merging(tmp_path: Path) -> None:
 
     ask(merged(cache.model), **X)
     cache.save(tmp_path)
-    with pytest.raises(Exception, match="other weights"):
+    with pytest.raises(UnfitBankError):
         LLMCache.load(encoder(), tmp_path)
     again = merged(encoder())
     with LLMCache.load(again, tmp_path) as loaded:
@@ -222,7 +176,7 @@ def test_a_save_made_after_merging(tmp_path: Path) -> None:
 
 def saved(folder: Path, seed: int, **more: Any) -> str:
     """A folder with an adapter of its own."""
-    base = build(CLASSIFIERS["bert"])
+    base = build(classifier)
     torch.manual_seed(seed)
     model = get_peft_model(base, lora(**more))
     model.save_pretrained(folder)
@@ -233,25 +187,17 @@ SWITCHES: dict[str, Callable[[Any, Path], object]] = {
     "set_adapter": lambda model, _: model.set_adapter("south"),
     "both": lambda model, _: model.base_model.set_adapter(["north", "south"]),
     "hotswap": lambda model, folder: hotswap_adapter(model, saved(folder, 9), "north"),
-    "hotswap, other rank": lambda model, folder: hotswap_adapter(model, saved(folder, 9, r=2), "north"),
-    "hotswap, other alpha": lambda model, folder: hotswap_adapter(model, saved(folder, 3, lora_alpha=16), "north"),
     "hotswap, fewer modules": lambda model, folder: hotswap_adapter(
         model, saved(folder, 9, target_modules=["query"]), "north"
     ),
-    "loaded over": lambda model, folder: model.load_adapter(saved(folder, 9), "north"),
     "loaded beside": lambda model, folder: (model.load_adapter(saved(folder, 9), "west"), model.set_adapter("west")),
     "weighted": lambda model, _: (
         model.add_weighted_adapter(["north", "south"], [0.5, 0.5], "mean", combination_type="linear"),
         model.set_adapter("mean"),
     ),
-    "weighted by svd": lambda model, _: (
-        model.add_weighted_adapter(["north", "south"], [0.5, 0.5], "mean", combination_type="svd"),
-        model.set_adapter("mean"),
-    ),
     "deleted": lambda model, _: model.delete_adapter("north"),
     "disabled": lambda model, _: model.base_model.disable_adapter_layers(),
     "merged, one of two": lambda model, _: model.merge_adapter(["south"]),
-    "merged, both": lambda model, _: model.merge_adapter(["north", "south"]),
     "unloaded": lambda model, _: model.unload(),
     "set_scale": lambda model, _: [
         part.set_scale("north", 0.3) for part in model.modules() if hasattr(part, "set_scale")
@@ -266,8 +212,8 @@ SWITCHES: dict[str, Callable[[Any, Path], object]] = {
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_adapters_are_switched(switch: str, tmp_path: Path) -> None:
-    """What adapters answer is not served to others, and after a switch repeats are served again."""
-    cache = LLMCache.wrap(tuned("north", "south"))
+    """After a switch of adapters no answer of before is served, and repeats are served again."""
+    cache = wrap(tuned("north", "south"))
     check(cache, cache.model, hits=2)
     SWITCHES[switch](cache.model, tmp_path)
     cache.model.eval()
@@ -276,7 +222,7 @@ def test_adapters_are_switched(switch: str, tmp_path: Path) -> None:
 
 def test_adapters_take_turns() -> None:
     """Each of two adapters, and the model without, finds its own entries again."""
-    cache = LLMCache.wrap(tuned("north", "south"))
+    cache = wrap(tuned("north", "south"))
     model = cache.model
     for hits in (2, 4, 4):
         for name in ("north", "south"):
@@ -288,21 +234,10 @@ def test_adapters_take_turns() -> None:
         check(cache, model, hits=2)
 
 
-UNUSED = [
-    "LoraConfig",
-    "LoraConfig dora",
-    "LoHaConfig",
-    "IA3Config",
-    "VeraConfig",
-    "VBLoRAConfig",
-    "TrainableTokensConfig",
-]
-
-
-@pytest.mark.parametrize("method", UNUSED)
+@pytest.mark.parametrize("method", ["LoraConfig", "IA3Config", "TrainableTokensConfig"])
 def test_an_adapter_that_is_not_used(method: str) -> None:
     """An adapter that comes, is edited or goes leaves the answers of those in force where they are found."""
-    cache = LLMCache.wrap(encoder())
+    cache = wrap(encoder())
     model: Any = get_peft_model(cache.model, config(method), adapter_name="north").eval()
     check(cache, model, hits=2)
     model.add_adapter("south", config(method))
@@ -322,7 +257,7 @@ def test_an_adapter_that_is_not_used(method: str) -> None:
 
 def test_an_unused_adapter_of_another_kind_of_lora() -> None:
     """An adapter beside the one in force may be of another variant, and of other modules."""
-    cache = LLMCache.wrap(tuned("north"))
+    cache = wrap(tuned("north"))
     check(cache, cache.model, hits=2)
     with cache.model.disable_adapter():
         check(cache, cache.model, hits=2)
@@ -338,7 +273,7 @@ def test_an_unused_adapter_of_another_kind_of_lora() -> None:
 
 def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
     """A save is taken by a model with the same adapter in force, whatever lies beside it."""
-    cache = LLMCache.wrap(tuned("north", "south"))
+    cache = wrap(tuned("north", "south"))
     ask(cache.model, **X)
     cache.save(tmp_path)
     with LLMCache.load(tuned("north"), tmp_path) as loaded:
@@ -348,7 +283,7 @@ def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
 
 def test_transformers_own_adapters() -> None:
     """Adapters that a model of transformers adds by itself are told apart as well."""
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    cache = wrap(build(classifier))
     model: Any = cache.model
     check(cache, model, hits=2)
     for name in ("north", "south"):
@@ -363,7 +298,7 @@ def test_transformers_own_adapters() -> None:
 
 def test_an_adapter_for_each_row() -> None:
     """A batch of rows with adapters of their own is computed."""
-    cache = LLMCache.wrap(tuned("north", "south"))
+    cache = wrap(tuned("north", "south"))
     ask(cache.model, **X)
     before = cache.stats().n_hits
     check(cache, cache.model, adapter_names=["north", "south"], **X)
@@ -397,7 +332,7 @@ def prompt(before: int, after: int, seed: int = 0, *, times: int = 1) -> Tensor:
 
 def test_repeats_of_an_activated_lora() -> None:
     """Repeats are served where an activated LoRA is in force, alone and in batches, with and without its invocation."""
-    cache = LLMCache.wrap(activated())
+    cache = wrap(activated())
     texts = [prompt(9, 3), prompt(9, 3, times=0), prompt(30, 4, seed=1), prompt(4, 20, seed=2)]
     for text in texts:
         check(cache, cache.model, hits=1, input_ids=text)
@@ -409,7 +344,7 @@ def test_repeats_of_an_activated_lora() -> None:
 
 def test_what_an_activated_lora_begins_with() -> None:
     """Prompts that begin alike are not taken for each other where the adapter begins at other tokens."""
-    cache = LLMCache.wrap(activated())
+    cache = wrap(activated())
     begin = prompt(17, 16)
     check(cache, cache.model, input_ids=begin)
     for end in (prompt(2, 3, seed=4), prompt(2, 3, seed=4, times=0)):
@@ -425,7 +360,7 @@ def test_what_an_activated_lora_begins_with() -> None:
 
 def test_an_activated_lora_generates() -> None:
     """`generate()` puts out the same tokens with an activated LoRA."""
-    cache = LLMCache.wrap(activated())
+    cache = wrap(activated())
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     for text in (prompt(18, 3), prompt(18, 3, times=2)):
         with cache.disabled():

@@ -16,11 +16,12 @@ API = Path(__file__).parents[2] / "docs" / "api.md"
 FILES = sorted(Path(__file__).parent.glob("*.py"))
 #: Modules of the library that docs/ tells users to import from, beside `llmcache` itself.
 DOCUMENTED = {"llmcache", "llmcache.generation", "llmcache.errors"}
-#: What only fits the code of today: patches, and reasons of a bypass that a rewrite does not have.
+#: What only fits the code of today: patches, and reasons, settings and methods that a rewrite does not have.
 PRIVATE = ("cache._", "wrapped._")
 FORBIDDEN = {
     *("monkeypatch", "MonkeyPatch", "mock", "inside"),
     *("other_layers", "unknown_output", "unknown_layout", "compiled_layers", "compared"),
+    *("prefix_block", "store_least_tokens", "fingerprint_per_layer", "leave_out", "looked_up", "start_model_process"),
 }
 
 

@@ -27,7 +27,7 @@ def wide() -> nn.Module:
 
 
 PATIENT = 5_000.0  # milliseconds: what is asked here may be late on a busy machine
-TEXTS = [tokens(1, 60, seed) for seed in range(8)]
+TEXTS = [tokens(1, 60, seed) for seed in range(5)]
 
 
 def on_disk(folder: Path, make: Callable[[], nn.Module] = wide, **settings: Any) -> LLMCache:
@@ -36,7 +36,8 @@ def on_disk(folder: Path, make: Callable[[], nn.Module] = wide, **settings: Any)
 
 
 def on_redis(url: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **options: Any) -> LLMCache:
-    return LLMCache.wrap(build(make), store={"name": "redis", "url": url, **options}, auto_bypass=False)
+    store = {"name": "redis", "url": url, "timeout_ms": PATIENT, **options}
+    return LLMCache.wrap(build(make), store=store, auto_bypass=False)
 
 
 def n_hits(cache: LLMCache, *texts: torch.Tensor) -> int:
@@ -67,20 +68,26 @@ def n_held(cache: LLMCache) -> int:
 Open = Callable[[], LLMCache]
 
 
-@pytest.fixture(params=["disk", "redis"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens caches of equal models that share one store."""
-    if request.param == "disk":
-        yield lambda: on_disk(tmp_path / "store")
-    else:
-        with redis_server(tmp_path) as server:
-            yield lambda: on_redis(server.url, wide, timeout_ms=PATIENT)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path) as server:
-        yield server
+def server(shared: RedisServer) -> RedisServer:
+    """A server that holds nothing."""
+    shared.do("FLUSHALL")
+    return shared
+
+
+@pytest.fixture(params=["disk", "redis"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens caches of equal models that share one store."""
+    if request.param == "disk":
+        return lambda: on_disk(tmp_path / "store")
+    url = request.getfixturevalue("server").url
+    return lambda: on_redis(url, wide)
 
 
 # -- what was written, and what was purged -----------------------------------------------------------------------------
@@ -125,6 +132,7 @@ def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path: Path)
     """What `drain` waited for outlives `kill -9`, whole, and a restart serves it."""
     if (child := os.fork()) == 0:
         try:
+            signal.alarm(60)
             cache = on_disk(tmp_path / "store")
             n_hits(cache, *TEXTS)
             cache.drain()
@@ -156,15 +164,24 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_index_is_a_miss_and_a_message(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A store whose index is damaged begins empty: `wrap` works, one line tells of it, and the file is kept aside."""
-    folder, make = tmp_path / "store", CLASSIFIERS["bert"]
-    with on_disk(folder, make) as cache:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a store that holds three requests."""
+    folder = tmp_path_factory.mktemp("written")
+    with on_disk(folder, CLASSIFIERS["bert"]) as cache:
         n_hits(cache, *TEXTS[:3])
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_a_miss_and_a_message(
+    damage: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store whose index is damaged begins empty: `wrap` works, one line tells of it, and the file is kept aside."""
+    folder = shutil.copytree(written, tmp_path / "store", symlinks=True)
     DAMAGES[damage](folder / "index.sqlite")
     damaged = (folder / "index.sqlite").read_bytes()
-    with caplog.at_level(logging.WARNING), on_disk(folder, make) as cache:
+    with caplog.at_level(logging.WARNING), on_disk(folder, CLASSIFIERS["bert"]) as cache:
         told = [one for one in caplog.records if "index" in one.getMessage()]
         assert len(told) == 1 and not told[0].exc_info
         assert n_held(cache) == 0 and n_hits(cache, *TEXTS[:3]) == 0
@@ -191,15 +208,16 @@ def test_a_store_that_was_removed_while_it_was_open_begins_anew(tmp_path: Path) 
 @pytest.mark.slow
 def test_no_write_is_lost_on_a_server_that_is_too_slow_for_reads(server: RedisServer) -> None:
     """`timeout_ms` is what a request waits for; what is written behind the answers takes the time that it takes."""
-    with slow_proxy(server.port, 0.02) as port, on_redis(f"redis://127.0.0.1:{port}") as cache:
-        texts = [tokens(1, 12, seed) for seed in range(40)]
+    url = "redis://127.0.0.1:{}"
+    with slow_proxy(server.port, 0.02) as port, on_redis(url.format(port), timeout_ms=5.0) as cache:
+        texts = [tokens(1, 12, seed) for seed in range(20)]
         for number, ids in enumerate(texts):
             with cache.namespace(f"{number % 3}"):
                 cache(input_ids=ids)
         cache.drain()
         stats = cache.stats().store
         assert stats is not None and stats.n_dropped == 0
-        with on_redis(server.url, timeout_ms=PATIENT) as direct:
+        with on_redis(server.url) as direct:
             assert n_held(direct) == len(texts)
 
 
@@ -208,7 +226,7 @@ def test_no_write_is_lost_on_a_server_that_is_too_slow_for_reads(server: RedisSe
 def test_what_could_not_be_written_is_offered_again_when_it_is_used(
     server: RedisServer, make: Callable[[], nn.Module]
 ) -> None:
-    """A server that is away for a while gets what memory holds once that is asked for again."""
+    """Writes that were dropped while the server was away are made again when their requests are next used."""
     texts = [tokens(1, 40, seed) for seed in range(4)]
     with on_redis(server.url, make, timeout_ms=100.0) as cache:
         n_hits(cache, texts[0])
@@ -234,12 +252,12 @@ def test_what_could_not_be_written_is_offered_again_when_it_is_used(
 def test_a_server_that_is_silent_is_told_of_in_one_line_a_minute(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a store in trouble costs is speed: answers are the model's, and the log has a line, not a traceback each."""
-    with on_redis(server.url) as cache, server.paused(), caplog.at_level(logging.WARNING):
-        for seed in range(30):
-            with cache.namespace(f"{seed % 5}"):
+    """While the server is silent, answers are the model's, and the log has one line a minute without a traceback."""
+    with on_redis(server.url, timeout_ms=5.0) as cache, server.paused(), caplog.at_level(logging.WARNING):
+        for seed in range(12):
+            with cache.namespace(f"{seed % 3}"):
                 assert n_hits(cache, tokens(1, 12, seed)) == 0
-        told = [one for one in caplog.records if "no answer in time" in one.getMessage()]
+        told = [one for one in caplog.records if one.name.startswith("llmcache")]
         assert 1 <= len(told) <= 2  # that reads fail, and that the server is away
         assert not any(one.exc_info for one in caplog.records)
         assert all(one.getMessage().count("\n") == 0 for one in caplog.records)
@@ -260,11 +278,9 @@ def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
     [
         ("redis://127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
         ("redis://:wrong@127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
-        ("redis://nobody:secret@127.0.0.1:{port}", "LLMCACHE_REDIS_PASSWORD"),
-        ("redis://:secret@127.0.0.1:{port}/99", "name a database"),
-        ("redis://:secret@127.0.0.1:{port}/cache", "name a database"),
-        ("redis://:secret@127.0.0.1:{port}/-1", "name a database"),
-        ("redis://:secret@127.0.0.1:{port}?db=99", "name a database"),
+        ("redis://:secret@127.0.0.1:{port}/99", "database"),
+        ("redis://:secret@127.0.0.1:{port}/cache", "database"),
+        ("redis://:secret@127.0.0.1:{port}?db=99", "database"),
     ],
 )
 def test_an_address_that_cannot_work_is_refused_with_its_cure(address: str, cure: str, protected: RedisServer) -> None:
@@ -274,29 +290,30 @@ def test_an_address_that_cannot_work_is_refused_with_its_cure(address: str, cure
     assert "another prefix" not in str(raised.value) and "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("command", ["SET llmcache:session:1 x", "SADD llmcache:users x", "SET llmcache: x"])
-def test_a_prefix_under_which_something_else_is_kept_is_refused(server: RedisServer, command: str) -> None:
+def test_a_prefix_under_which_something_else_is_kept_is_refused(server: RedisServer) -> None:
     """Two applications never share a prefix; the error names what was found and the cure."""
-    server.do(*command.split())
-    with pytest.raises(ConfigError, match="another prefix") as raised:
-        on_redis(server.url)
-    assert command.split()[1] in str(raised.value)
-    with on_redis(server.url, prefix="another"), on_redis(server.url, prefix="llm"):
+    for command, name in (("SET", "llmcache:session:1"), ("SADD", "llmcache:users"), ("SET", "llmcache:")):
+        server.do(command, name, "x")
+        with pytest.raises(ConfigError, match="another prefix") as raised:
+            on_redis(server.url)
+        assert name in str(raised.value)
+        if name != "llmcache:":
+            server.do("DEL", name)
+    with on_redis(server.url, prefix="llm"):
         pass
 
 
 def test_only_what_a_cache_wrote_is_counted(server: RedisServer) -> None:
     """`stats().store` counts values under the prefix: not names of other applications, nor those of another prefix."""
-    for number in range(50):
-        server.do("SET", f"theirs:{number}", b"x" * 1_000)
-    with on_redis(server.url, prefix="others", timeout_ms=PATIENT) as others:
+    server.do("MSET", *(part for number in range(50) for part in (f"theirs:{number}", b"x" * 1_000)))
+    with on_redis(server.url, prefix="others") as others:
         n_hits(others, *TEXTS[:3])
         others.drain()
-    with on_redis(server.url, timeout_ms=PATIENT) as cache:
+    with on_redis(server.url) as cache:
         assert n_held(cache) == 0
-        n_hits(cache, *TEXTS[:6])
-        assert n_held(cache) == 6
+        n_hits(cache, *TEXTS)
+        assert n_held(cache) == len(TEXTS)
         stats = cache.stats().store
         assert stats is not None and 0 < (stats.nbytes or 0) < 50_000
-    with on_redis(server.url, timeout_ms=PATIENT) as cache:  # names of its own do not make a cache refuse its prefix
-        assert n_held(cache) == 6
+    with on_redis(server.url) as cache:  # names of its own do not make a cache refuse its prefix
+        assert n_held(cache) == len(TEXTS)

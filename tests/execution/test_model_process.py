@@ -13,6 +13,7 @@ from torch import nn
 from llmcache import ConfigError, LLMCache, WrapError
 from llmcache.execution import compiled as compiling
 from llmcache.execution.model_process import ModelProcess
+from tests.contract.test_forks import KINDS, check_children
 from tests.execution.calls import fail_alike, one_layer, quietly, wrapped
 from tests.tiny_models import CLASSIFIERS, build, padded, tokens
 
@@ -185,3 +186,15 @@ def test_models_whose_calls_are_decided_at_their_layers_are_refused() -> None:
     cache = wrapped(CLASSIFIERS["bert"], fingerprint="mean", tau=0.9, allow_unsafe=True)
     with pytest.raises(ConfigError, match="within the layers"):
         cache.start_model_process()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_computes_by_itself() -> None:
+    """A child never takes another request's answer from the pipe, and leaves the process of its parent running."""
+    with LLMCache.wrap(build(KINDS["encoder"]), auto_bypass=False) as cache:
+        cache.start_model_process()
+        check_children(cache, "encoder")
+        stats = cache.stats().compiled
+        assert stats is not None and stats.has_process, "a child ended its parent's process"
