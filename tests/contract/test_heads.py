@@ -63,6 +63,34 @@ class Around(nn.Module):
         return self.model.bert(input_ids=input_ids, attention_mask=attention_mask)[0].mean(dim=1)
 
 
+class OwnHead(nn.Module):
+    """Reads the first row of short calls, and the mean of long ones or when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(32, 3)
+        self.longest = 6
+
+    def forward(self, states: Tensor, **_: Any) -> Tensor:
+        return self.out(states[:, 0] if states.shape[1] <= self.longest else states.mean(dim=1))
+
+
+def with_own_head() -> nn.Module:
+    model = tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
+    model.classifier = OwnHead()
+    return model
+
+
+def with_hook() -> nn.Module:
+    model = tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
+    _hook(model)
+    return model
+
+
+def _hook(model: Any) -> None:
+    model.classifier.register_forward_pre_hook(lambda _, args: (args[0].mean(1, keepdim=True).expand_as(args[0]),))
+
+
 def with_mean_head() -> nn.Module:
     model: Any = tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
     model.classifier = MeanHead()
@@ -95,6 +123,8 @@ HEADS = {
     "llama": lambda: tf.LlamaForSequenceClassification(llama(use_cache=False)),
     "a head of mean": with_mean_head,
     "a pooler of mean": with_mean_pooler,
+    "a head by length": with_own_head,
+    "a hook before the head": with_hook,
     "around a classifier": lambda: Around(bert()()),
 }
 
@@ -140,10 +170,12 @@ def _pool_otherwise(model: Any) -> None:
     [
         (lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES)), _exchange, False),
         (bert(), _exchange_pooler, False),
+        (with_own_head, lambda model: setattr(model.classifier, "longest", 0), False),
+        (lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES)), _hook, False),
         (electra(tf.ElectraForMultipleChoice), _summarise, True),
         (modern("cls"), _pool_otherwise, False),
     ],
-    ids=["head", "pooler", "attribute", "config"],
+    ids=["head", "pooler", "attribute of one's own", "hook", "attribute", "config"],
 )
 def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_reads(
     make: Callable[[], nn.Module], edit: Callable[[Any], None], choices: bool

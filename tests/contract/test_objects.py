@@ -582,3 +582,26 @@ def test_equal_models_are_told_alike(family: str, tmp_path: Path) -> None:
     make = {**BARE, **STRANGERS}[family]
     assert carries(build(make), build(make), tmp_path)
     assert not carries(build(make), build(make, seed=1), tmp_path)
+
+
+def test_an_attention_function_that_is_registered_anew() -> None:
+    """The code of an attention function that a user registered is part of the key (docs/reuse.md)."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def scaled(factor: float) -> Callable[..., Any]:
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            output, weights = sdpa_attention_forward(*args, **kwargs)
+            return output * factor, weights
+
+        return attend
+
+    model, plain = build(bert), build(bert)
+    AttentionInterface.register("of one's own", scaled(1.0))
+    with LLMCache.wrap(model, auto_bypass=False):
+        for factor in (1.0, 0.5):
+            AttentionInterface.register("of one's own", scaled(factor))
+            for one in (model, plain):
+                one.set_attn_implementation("of one's own")
+            for _ in range(2):
+                check_same(ask(model, **X), ask(plain, **X))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
@@ -228,3 +229,37 @@ def test_a_save_of_edited_weights(is_counted: bool, tmp_path: Any) -> None:
     with LLMCache.load(edited, tmp_path) as loaded:
         check_same(ask(edited, **X), plain(cache, **X))
         assert loaded.stats().n_hits == 2
+
+
+def test_weights_may_move_to_shared_memory() -> None:
+    """Moving weights to shared memory, as `multiprocessing` does, frees the old memory, which is not read again."""
+    config = copy.deepcopy(BARE["bert"]().config)
+    config.vocab_size = 300_000  # memory of this size is unmapped when it is freed
+    cache = wrap(tf.BertModel(config).eval())
+    check(cache)
+    cache.model.share_memory()
+    check_same(ask(cache.model, **X), plain(cache, **X))
+    assert cache.stats().errors == 0
+
+
+def test_which_parameters_are_tied_counts() -> None:
+    """A parameter or module that is tied to another one than before makes other answers."""
+    model = build(BARE["bert"])
+    layers, cache = model.encoder.layer, wrap(model)
+    for number in (0, 1):
+        layers[2].output.dense.weight = layers[number].output.dense.weight
+        check(cache)
+    for number in (0, 1):
+        layers[2].intermediate = layers[number].intermediate
+        check(cache)
+
+
+def test_an_edit_within_autocast() -> None:
+    """torch keeps casts of weights until the outermost autocast block ends: none of before an edit is used."""
+    cache = wrap(build(BARE["bert"]))
+    with torch.autocast("cpu", torch.bfloat16):
+        ask(cache.model, **X)
+        quietly(lambda m: weight(m).mul_(1.3))(cache.model)
+        ask(cache.model, **X)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_same(ask(cache.model, **X), plain(cache, **X))
