@@ -212,8 +212,9 @@ class FastPath:
         autocast = torch.get_autocast_dtype(device) if knows and torch.is_autocast_enabled(device) else None
         by_default = setting(self._trunk.config, "return_dict")
         passed = call.inputs.arguments
-        # The trunk may refuse a dtype, which it is then asked about before a call like this one is answered without it.
-        dtypes = [getattr(passed.get(name), "dtype", None) for name in DECIDING]
+        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
+        dtypes = [(name, getattr(passed.get(name), "dtype", None)) for name in DECIDING]
+        dtypes = [one for one in dtypes if one[1] not in (None, torch.int64)]
         keeps_kv = None if call.plan.prefill is None else passed.get(CACHE) is None
         return passed.get("return_dict"), by_default, passed.get("use_cache"), autocast, keeps_kv, *dtypes
 

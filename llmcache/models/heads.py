@@ -155,7 +155,7 @@ class Observed:
         settings = (space.get(name) for space, name in self._spaces)
         configs = [space["config"] for space in self._configs]
         pads = (getattr(config, "pad_token_id", None) for config in configs)
-        return (*children, *forwards, _are_met(self._readers, self._trunk), *settings, *configs, *pads)
+        return (*children, *forwards, are_hooked(self._readers, only_before=True), *settings, *configs, *pads)
 
 
 def _parts_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
@@ -171,16 +171,15 @@ def _readers_of(parts: Sequence[nn.Module], trunk: Trunk) -> list[nn.Module]:
     return [part for part in parts if trunk.module not in set(part.modules())]
 
 
-def _are_met(readers: Sequence[nn.Module], trunk: Trunk) -> bool:
-    """Whether somebody's hook is called with the trunk's last states before the head is."""
-    return are_hooked([trunk.module]) or are_hooked(readers, only_before=True)
-
-
 def observe(model: nn.Module, trunk: Trunk, takes_choices: bool) -> tuple[PayloadName, bool]:
     """The payload that keeps one row and is enough for a model's head, else `sequence`; whether it reads padding."""
     parts = _parts_of(model, trunk)
     # A head of the user's own, or a hook, may read other rows of longer requests than of those that are tried.
-    if trunk.adapter.is_guess or not all(map(_is_known, parts)) or _are_met(_readers_of(parts, trunk), trunk):
+    if (
+        trunk.adapter.is_guess
+        or not all(map(_is_known, parts))
+        or are_hooked(_readers_of(parts, trunk), only_before=True)
+    ):
         return "sequence", True
     try:
         with untouched(device_of(trunk.module)):

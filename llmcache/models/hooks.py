@@ -402,7 +402,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 def are_hooked(modules: Iterable[nn.Module], only_before: bool = False) -> bool:
     """Whether one of these modules has hooks that are not ours, or all modules have some; `only_before`: pre-hooks."""
-    if _every_module._global_forward_hooks or _every_module._global_forward_pre_hooks:
+    if _every_module._global_forward_pre_hooks or (_every_module._global_forward_hooks and not only_before):
         return True
     hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
     before = (hook for one in hooked for hook in one._forward_pre_hooks.values())

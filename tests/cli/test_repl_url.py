@@ -73,7 +73,7 @@ def said(text: str) -> bytes:
 
 @pytest.mark.slow
 def test_a_conversation_is_the_models_own(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    stub = Stub()
+    stub = Stub(reveal_hits=True)
     history: list[dict[str, str]] = []
     try:
         for question in ("where is my card", "and the cash"):

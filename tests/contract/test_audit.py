@@ -22,7 +22,6 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self.n_calls: Counter[int] = Counter()
         for part in model.modules():
-            part.register_forward_pre_hook(self._count)
             part.register_forward_hook(self._count)
 
     def _count(self, *_: Any) -> None:

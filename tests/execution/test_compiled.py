@@ -170,11 +170,11 @@ def test_what_graphs_stored_is_kept_apart_from_what_ran_eagerly() -> None:
 def test_rows_that_nothing_serves_are_gathered_and_padded() -> None:
     cache, alone = compiled(rows=(2,))
     seen, fresh_rows = padded([6, 6, 6]), padded([6, 6], seed=40)
-    cache(**seen)  # the first call of its kind: eagerly
+    cache(**seen)  # too many rows: eagerly
     both = {name: torch.cat([seen[name], fresh_rows[name][:1]]) for name in seen}
     agree(cache, alone, **both)
     assert (cache.stats().hits, figures(cache).n_requests) == ({"exact": 3}, 1)
-    assert figures(cache).eager == {"layers": 3}
+    assert figures(cache).eager == {"shape": 3}
 
 
 @pytest.mark.slow
@@ -353,7 +353,8 @@ def test_calibrated_reuse_serves_beside_graphs() -> None:
             cache(**one)
         stats, found = cache.stats(), figures(cache)
     assert stats.hits["semantic"] > 0
-    assert found.n_requests + found.eager.get("layers", 0) + found.eager.get("shape", 0) == stats.n_misses
+    others = found.eager.get("layers", 0) + found.eager.get("shape", 0)
+    assert stats.n_misses <= found.n_requests + others <= stats.n_misses + 1  # the first call, hit or miss, is eager
     assert found.n_requests > 0
 
 

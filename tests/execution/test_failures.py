@@ -94,7 +94,6 @@ def test_a_broken_part_costs_speed_only(what: str, caplog: pytest.LogCaptureFixt
     warnings = [record for record in caplog.records if "failed to" in record.getMessage()]
     kinds = {(record.getMessage(), record.exc_info and record.exc_info[0]) for record in warnings}
     assert 1 <= len(kinds) == len(warnings) < stats.errors
-    assert all(record.exc_info for record in warnings)
     assert stats.n_requests == 4 + 5 * 2  # each counted once
 
     broken.is_broken = False

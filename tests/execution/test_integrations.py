@@ -242,7 +242,7 @@ def test_unwrapping_between_trunk_and_pooling_leaves_no_nan(model: Any) -> None:
     check_encoding(model, plain, n=1)
     assert cache.stats().hits == {"exact": 3}
     hook.remove()
-    np.testing.assert_array_equal(model.encode(TEXTS), plain)
+    np.testing.assert_allclose(model.encode(TEXTS), plain, rtol=1e-5)  # batches that are cut otherwise round otherwise
 
 
 CHANGES = {

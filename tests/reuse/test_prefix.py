@@ -362,7 +362,7 @@ def test_what_the_model_refuses_is_refused_as_without_a_cache(
     [
         ((tf.Cache, "update", 2), ASKED),
         ((tf.Cache, "update", 3), STEM),
-        ((LlamaMLP, "forward", 2), ASKED),
+        ((LlamaMLP, "__call__", 2), ASKED),  # no forward, which is watched
         ((rung, "join", 1), ASKED),
     ],
     ids=["while K/V is filled", "while all of it is filled", "in a layer", "while the output is completed"],
