@@ -367,7 +367,7 @@ def test_a_server_that_is_killed_begins_empty_and_is_found_again(
     server.start()
     for one in (store, other):
         wait_until(lambda one=one: answers(one))
-    assert not store.events(seen).is_complete
+    wait_until(lambda: not store.events(seen).is_complete)
     assert store.generation("a") == other.generation("a") != generation
     assert held(store, "a") == []
     put(store, "a")

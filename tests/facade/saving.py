@@ -78,7 +78,7 @@ def kill(folder: Path) -> int:
     rng, n_left = random.Random(0), 0
     for _ in range(N_KILLED):
         saver = fork(lambda: save(folder, 2, 10_000))
-        time.sleep(0.1 + 0.1 * rng.random())
+        time.sleep(0.6 + 0.3 * rng.random())  # it wraps a model first
         os.kill(saver, signal.SIGKILL)
         os.waitpid(saver, 0)
         n_left += len(list(folder.iterdir())) > 4
