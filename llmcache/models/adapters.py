@@ -30,6 +30,7 @@ _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
 _STATES = frozenset({"layer_past", "past_key_value", "cache_params", "cache", "state", "states", "mems"})
 _ALWAYS_ASKED = ("output_attentions", "output_hidden_states")
 _UNNAMED = object()
+_describe = lru_cache(16)(describe)
 _LIST_NAMES = ("layer", "layers", "h", "block", "blocks")
 
 
@@ -212,7 +213,7 @@ class Trunk:
     def attention(self) -> str:
         """The attention implementation in use, with the code of functions that users registered; "" without a name."""
         name = str(setting(self.config, "_attn_implementation", ""))
-        return name + "".join(map(_code_of, _registered(name)))
+        return " ".join((name, *map(_describe, _registered(name))))
 
 
 def locate(model: nn.Module, family: str = "auto") -> Trunk:
@@ -375,16 +376,7 @@ def _registered(attention: str) -> list[Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     found = (table.get(attention) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
-    return [one for one in found if one is not None and not _name_of(one).startswith("transformers.")]
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__module__", ""))
-
-
-@lru_cache(16)
-def _code_of(function: Any) -> str:
-    return f" {describe(function)}"
+    return [one for one in found if one is not None and not str(one.__module__).startswith("transformers.")]
 
 
 def first_position(trunk: nn.Module) -> int:
