@@ -1,16 +1,20 @@
 """Measures of a store that workers share: on tiny models and a real Redis."""
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments.measures import store_remote
 from experiments.support.folders import Folders
 from experiments.support.ring import Ring
 from llmcache import ConfigError
+from tests.contract.slow_proxy import slow_proxy
 from tests.experiments.measuring import learning, measured, told
-from tests.redis_server import redis_server
+from tests.redis_server import RedisServer, redis_server
 from tests.tiny_models import save_bert
 
 REMOTE = {
@@ -41,8 +45,14 @@ def test_hits_in_redis_pauses_and_announcements_are_timed(tmp_path: Path) -> Non
     assert "| hit in Redis |" in told(values, outcome)
 
 
-def test_a_redis_that_is_late_is_told(tmp_path: Path) -> None:
-    values = {**REMOTE, "model": str(save_bert(tmp_path / "tiny", "some words")), "timeout_ms": 0.001}
+def test_a_redis_that_is_late_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def late_server(folder: Path) -> Iterator[RedisServer]:
+        with redis_server(folder) as server, slow_proxy(server.port, 0.05) as server.port:
+            yield server
+
+    monkeypatch.setattr(store_remote, "redis_server", late_server)
+    values = {**REMOTE, "model": str(save_bert(tmp_path / "tiny", "some words")), "timeout_ms": 5.0}
     with pytest.raises(ConfigError, match="5 of 5 hits were late: allow more"):
         measured(values)
 
