@@ -78,6 +78,12 @@ def nystroemformer() -> nn.Module:
     return build(lambda: tf.NystromformerForSequenceClassification(config))
 
 
+def aimv2() -> nn.Module:
+    """Attends both ways, and only to what came before as soon as anything in the call is padded."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    return build(lambda: tf.Aimv2TextModel(tf.Aimv2TextConfig(vocab_size=VOCABULARY, eos_token_id=2, **sizes)))
+
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.ao.quantization:DeprecationWarning", "ignore:.*quantized:UserWarning"
 )
@@ -90,12 +96,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "largest of all": lambda: with_part(LargestOfAll)(build(CLASSIFIERS["bert"])),
     "largest of all, decoder": lambda: with_part(LargestOfAll)(build(GENERATORS["llama"])),
     "capacity": lambda: with_part(FirstComeFirstServed)(build(CLASSIFIERS["bert"])),
+    "aimv2": aimv2,
     "nystroemformer": nystroemformer,
 }
 A, B, C = (tokens(1, 16, seed)[0] for seed in range(3))
 #: Calls that share rows: pairs, permutations, duplicates, a row alone; and, but for the last model, paddings.
 CALLS = [{"input_ids": torch.stack(rows)} for rows in ((A, B), (A, C), (B, A), (A,), (A, A), (A, B, C), (A, A, B))]
-PADDED = [padded([9, 4]), padded([9, 7]), padded([4]), padded([9, 4], left=True), padded([9, 12])]
+PADDED = [padded([9]), padded([9, 4]), padded([9, 7]), padded([4]), padded([9, 4], left=True), padded([9, 12])]
 
 
 def _calls(name: str) -> list[dict[str, Tensor]]:
