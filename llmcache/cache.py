@@ -23,12 +23,31 @@ from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.flow import Flow
 from llmcache.execution.graphs import make_buckets
 from llmcache.matching.answers import Reading, read_logits
-from llmcache.models.hooks import install
+from llmcache.models.hooks import Installed, install
 from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
 from llmcache.request.variables import setting
 from llmcache.stats import Stats
+
+
+def make_core(parts, config, tokenizer):
+    import os
+    from llmcache.call import CachedForward
+    from llmcache.bank import Bank as NewBank
+    from llmcache.request.reading import RequestReader as NewReader
+    from llmcache.policies import POLICIES
+    from llmcache.models.hooks import is_wrapped
+    trunk, payload = parts.trunk, parts.payload
+    if os.environ.get("OLD") or config.tau is not None or config.learn is not None or parts.tier is not None or config.compression.name != "none" or config.rungs or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"):
+        return None
+    if trunk.makes_kv and not payload.fits_any_length:
+        return None
+    if is_wrapped(trunk):
+        raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
+    bank = NewBank(config.policy.build(POLICIES), config.max_bytes, config.max_entries)
+    reader = NewReader(trunk, parts.head, payload, tokenizer)
+    return CachedForward(trunk, parts.head, payload, bank, reader, parts.weights, parts.coupling, parts.counters)
 
 
 class LLMCache:
@@ -47,6 +66,19 @@ class LLMCache:
         self._tokenizer = tokenizer
         self._answer_of = answer_of
         self._components = assemble(model, config, tokenizer, answer_of)
+        self._core = make_core(self._components, config, tokenizer)
+        self._flow: Any
+        if self._core is not None:
+            self._flow = self._core
+            self._installed = Installed()
+            self._installed.add(self._core.remove)
+            if self._core._is_veiled:
+                self._installed.add(self._core.veil.listen(self._components.head.pooled.pooling))
+            return
+        self._install_flow()
+
+    def _install_flow(self) -> None:
+        model, config, tokenizer, answer_of = self.model, self.config, self._tokenizer, self._answer_of
         self._flow = Flow(self._components, tokenizer)
         head = None if self._components.prefix is None else model
         self._installed = install(self._components.trunk, self._flow, self._components.attention, head)
@@ -195,6 +227,7 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
+        self._leave_core()
         self._components.settle()
         claim = make_claim(self.config, max_drop, delta, metric, sources, seed)
         return self._calibrator.calibrate(requests, labels, claim)
@@ -214,6 +247,7 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
+        self._leave_core()
         self._components.settle()
         return self._calibrator.observe(requests, labels)
 
@@ -280,6 +314,7 @@ class LLMCache:
                 failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
+        self._leave_core()
         compiler = self._compiler()
         n_positions = getattr(self._components.trunk.config, "max_position_embeddings", None)
         buckets = make_buckets(lengths, rows, n_positions)
@@ -301,6 +336,7 @@ class LLMCache:
                 in training mode; or the process could not be started.
             WrapError: The cache was unwrapped.
         """
+        self._leave_core()
         self._compiler().start_process()
 
     def _compiler(self) -> CompiledTrunk:
@@ -308,6 +344,15 @@ class LLMCache:
             raise WrapError("the cache was unwrapped: wrap the model again")
         assert self._components.compiled is not None
         return self._components.compiled
+
+    def _leave_core(self) -> None:
+        if self._core is not None:
+            if self._installed.is_empty:
+                raise WrapError("the cache was unwrapped: wrap the model again")
+            self._core.is_retired = True
+            self._installed.remove()
+            self._core = None
+            self._install_flow()
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
@@ -318,6 +363,8 @@ class LLMCache:
         Raises:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
         """
+        if self._core is not None:
+            self._core.is_retired = True
         if self._components.audit is not None:
             self._components.audit.worker.close()
         if self._components.compiled is not None:
@@ -356,6 +403,15 @@ class LLMCache:
 
     def stats(self) -> Stats:
         """Counters since wrapping or `restart_stats`, and what is held now."""
+        if self._core is not None:
+            bank, last = self._core._bank, self._components.trunk.depth - 1
+            return self._components.counters.snapshot(
+                n_entries={last: len(bank)}, n_evicted={last: bank.n_evicted}, n_expelled={last: bank.n_expelled},
+                n_stored=len(bank), nbytes=bank.nbytes, nbytes_by_layer={last: bank.nbytes},
+                max_nbytes_by_layer={last: bank.max_bytes}, index_nbytes=0, reconstruction_error={},
+                reconstruction_distance={}, cost=(), audit=None, compiled=None, store=None,
+                n_blocks=0, n_blocks_evicted=0, prefix_nbytes=0,
+            )
         return self._components.stats()
 
     def restart_stats(self) -> None:
@@ -389,6 +445,9 @@ class LLMCache:
         Raises:
             StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.
         """
+        if self._core is not None:
+            self._core._bank.clear()
+            return
         self._components.clear()
         self._flow.forget()
 
@@ -402,6 +461,8 @@ class LLMCache:
             StoreError: The store could not be purged. Nothing of it is in this cache's memory any more.
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
+        if self._core is not None:
+            return self._core._bank.clear(checked_namespace(namespace))
         return self._components.purge(checked_namespace(namespace))
 
     @contextmanager
@@ -423,6 +484,10 @@ class LLMCache:
             ConfigError: A namespace is not a string, or one of a class of its own, or no Unicode text.
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
+        if self._core is not None:
+            with setting(self._core.namespace, name):
+                yield self
+            return
         with setting(self._flow.namespace, name), setting(self._flow.prefixes_from, shared):
             yield self
 
@@ -442,6 +507,10 @@ class LLMCache:
             NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it; with
                 `leave_out` where none is, or some cannot be told apart before the layers.
         """
+        if self._core is not None:
+            with setting(self._core.is_only_if_cached, True):
+                yield self
+            return
         with setting(self._flow.is_only_if_cached, True), setting(self._flow.may_leave_out, leave_out):
             yield self
 
@@ -473,6 +542,9 @@ class LLMCache:
         """
         if n_tokens < 1:
             raise ConfigError(f"n_tokens={n_tokens}: a chunk has 1 token at least")
+        if self._core is not None:
+            yield self
+            return
         with setting(self._flow.chunks, Chunks(n_tokens, between)):
             yield self
 

@@ -8,7 +8,7 @@ known, and that must not pass for good news: while many calls fail, nothing is r
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from llmcache.errors import StoreError
 from llmcache.request.bypass import CURES
 from llmcache.request.call import Call
+from llmcache.request.outcome import Outcome
 from llmcache.stats import Health, Stats
 from llmcache.threads import forkable
 
@@ -201,6 +202,33 @@ class Counters:
             self._storing_s += call.progress.storing_s
             has_turned = self._end_call()
         self._tell_turn(has_turned)
+
+    def done(self, outcomes: Sequence[Outcome], depth: int, lookup_s: float, storing_s: float) -> None:
+        """Count what became of the rows of a call that was not bypassed, and the seconds that it took beside the model.
+
+        Args:
+            outcomes: One a row.
+            depth: Layers that a hit skips.
+            lookup_s: For reading and looking up.
+            storing_s: For storing.
+        """
+        with self._lock:
+            for outcome in outcomes:
+                if outcome.bypassed is not None:
+                    self._bypassed[outcome.bypassed] += 1
+                elif outcome.rung is None:
+                    self._totals["misses"] += 1
+                else:
+                    self._hits[outcome.rung] += 1
+                    self._totals["skipped"] += depth
+            self._totals["requests"] += len(outcomes)
+            self._lookup_s += lookup_s
+            self._storing_s += storing_s
+            has_turned = self._end_call()
+        self._tell_turn(has_turned)
+        for outcome in outcomes:
+            if outcome.bypassed is not None and outcome.bypassed not in self._told:
+                self.bypass(outcome.bypassed, 0)
 
     def snapshot(self, n_let_pass: int = 0, **held: Any) -> Stats:
         """The counts, joined with those of the cost model, and with what the banks hold now."""

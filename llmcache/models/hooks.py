@@ -104,7 +104,7 @@ class _Reduce(_StandIn):
     name = "__reduce_ex__"
 
     def __call__(self, protocol: Any) -> Any:
-        if any(isinstance(swap, TrunkSwap) for swap in _beneath(self.module.forward)):  # once for a whole model
+        if any(not isinstance(swap, LayerSwap) for swap in _beneath(self.module.forward)):  # once for a whole model
             logger.info("llmcache: a copy of a %s is made without its cache", type(self.module).__name__)
         return _cleaned(_own(self.module, self.name)(protocol))
 
@@ -408,7 +408,12 @@ def are_hooked(modules: Iterable[nn.Module], only_before: bool = False) -> bool:
     before = (hook for one in hooked for hook in one._forward_pre_hooks.values())
     after = () if only_before else (hook for one in hooked for hook in one._forward_hooks.values())
     hooks = chain(before, after)
-    return not all(_is_ours(hook) or _is_idle_capture(hook) for hook in hooks)
+    return not all(_is_ours(hook) or _is_of_torch(hook) or _is_idle_capture(hook) for hook in hooks)
+
+
+def _is_of_torch(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is torch's own, which computes a weight of others (pruning, weight_norm)."""
+    return str(getattr(hook, "__module__", None)).startswith("torch.nn.utils.")
 
 
 def _is_idle_capture(hook: Callable[..., Any]) -> bool:

@@ -40,6 +40,7 @@ CURES: dict[str, str] = {
     "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",
     "unknown_output": "its layers hand on more than hidden states: register an adapter that says what a skipped one "
     "returns",
+    "hooked": "hooks of others hang within the trunk and are to see all tokens: remove them to have requests served",
     "inference_weights": "the weights were made under torch.inference_mode(), where edits to them cannot be seen: "
     "load the model outside of it",
     "unseen_weights": "weights are kept where they cannot be read (scripted modules, sparse or packed tensors), so "

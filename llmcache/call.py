@@ -1,0 +1,401 @@
+"""A call of the trunk, from the caller's arguments to its output. Nothing else knows the order of its steps.
+
+    open      read the arguments: rows with keys, or the reason for a bypass
+    look_up   ask the rungs, safest first, which rows stored requests serve
+    answer    run the trunk for the rows that are left, and put the output together
+    close     store what was computed, count, note what became of each row
+
+What fails here is counted, logged once, and computed around. Errors of the model itself are raised as without a cache.
+"""
+
+import threading
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.bank import Bank, Entry
+from llmcache.counters import Counters
+from llmcache.errors import NotCachedError
+from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.arguments import DECIDING
+from llmcache.models.coupling import Coupling
+from llmcache.models.heads import Head
+from llmcache.models.hooks import Swap, are_hooked
+from llmcache.models.mark import Mark
+from llmcache.models.model_config import setting
+from llmcache.models.packing import Fields, Packing
+from llmcache.models.payloads import Payload, last_valid
+from llmcache.models.pooling import Veil
+from llmcache.models.weights import Weights
+from llmcache.request.bypass import find_reason
+from llmcache.request.outcome import Outcome
+from llmcache.request.reading import RequestReader, Requests
+from llmcache.request.rows import Row, Scope
+
+DEFAULT_NAMESPACE = "default"
+_ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass(slots=True)
+class Hit:
+    """A stored request that serves a row."""
+
+    rung: str
+    source: str  # its key
+    fields: Fields  # what is kept of it
+    padding: Fields = ()  # and of its padding, which is like that of the row
+    similarity: float | None = 1.0
+    risk: float | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """What one call knows. Filled step by step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    namespace: str
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the trunk, by name
+    reason: str | None = None  # why it bypasses the cache: a key of `CURES`
+    scope: Scope | None = None
+    mark: Mark | None = None  # of the weights, when it was opened
+    generation: int = 0  # of the namespace, likewise
+    kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
+    is_whole: bool = False  # its rows affect each other: all are served, or none
+    requests: Requests | None = None
+    hits: dict[int, Hit] = field(default_factory=dict)  # by row number
+    computed: dict[int, int] = field(default_factory=dict)  # place in the trunk's output, by row number
+    output: Any = None  # of the trunk, for the rows that were computed
+    lookup_s: float = 0.0
+    storing_s: float = 0.0
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Its requests."""
+        assert self.requests is not None
+        return self.requests.rows
+
+    def open_rows(self) -> list[Row]:
+        """Rows that take part in caching and have no hit."""
+        return [row for row in self.rows if not row.bypass_reason and row.number not in self.hits]
+
+
+class Rung(Protocol):
+    """One way to serve rows from stored requests."""
+
+    name: str
+    is_lossless: bool
+
+    def look_up(self, call: Call, rows: Sequence[Row]) -> None:
+        """Add to `call.hits` what serves these rows, which have no hit."""
+
+
+class Exact:
+    """Serves a request from what was stored under its own key. Lossless."""
+
+    name = "exact"
+    is_lossless = True
+
+    def __init__(self, bank: Bank) -> None:
+        self._bank = bank
+
+    def look_up(self, call: Call, rows: Sequence[Row]) -> None:
+        assert call.requests is not None
+        for row, entry in zip(rows, self._bank.find([call.requests.keys[row.number] for row in rows]), strict=True):
+            if entry is not None:
+                padding = entry.padding if entry.layout == row.layout else ()
+                call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
+
+
+class CachedForward(Swap):
+    """Stands in for the trunk's forward. One a wrapped model. Thread-safe."""
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: Head,
+        payload: Payload,
+        bank: Bank,
+        reader: RequestReader,
+        weights: Weights,
+        coupling: Coupling,
+        counters: Counters,
+    ) -> None:
+        """Take the place of the trunk's forward."""
+        self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
+        self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
+        self.rungs: Sequence[Rung] = (Exact(bank),)  # safest first
+        self.is_retired = False
+        self.veil = Veil()
+        self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+        self._local = threading.local()
+        self._packings: dict[tuple[Any, ...], Packing | None] = {}  # by kind and weights
+        self._observed = head.observed if payload.fits_any_length else None
+        self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
+        self._is_veiled = head.pooled is not None and payload.name == "mean"
+        # What it is asked of is part of the digest.
+        self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
+        self._parts: tuple[str, list[dict[str, Any]]] = ("", [])  # attributes of the trunk's modules, by digest
+        super().__init__(trunk.module, None)
+
+    @property
+    def last(self) -> tuple[Outcome, ...]:
+        """What became of each row of this thread's last call."""
+        outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
+        return outcomes
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The trunk's output: from memory as far as requests are known, and computed for the rest."""
+        if self.is_retired:
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self._count_compiled(args, kwargs)
+            return self.original(*args, **kwargs)
+        self._local.last = ()  # until it has succeeded
+        call = self.open(args, kwargs)
+        self.look_up(call)
+        output = self.answer(call)
+        self.close(call, output)
+        return output
+
+    # -- open ----------------------------------------------------------------------------------------------------------
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Read a call: its rows with their keys, or the reason for a bypass."""
+        call = Call(args, kwargs, self.namespace.get())
+        started = perf_counter()
+        try:
+            call.arguments = self.arguments.bind(args, kwargs)
+            call.reason = self._read(call)
+        except Exception as error:
+            call.reason = "error"
+            self._counters.error("read a call", error)
+        call.lookup_s += perf_counter() - started
+        return call
+
+    def _read(self, call: Call) -> str | None:
+        """Fill the call; the reason for a bypass, or None."""
+        arguments, weights = call.arguments, self._weights
+        if torch.is_grad_enabled():
+            weights.suspect()  # an optimizer may write them from now on
+        if self.is_disabled.get():
+            return "disabled"
+        if reason := find_reason(arguments, self._trunk, self.arguments.defaults):
+            return reason
+        if self._keeps_no_kv and (reason := self._find_reason_of_kv(arguments)):
+            return reason
+        if self._head.pooled is not None and self._head.pooled.has_changed():
+            return "other_pooling"
+        if weights.is_trained:
+            return "gradients_held"
+        digest = weights.digest()
+        call.mark = weights.mark_of(digest)
+        if reason := weights.refusal:
+            return reason
+        if self._observed is not None and self._observed.has_changed(digest):
+            return "other_pooling"
+        if self._looks_otherwise(digest):
+            return "other_attention"
+        if self._is_hooked(digest):
+            return "hooked"
+        if arguments["input_ids"].dtype not in _ID_DTYPES:
+            return "input_shape"
+        device = arguments["input_ids"].device.type
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)
+        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
+        dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
+        by_default = setting(self._trunk.config, "return_dict")
+        call.kind = (arguments.get("return_dict"), by_default, arguments.get("use_cache"), autocast, *dtypes, digest)
+        if self._packings.get(call.kind, True) is None:
+            return "more_output"
+        call.generation = self._bank.generation(call.namespace)
+        call.is_whole = bool(self._coupling.reason(digest))
+        call.requests = self._reader.read(arguments, call.scope, weights.activated, call.is_whole)
+        return None
+
+    def _find_reason_of_kv(self, arguments: dict[str, Any]) -> str | None:
+        """Why a call cannot be run without the K/V that the model would make; entries hold none."""
+        if arguments.get("use_cache") or arguments.get(CACHE) is not None:
+            return "kv_cache_with_pooled_payload"
+        asked = arguments.get("use_cache")
+        makes_kv = setting(self._trunk.config, "use_cache") if asked is None else asked
+        # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
+        is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
+        return "packed" if makes_kv and is_unmasked else None
+
+    def _is_hooked(self, digest: str) -> bool:
+        """Whether hooks of others hang within the trunk, which would not run."""
+        known, spaces = self._parts
+        if known != digest:
+            spaces = [vars(part) for part in self._trunk.module.modules() if part is not self._trunk.module]
+            self._parts = digest, spaces
+        if not any(any(hooks) for hooks in map(_HOOKS, spaces)):
+            return are_hooked(())
+        return are_hooked(part for part in self._trunk.module.modules() if part is not self._trunk.module)
+
+    # -- look up -------------------------------------------------------------------------------------------------------
+
+    def look_up(self, call: Call) -> None:
+        """Ask the rungs, safest first, for the rows that are not served yet.
+
+        Raises:
+            NotCachedError: The call is to be answered from the cache or not at all, and cannot be.
+        """
+        if call.reason is None and call.kind in self._packings:  # else nothing can be put together
+            started = perf_counter()
+            try:
+                for rung in self.rungs:
+                    if rung.is_lossless or not call.is_whole:
+                        if rows := call.open_rows():
+                            rung.look_up(call, rows)
+                if call.is_whole and len(call.hits) < len(call.rows):
+                    call.hits.clear()
+                if len(call.hits) < len(call.rows) and self._weights.activated is not None:
+                    call.hits.clear()  # PEFT's hooks expect all rows of the batch
+            except Exception as error:
+                call.hits.clear()
+                self._counters.error("look up a call", error)
+            call.lookup_s += perf_counter() - started
+        if self.is_only_if_cached.get() and (call.reason or len(call.hits) < len(call.rows)):
+            missing = None if call.reason else tuple(row.number for row in call.rows if row.number not in call.hits)
+            raise NotCachedError(missing)
+
+    # -- answer --------------------------------------------------------------------------------------------------------
+
+    def answer(self, call: Call) -> Any:
+        """The trunk's output, from memory as far as rows are served."""
+        if call.reason is not None:
+            return self.original(*call.args, **call.kwargs)
+        if call.hits:
+            try:
+                return self._serve(call)
+            except Exception as error:  # also of the model: if it is, it is raised below
+                call.hits.clear()
+                self._counters.error("serve a call", error)
+        return self._run(call, range(len(call.rows)))
+
+    def _serve(self, call: Call) -> Any:
+        packing = self._packings[call.kind]
+        assert packing is not None
+        rest = [row.number for row in call.rows if row.number not in call.hits]
+        output, ids = None, call.arguments["input_ids"]
+        if rest:
+            output = self._run(call, rest)
+            if not packing.fits(output, len(rest), ids.shape[1]):
+                raise TypeError("the trunk returned another kind of output than before")
+        kept = {number: (hit.fields, hit.padding) for number, hit in call.hits.items()}
+        made = packing.join(call.rows, ids.shape[1], kept, output, call.computed, ids.device)
+        if self._is_veiled:
+            self.veil.draw(made, {number: last_valid(call.rows[number].valid) for number in call.hits})
+        return made
+
+    def _run(self, call: Call, numbers: Sequence[int]) -> Any:
+        """Run the trunk on some rows of a call."""
+        args, kwargs = call.args, call.kwargs
+        if len(numbers) < len(call.rows):
+            index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
+            for name in DECIDING:
+                value = call.arguments.get(name)
+                if value is not None and len(value) == len(call.rows):
+                    args, kwargs = self.arguments.replace(args, kwargs, name, value.index_select(0, index))
+        if self._keeps_no_kv:
+            args, kwargs = self.arguments.replace(args, kwargs, "use_cache", False)
+        call.output = self.original(*args, **kwargs)
+        call.computed = {number: place for place, number in enumerate(numbers)}
+        return call.output
+
+    # -- close ---------------------------------------------------------------------------------------------------------
+
+    def close(self, call: Call, output: Any) -> None:
+        """Store computed rows, unless weights or namespace changed meanwhile; count; note what became of each row."""
+        if call.reason is None and call.computed:
+            started = perf_counter()
+            try:
+                call.reason = self._store(call)
+            except Exception as error:
+                self._counters.error("store a call", error)
+            call.storing_s += perf_counter() - started
+        if call.reason is not None:
+            n_rows = _count_rows(call.arguments)
+            self._counters.bypass(call.reason, n_rows)
+            if call.reason != "decode":
+                self._local.last = (Outcome(bypassed=call.reason),) * n_rows
+            return
+        self._local.last = tuple(map(self._outcome, [call] * len(call.rows), call.rows))
+        self._counters.done(self._local.last, self._trunk.depth, call.lookup_s, call.storing_s)
+
+    def _store(self, call: Call) -> str | None:
+        """Keep what was computed; the reason why it cannot be cached, where the output or the weights say so."""
+        assert call.scope is not None
+        if not self._weights.stayed(call.mark, call.scope.weights):
+            return "weights_changed"
+        ids, output = call.arguments["input_ids"], call.output
+        packing = self._packings.get(call.kind)
+        if packing is None:
+            packing = self._learn(call, output, len(call.computed), ids.shape[1])
+            if packing is None:
+                return "more_output"
+        elif not packing.fits(output, len(call.computed), ids.shape[1]):
+            return None
+        entries = []
+        for row in call.rows:
+            if row.number in call.computed and not row.bypass_reason:
+                place, key = call.computed[row.number], call.requests.keys[row.number][0]
+                fields, padding = packing.take(output, place, row), ()
+                if row.has_layout or row.layout:
+                    padding = packing.take_padding(output, place, row)
+                entries.append(Entry(key, call.scope, tuple(map(_owned, fields)), tuple(map(_owned, padding)), row.layout))
+        for _ in range(self._bank.put(entries, call.generation)):
+            self._counters.too_large()
+        return None
+
+    def _learn(self, call: Call, output: Any, n_rows: int, n_tokens: int) -> Packing | None:
+        packing = Packing.learn(output, n_rows, n_tokens, self._payload)
+        if len(self._packings) > 64:
+            self._packings.clear()
+        self._packings[call.kind] = packing
+        return packing
+
+    def _outcome(self, call: Call, row: Row) -> Outcome:
+        if row.bypass_reason:
+            return Outcome(row.key, bypassed=row.bypass_reason)
+        hit = call.hits.get(row.number)
+        if hit is None:
+            return Outcome(row.key)
+        return Outcome(row.key, hit.rung, self._trunk.depth - 1, hit.source, hit.similarity, hit.risk)
+
+    # -- small facts ---------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave the compiled graph for a moment: counters cannot be part of it."""
+        if torch.is_grad_enabled():
+            self._weights.suspect()
+        n_rows = _count_rows(self.arguments.bind(args, kwargs))
+        self._counters.bypass("compiled", n_rows)
+        self._local.last = (Outcome(bypassed="compiled"),) * n_rows
+
+
+def _owned(field: Tensor) -> Tensor:
+    """The tensor, normal and without gradient also in inference mode, with a storage of its own size."""
+    if not field.is_inference():
+        return field.detach()
+    with torch.inference_mode(False):
+        return torch.empty(field.shape, dtype=field.dtype, device=field.device).copy_(field)
+
+
+def _count_rows(arguments: dict[str, Any]) -> int:
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

@@ -1,0 +1,192 @@
+"""Copies a call's tokens to the host and builds one `Row` a request: exact key, valid positions, reason for a bypass.
+
+Sizes: B rows, T tokens of a row (padding included).
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+from llmcache.arrays import Bools
+from llmcache.models.adapters import Trunk, first_position, special_ids, vocabulary_size
+from llmcache.models.heads import Head
+from llmcache.models.model_config import setting
+from llmcache.models.payloads import Payload, head_reads_padding
+from llmcache.models.rope import steady_length
+from llmcache.request.rows import HostInputs, Row, Scope, id_dtype, read_rows, to_host
+
+_ONE = np.int64(1).tobytes()
+_SIGN = 7 if sys.byteorder == "little" else 0  # of an int64, the byte that holds the sign
+
+
+@dataclass(slots=True)
+class Requests:
+    """The requests of one call.
+
+    Attributes:
+        rows: One a request.
+        ids: Token ids (B, T), int64, on the host.
+        content: Which tokens are valid and not special, bool (B, T).
+        keys: Of each row, the keys under which it may be stored, the best first.
+        may_be_refused: The model may raise for positions or token types beyond its tables.
+    """
+
+    rows: Sequence[Row]
+    ids: NDArray[np.int64]
+    content: Bools
+    keys: list[tuple[str, ...]]
+    may_be_refused: bool
+
+
+class RequestReader:
+    """Reads calls of one trunk. Thread-safe."""
+
+    def __init__(self, trunk: Trunk, head: Head, payload: Payload, tokenizer: Any = None) -> None:
+        """Remember what decides how rows are keyed.
+
+        Args:
+            trunk: Of the model.
+            head: Reads the trunk's output.
+            payload: What entries keep of states.
+            tokenizer: Names the special tokens; None: those that the config and the family name.
+        """
+        self._trunk = trunk
+        self._tokenizer = tokenizer
+        self._head_reads = _reads(trunk, head, payload)
+        observed = head.observed
+        self._reads_padding = observed is not None and observed.reads_padding and payload.name == "sequence"
+        keeps_tokens, heeds_mask = not payload.fits_any_length, head.pooled is not None
+        #: Padding is part of the key: everything that reads states may read its, too.
+        self.layout_counts = keeps_tokens and not heeds_mask
+        #: It is not, but states of padding are given back where it is alike.
+        self.layout_is_kept = keeps_tokens and heeds_mask
+        self._steady_length = steady_length(trunk.module)
+        self._first_position = first_position(trunk.module)
+        self._content: tuple[str, Bools] = ("", np.empty(0, np.bool_))
+
+    def read(
+        self, arguments: Mapping[str, Any], scope: Scope, activated: Sequence[int | None] | None, is_whole: bool
+    ) -> Requests:
+        """Read a call.
+
+        Args:
+            arguments: Of the trunk, by name; checked by `find_reason`.
+            scope: Of the call.
+            activated: For how many of each row's last columns an activated LoRA is in force; None without one.
+            is_whole: Rows affect each other, so that the key of each covers the call.
+
+        Raises:
+            IndexError: A token id is below 0.
+        """
+        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+        if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
+            mask = mask.float()  # NumPy knows no bfloat16
+        named = (arguments.get(name) for name in ("token_type_ids", "position_ids", "cache_position"))
+        on_host = to_host(ids, mask, *named)
+        inputs = HostInputs(on_host[0], on_host[1], on_host[2], on_host[3], None, None, on_host[4])
+        inputs.activated = activated
+        _read_mask(inputs)
+        if _has_negative(inputs.ids):  # it would be taken for one of the last tokens
+            raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
+        table = self._content_table(scope.weights)
+        content = table[inputs.ids]
+        if not (inputs.valid is None or inputs.is_full):
+            content &= inputs.valid
+        rows = read_rows(
+            scope,
+            inputs,
+            id_dtype(len(table)),
+            self._trunk.adapter.is_guess,
+            self.layout_counts,
+            self.layout_is_kept,
+            is_whole=is_whole,
+        )
+        reason = self._refusal_of_all(inputs)
+        for row, has_content in zip(rows, content.any(axis=1).tolist(), strict=True):
+            row.bypass_reason = reason or self._refusal(row, inputs, has_content)
+        keys = [(row.again, row.key) if row.again else (row.key,) for row in rows]
+        return Requests(rows, inputs.ids, content, keys, self._may_be_refused(inputs))
+
+    def _refusal_of_all(self, inputs: HostInputs) -> str:
+        """Why no row takes part: tokens are not put one after the other, or positions not encoded as in other calls."""
+        n_tokens = inputs.ids.shape[1]
+        if inputs.activated is not None and len(inputs.activated) != len(inputs.ids):
+            return "adapter_names"
+        if inputs.order is not None and not np.array_equal(inputs.order, np.arange(n_tokens)):
+            return "unknown_argument"
+        if self._steady_length is None:
+            return ""
+        length = n_tokens if inputs.positions is None else int(inputs.positions.max(initial=-1)) + 1
+        return "" if length < self._steady_length else "rope_by_length"
+
+    def _refusal(self, row: Row, inputs: HostInputs, has_content: bool) -> str:
+        """Why one row takes no part, or ""."""
+        if inputs.is_binary is not None and not inputs.is_binary[row.number]:
+            return "mask_values"
+        if inputs.valid is None and inputs.positions is not None and row.start is None:
+            return "packed"  # several texts in one row, say transformers, unless a mask is given
+        if not has_content:
+            return "no_content"
+        pad_id = setting(self._trunk.config, "pad_token_id")
+        row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
+        row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
+        return "head_reads_padding" if row.is_misread and not self.layout_counts else ""
+
+    def _may_be_refused(self, inputs: HostInputs) -> bool:
+        config = self._trunk.config
+        n_positions, n_types = setting(config, "max_position_embeddings"), setting(config, "type_vocab_size")
+        n_tokens = inputs.ids.shape[1] + self._first_position
+        return _reaches(inputs.types, n_types) or (
+            n_positions is not None and n_tokens > n_positions
+            if inputs.positions is None
+            else _reaches(inputs.positions, n_positions)
+        )
+
+    def _content_table(self, weights: str) -> Bools:
+        """Whether a token carries content, bool (vocabulary,); anew when the weights, and so maybe their number, change."""
+        known, table = self._content
+        if known != weights:
+            table = np.ones(vocabulary_size(self._trunk), np.bool_)
+            table[list(special_ids(self._trunk, self._tokenizer))] = False
+            self._content = weights, table
+        return table
+
+
+def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
+    """Which row a head may read by its place, whatever the mask says: `first`, `last`, or none of these."""
+    if head.payload == "cls" or payload.name == "cls" or getattr(trunk.module, "pooler", None) is not None:
+        return "first"
+    if head.name == "classifier" and head.payload == "last":
+        return "last"
+    if payload.fits_any_length or head.reads == "tokens":
+        return ""
+    return "last" if trunk.adapter.is_causal else "first"
+
+
+def _reaches(values: NDArray[Any] | None, n: int | None) -> bool:
+    """Whether a value is below 0, or n or more; None: there are none, or n is not known."""
+    return values is not None and n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
+
+
+def _has_negative(ids: NDArray[np.int64]) -> bool:
+    """Whether an id is below 0, by the sign bits alone: they are in the last byte of each, or in the first."""
+    return not ids.astype(np.int64, copy=False).tobytes()[_SIGN::8].isascii()
+
+
+def _read_mask(inputs: HostInputs) -> None:
+    """Which tokens a mask lets pass; some models multiply by it, so its values count, too."""
+    mask = inputs.valid
+    if mask is None or mask.dtype == np.bool_:
+        return
+    # Mostly nothing is padded. Bytes take a microsecond to compare; after a model, each function of NumPy's takes ten.
+    inputs.is_full = mask.dtype == np.int64 and mask.tobytes() == _ONE * mask.size
+    if inputs.is_full:
+        return
+    inputs.valid = mask.astype(np.bool_)
+    if not np.array_equal(mask, inputs.valid):
+        inputs.is_binary = (mask == inputs.valid).all(axis=1)
