@@ -41,13 +41,15 @@ def make_core(parts, config, tokenizer):
     trunk, payload = parts.trunk, parts.payload
     if os.environ.get("OLD") or config.tau is not None or config.learn is not None or parts.tier is not None or config.compression.name != "none" or config.rungs or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"):
         return None
-    if trunk.makes_kv and not payload.fits_any_length:
-        return None
     if is_wrapped(trunk):
         raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
     bank = NewBank(config.policy.build(POLICIES), config.max_bytes, config.max_entries)
+    from llmcache.reuse.prefix.block_pool import BlockPool
+    cuts = parts.prefix is not None
+    if not cuts and trunk.makes_kv and not payload.fits_any_length:
+        parts.prefix = BlockPool(config.prefix_block, config.max_bytes, torch.device("cpu"), config.policy.build(POLICIES))
     reader = NewReader(trunk, parts.head, payload, tokenizer)
-    return CachedForward(trunk, parts.head, payload, bank, reader, parts.weights, parts.coupling, parts.counters)
+    return CachedForward(trunk, parts.head, payload, bank, reader, parts.weights, parts.coupling, parts.counters, parts.prefix, cuts)
 
 
 class LLMCache:
@@ -72,6 +74,9 @@ class LLMCache:
             self._flow = self._core
             self._installed = Installed()
             self._installed.add(self._core.remove)
+            from llmcache.models.hooks import HeadSwap, _find_head
+            if self._components.prefix is not None and (head := _find_head(model, self._components.trunk)) is not None:
+                self._installed.add(HeadSwap(head, self._core).remove)
             if self._core._is_veiled:
                 self._installed.add(self._core.veil.listen(self._components.head.pooled.pooling))
             return
@@ -407,10 +412,12 @@ class LLMCache:
             bank, last = self._core._bank, self._components.trunk.depth - 1
             return self._components.counters.snapshot(
                 n_entries={last: len(bank)}, n_evicted={last: bank.n_evicted}, n_expelled={last: bank.n_expelled},
-                n_stored=len(bank), nbytes=bank.nbytes, nbytes_by_layer={last: bank.nbytes},
+                n_stored=len(bank) + (0 if self._components.prefix is None else self._components.prefix.n_tails), nbytes=bank.nbytes, nbytes_by_layer={last: bank.nbytes},
                 max_nbytes_by_layer={last: bank.max_bytes}, index_nbytes=0, reconstruction_error={},
                 reconstruction_distance={}, cost=(), audit=None, compiled=None, store=None,
-                n_blocks=0, n_blocks_evicted=0, prefix_nbytes=0,
+                n_blocks=0 if self._components.prefix is None else len(self._components.prefix),
+                n_blocks_evicted=0 if self._components.prefix is None else self._components.prefix.n_evicted,
+                prefix_nbytes=0 if self._components.prefix is None else self._components.prefix.nbytes,
             )
         return self._components.stats()
 
@@ -447,6 +454,8 @@ class LLMCache:
         """
         if self._core is not None:
             self._core._bank.clear()
+            if self._components.prefix is not None:
+                self._components.prefix.clear()
             return
         self._components.clear()
         self._flow.forget()
@@ -462,7 +471,9 @@ class LLMCache:
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
         if self._core is not None:
-            return self._core._bank.clear(checked_namespace(namespace))
+            name = checked_namespace(namespace)
+            n = 0 if self._components.prefix is None else self._components.prefix.purge(name)
+            return n + self._core._bank.clear(name)
         return self._components.purge(checked_namespace(namespace))
 
     @contextmanager
@@ -485,7 +496,7 @@ class LLMCache:
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
         if self._core is not None:
-            with setting(self._core.namespace, name):
+            with setting(self._core.namespace, name), setting(self._core.prefixes_from, shared):
                 yield self
             return
         with setting(self._flow.namespace, name), setting(self._flow.prefixes_from, shared):
@@ -542,9 +553,6 @@ class LLMCache:
         """
         if n_tokens < 1:
             raise ConfigError(f"n_tokens={n_tokens}: a chunk has 1 token at least")
-        if self._core is not None:
-            yield self
-            return
         with setting(self._flow.chunks, Chunks(n_tokens, between)):
             yield self
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from llmcache.bank import Bank, Entry
 from llmcache.counters import Counters
+from llmcache.execution.chunks import Chunks
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING
@@ -29,15 +30,20 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap, are_hooked
 from llmcache.models.mark import Mark
+from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
-from llmcache.models.packing import Fields, Packing
+from llmcache.models.packing import Fields, Packing, parts_of
 from llmcache.models.payloads import Payload, last_valid
 from llmcache.models.pooling import Veil
 from llmcache.models.weights import Weights
+from llmcache.prefix.prefix import Prefix
 from llmcache.request.bypass import find_reason
 from llmcache.request.outcome import Outcome
+from llmcache.request.prefill import Prefill
 from llmcache.request.reading import RequestReader, Requests
 from llmcache.request.rows import Row, Scope
+from llmcache.request.variables import setting as setting_variable
+from llmcache.reuse.prefix.block_pool import BlockPool
 
 DEFAULT_NAMESPACE = "default"
 _ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
@@ -69,8 +75,13 @@ class Call:
     mark: Mark | None = None  # of the weights, when it was opened
     generation: int = 0  # of the namespace, likewise
     kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
+    is_activated: bool = False  # an activated LoRA is in force for its last columns
     is_whole: bool = False  # its rows affect each other: all are served, or none
     requests: Requests | None = None
+    mask_4d: Tensor | None = None  # the mask that was passed, where it is 4-D; `arguments` holds a 2-D one
+    n_read: int | None = None  # columns that the head reads, from the last on; None: maybe all
+    prefixes_from: str | None = None  # a namespace whose prefixes serve it as well
+    prefill: Prefill | None = None  # of a call that keeps K/V
     hits: dict[int, Hit] = field(default_factory=dict)  # by row number
     computed: dict[int, int] = field(default_factory=dict)  # place in the trunk's output, by row number
     output: Any = None  # of the trunk, for the rows that were computed
@@ -118,6 +129,8 @@ class Exact:
 class CachedForward(Swap):
     """Stands in for the trunk's forward. One a wrapped model. Thread-safe."""
 
+    is_of_trunk = True
+
     def __init__(
         self,
         trunk: Trunk,
@@ -128,6 +141,8 @@ class CachedForward(Swap):
         weights: Weights,
         coupling: Coupling,
         counters: Counters,
+        blocks: BlockPool | None = None,
+        cuts: bool = True,
     ) -> None:
         """Take the place of the trunk's forward."""
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
@@ -138,15 +153,20 @@ class CachedForward(Swap):
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+        self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
+        self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
+        self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
         self._local = threading.local()
         self._packings: dict[tuple[Any, ...], Packing | None] = {}  # by kind and weights
         self._observed = head.observed if payload.fits_any_length else None
         self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
+        self._returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
         self._is_veiled = head.pooled is not None and payload.name == "mean"
         # What it is asked of is part of the digest.
         self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
         self._parts: tuple[str, list[dict[str, Any]]] = ("", [])  # attributes of the trunk's modules, by digest
-        super().__init__(trunk.module, None)
+        super().__init__(trunk.module, self)
+        self._prefix = None if blocks is None else Prefix(trunk, blocks, counters, self.arguments, cuts)
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -173,9 +193,11 @@ class CachedForward(Swap):
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Read a call: its rows with their keys, or the reason for a bypass."""
         call = Call(args, kwargs, self.namespace.get())
+        call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
+        self.n_read.set(None)  # it is about the head's own call, which comes first
         started = perf_counter()
         try:
-            call.arguments = self.arguments.bind(args, kwargs)
+            call.arguments, call.mask_4d = flatten(self.arguments.bind(args, kwargs))
             call.reason = self._read(call)
         except Exception as error:
             call.reason = "error"
@@ -221,8 +243,19 @@ class CachedForward(Swap):
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
         call.is_whole = bool(self._coupling.reason(digest))
-        call.requests = self._reader.read(arguments, call.scope, weights.activated, call.is_whole)
+        activated = weights.activated
+        call.is_activated = activated is not None
+        call.requests = self._reader.read(arguments, call.mask_4d, call.scope, activated, call.is_whole)
+        if self._trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments):
+            return "prefix_off" if self._prefix is None else self._prefix.open(call)
         return None
+
+    def _is_kv_kept(self, arguments: dict[str, Any]) -> bool:
+        """Whether the caller is to hold K/V afterwards."""
+        if arguments.get(CACHE) is not None or not self._returns_kv:
+            return arguments.get(CACHE) is not None
+        asked = arguments.get("use_cache")
+        return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
 
     def _find_reason_of_kv(self, arguments: dict[str, Any]) -> str | None:
         """Why a call cannot be run without the K/V that the model would make; entries hold none."""
@@ -252,7 +285,15 @@ class CachedForward(Swap):
         Raises:
             NotCachedError: The call is to be answered from the cache or not at all, and cannot be.
         """
-        if call.reason is None and call.kind in self._packings:  # else nothing can be put together
+        if call.reason is None and call.prefill is not None:
+            started = perf_counter()
+            try:
+                self._prefix.look_up(call)
+            except Exception as error:
+                call.prefill.whole, call.prefill.served = {}, {}
+                self._counters.error("look up a prefix", error)
+            call.lookup_s += perf_counter() - started
+        elif call.reason is None and call.kind in self._packings:  # else nothing can be put together
             started = perf_counter()
             try:
                 for rung in self.rungs:
@@ -261,15 +302,16 @@ class CachedForward(Swap):
                             rung.look_up(call, rows)
                 if call.is_whole and len(call.hits) < len(call.rows):
                     call.hits.clear()
-                if len(call.hits) < len(call.rows) and self._weights.activated is not None:
+                if len(call.hits) < len(call.rows) and call.is_activated:
                     call.hits.clear()  # PEFT's hooks expect all rows of the batch
             except Exception as error:
                 call.hits.clear()
                 self._counters.error("look up a call", error)
             call.lookup_s += perf_counter() - started
         if self.is_only_if_cached.get() and (call.reason or len(call.hits) < len(call.rows)):
-            missing = None if call.reason else tuple(row.number for row in call.rows if row.number not in call.hits)
-            raise NotCachedError(missing)
+            if call.prefill is None or len(call.prefill.whole) < len(call.rows):
+                found = call.hits if call.prefill is None else call.prefill.whole
+                raise NotCachedError(None if call.reason else tuple(r.number for r in call.rows if r.number not in found))
 
     # -- answer --------------------------------------------------------------------------------------------------------
 
@@ -277,6 +319,15 @@ class CachedForward(Swap):
         """The trunk's output, from memory as far as rows are served."""
         if call.reason is not None:
             return self.original(*call.args, **call.kwargs)
+        if call.prefill is not None:
+            try:
+                return self._prefix.answer(call, self._run_prefill)
+            except Exception as error:  # also of the model: if it is, it is raised below
+                if not (call.prefill.whole or call.prefill.served):
+                    raise
+                call.prefill.whole, call.prefill.served = {}, {}
+                self._counters.error("serve a prefix", error)
+                return self._prefix.answer(call, self._run_prefill)
         if call.hits:
             try:
                 return self._serve(call)
@@ -300,6 +351,14 @@ class CachedForward(Swap):
             self.veil.draw(made, {number: last_valid(call.rows[number].valid) for number in call.hits})
         return made
 
+    def _run_prefill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
+        chunks = self.chunks.get()
+        if chunks is None or self._weights.activated is not None or not chunks.fit(self.arguments, args, kwargs):
+            return self.original(*args, **kwargs)
+        with setting_variable(self.chunks, None):  # others may be let in, and call the model for themselves
+            return chunks.run(self.original, self.arguments, args, kwargs)[0]
+
     def _run(self, call: Call, numbers: Sequence[int]) -> Any:
         """Run the trunk on some rows of a call."""
         args, kwargs = call.args, call.kwargs
@@ -319,10 +378,11 @@ class CachedForward(Swap):
 
     def close(self, call: Call, output: Any) -> None:
         """Store computed rows, unless weights or namespace changed meanwhile; count; note what became of each row."""
-        if call.reason is None and call.computed:
+        is_computed = call.computed or (call.prefill is not None and len(call.prefill.whole) < len(call.rows))
+        if call.reason is None and is_computed:
             started = perf_counter()
             try:
-                call.reason = self._store(call)
+                call.reason = self._store(call, output)
             except Exception as error:
                 self._counters.error("store a call", error)
             call.storing_s += perf_counter() - started
@@ -333,13 +393,23 @@ class CachedForward(Swap):
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
             return
         self._local.last = tuple(map(self._outcome, [call] * len(call.rows), call.rows))
-        self._counters.done(self._local.last, self._trunk.depth, call.lookup_s, call.storing_s)
+        n_prompt = 0
+        if call.prefill is not None:
+            n_prompt = sum(row.n_valid for row in call.rows if row.number not in call.prefill.whole)
+        self._counters.done(self._local.last, self._trunk.depth, call.lookup_s, call.storing_s, n_prompt)
 
-    def _store(self, call: Call) -> str | None:
+    def _store(self, call: Call, output: Any) -> str | None:
         """Keep what was computed; the reason why it cannot be cached, where the output or the weights say so."""
         assert call.scope is not None
         if not self._weights.stayed(call.mark, call.scope.weights):
             return "weights_changed"
+        if call.prefill is None and not self._returns_kv and self._prefix is not None and CACHE in parts_of(output):
+            self._returns_kv = True
+            if reason := self._prefix.open(call):
+                return reason
+            call.prefill.kv_cache = output[CACHE]
+        if call.prefill is not None:
+            return self._prefix.store(call, output)
         ids, output = call.arguments["input_ids"], call.output
         packing = self._packings.get(call.kind)
         if packing is None:
@@ -370,12 +440,22 @@ class CachedForward(Swap):
     def _outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:
             return Outcome(row.key, bypassed=row.bypass_reason)
+        if call.prefill is not None:
+            if row.number in call.prefill.whole:
+                key = call.prefill.whole[row.number][0]
+                return Outcome(row.key, "exact", self._trunk.depth - 1, key, 1.0)
+            n_prefix = call.prefill.served.get(row.number, 0)
+            return Outcome(row.key, "prefix", n_prefix=n_prefix) if n_prefix else Outcome(row.key)
         hit = call.hits.get(row.number)
         if hit is None:
             return Outcome(row.key)
         return Outcome(row.key, hit.rung, self._trunk.depth - 1, hit.source, hit.similarity, hit.risk)
 
     # -- small facts ---------------------------------------------------------------------------------------------------
+
+    def reads_last(self, n_columns: int | None) -> None:
+        """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
+        self.n_read.set(n_columns)
 
     @torch.compiler.disable
     def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

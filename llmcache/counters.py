@@ -203,7 +203,7 @@ class Counters:
             has_turned = self._end_call()
         self._tell_turn(has_turned)
 
-    def done(self, outcomes: Sequence[Outcome], depth: int, lookup_s: float, storing_s: float) -> None:
+    def done(self, outcomes: Sequence[Outcome], depth: int, lookup_s: float, storing_s: float, n_prompt_tokens: int) -> None:
         """Count what became of the rows of a call that was not bypassed, and the seconds that it took beside the model.
 
         Args:
@@ -220,7 +220,9 @@ class Counters:
                     self._totals["misses"] += 1
                 else:
                     self._hits[outcome.rung] += 1
-                    self._totals["skipped"] += depth
+                    self._totals["skipped"] += 0 if outcome.n_prefix else depth
+                    self._totals["prefix tokens"] += outcome.n_prefix
+            self._totals["prompt tokens"] += n_prompt_tokens
             self._totals["requests"] += len(outcomes)
             self._lookup_s += lookup_s
             self._storing_s += storing_s

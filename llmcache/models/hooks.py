@@ -26,6 +26,7 @@ from torch.nn.modules import module as _every_module
 from llmcache.errors import ConfigError, WrapError
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
+from llmcache.models.tuners import is_activation
 
 logger = logging.getLogger("llmcache")
 
@@ -181,6 +182,7 @@ class Swap(_StandIn):
     """Stands in for one module's forward."""
 
     name = "forward"
+    is_of_trunk = False
 
     def __init__(self, module: nn.Module, listener: Listener) -> None:
         """Take the forward's place.
@@ -280,6 +282,8 @@ class LayerSwap(Swap):
 
 class TrunkSwap(Swap):
     """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
+
+    is_of_trunk = True
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.listener.lets_pass(args, kwargs):
@@ -408,12 +412,12 @@ def are_hooked(modules: Iterable[nn.Module], only_before: bool = False) -> bool:
     before = (hook for one in hooked for hook in one._forward_pre_hooks.values())
     after = () if only_before else (hook for one in hooked for hook in one._forward_hooks.values())
     hooks = chain(before, after)
-    return not all(_is_ours(hook) or _is_of_torch(hook) or _is_idle_capture(hook) for hook in hooks)
+    return not all(_is_ours(hook) or _is_of_weights(hook) or _is_idle_capture(hook) for hook in hooks)
 
 
-def _is_of_torch(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is torch's own, which computes a weight of others (pruning, weight_norm)."""
-    return str(getattr(hook, "__module__", None)).startswith("torch.nn.utils.")
+def _is_of_weights(hook: Callable[..., Any]) -> bool:
+    """Whether a hook decides states alone: torch's own (pruning, weight_norm), or PEFT's for an activated LoRA."""
+    return str(getattr(hook, "__module__", None)).startswith("torch.nn.utils.") or is_activation(hook)
 
 
 def _is_idle_capture(hook: Callable[..., Any]) -> bool:
@@ -435,7 +439,7 @@ def is_wrapped(trunk: Trunk) -> bool:
 def listener_of(model: nn.Module) -> Listener | None:
     """Who listens to the trunk of a model; None where no cache hangs on it."""
     forwards = (module.__dict__.get("forward") for module in model.modules())
-    return next((forward.listener for forward in forwards if isinstance(forward, TrunkSwap)), None)
+    return next((one.listener for one in forwards if isinstance(one, Swap) and one.is_of_trunk), None)
 
 
 def watch(model: nn.Module, listener: Listener, trunk: Trunk) -> Swap:

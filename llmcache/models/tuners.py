@@ -52,17 +52,18 @@ def is_tuner(part: nn.Module) -> bool:
 def are_by_row(hooks: Iterable[Mapping[int, Any]]) -> bool:
     """Whether PEFT, by hooks that it hung on its layers, has each row computed with an adapter of its own."""
     found = [hook for held in hooks if held for hook in held.values()]
-    offsets = {id(hook.keywords[_OFFSETS]) for hook in found if _is_activation(hook)}
-    return len(offsets) > 1 or not all(map(_is_activation, found))
+    offsets = {id(hook.keywords[_OFFSETS]) for hook in found if is_activation(hook)}
+    return len(offsets) > 1 or not all(map(is_activation, found))
 
 
 def activated(hooks: Iterable[Mapping[int, Any]]) -> Sequence[int | None] | None:
     """For how many of each row's last columns an activated LoRA is in force (None: for none); None without one."""
     found = (hook for held in hooks if held for hook in held.values())
-    return next((hook.keywords[_OFFSETS] for hook in found if _is_activation(hook)), None)
+    return next((hook.keywords[_OFFSETS] for hook in found if is_activation(hook)), None)
 
 
-def _is_activation(hook: Any) -> bool:
+def is_activation(hook: Any) -> bool:
+    """Whether a hook hands the offsets of an activated LoRA to a layer."""
     return isinstance(hook, partial) and set(hook.keywords) == {_OFFSETS}
 
 

@@ -41,6 +41,9 @@ CURES: dict[str, str] = {
     "unknown_output": "its layers hand on more than hidden states: register an adapter that says what a skipped one "
     "returns",
     "hooked": "hooks of others hang within the trunk and are to see all tokens: remove them to have requests served",
+    "token_types": "K/V was asked for together with token types, which blocks of prefixes do not tell apart: leave "
+    "token_type_ids out, or pass use_cache=False",
+    "prefix_off": "K/V was asked for, and prefix=False: set it, or pass use_cache=False",
     "inference_weights": "the weights were made under torch.inference_mode(), where edits to them cannot be seen: "
     "load the model outside of it",
     "unseen_weights": "weights are kept where they cannot be read (scripted modules, sparse or packed tensors), so "

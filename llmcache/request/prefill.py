@@ -55,6 +55,10 @@ class Prefill:
     served: Mapping[int, int] = field(default_factory=dict)
     states: Sequence[Tensor] | None = None
     repeats: "Mapping[int, Reuse]" = field(default_factory=dict)
+    whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)
+    matched: Sequence[Any] = ()
+    n_cut: int = 0
+    has_chains: bool = True
 
     def fits(self, row: Row) -> bool:
         """Whether a row can be kept in blocks: its tokens are contiguous, and their positions follow one by one."""

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 
 from llmcache.arrays import Bools
 from llmcache.models.adapters import Trunk, first_position, special_ids, vocabulary_size
 from llmcache.models.heads import Head
+from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload, head_reads_padding
 from llmcache.models.rope import steady_length
@@ -70,12 +72,18 @@ class RequestReader:
         self._content: tuple[str, Bools] = ("", np.empty(0, np.bool_))
 
     def read(
-        self, arguments: Mapping[str, Any], scope: Scope, activated: Sequence[int | None] | None, is_whole: bool
+        self,
+        arguments: Mapping[str, Any],
+        mask_4d: Tensor | None,
+        scope: Scope,
+        activated: Sequence[int | None] | None,
+        is_whole: bool,
     ) -> Requests:
         """Read a call.
 
         Args:
             arguments: Of the trunk, by name; checked by `find_reason`.
+            mask_4d: The 4-D mask that was passed, of which `arguments` holds the 2-D one; None without.
             scope: Of the call.
             activated: For how many of each row's last columns an activated LoRA is in force; None without one.
             is_whole: Rows affect each other, so that the key of each covers the call.
@@ -87,8 +95,11 @@ class RequestReader:
         if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
             mask = mask.float()  # NumPy knows no bfloat16
         named = (arguments.get(name) for name in ("token_type_ids", "position_ids", "cache_position"))
-        on_host = to_host(ids, mask, *named)
-        inputs = HostInputs(on_host[0], on_host[1], on_host[2], on_host[3], None, None, on_host[4])
+        is_causal = None
+        if mask_4d is not None and mask is not None:
+            is_causal = (mask_4d == expand(mask != 0, mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
+        on_host = to_host(ids, mask, *named, is_causal)
+        inputs = HostInputs(on_host[0], on_host[1], on_host[2], on_host[3], on_host[5], None, on_host[4])
         inputs.activated = activated
         _read_mask(inputs)
         if _has_negative(inputs.ids):  # it would be taken for one of the last tokens
@@ -126,6 +137,8 @@ class RequestReader:
 
     def _refusal(self, row: Row, inputs: HostInputs, has_content: bool) -> str:
         """Why one row takes no part, or ""."""
+        if inputs.is_causal is not None and not inputs.is_causal[row.number]:
+            return "mask_4d"
         if inputs.is_binary is not None and not inputs.is_binary[row.number]:
             return "mask_values"
         if inputs.valid is None and inputs.positions is not None and row.start is None:

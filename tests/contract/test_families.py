@@ -76,7 +76,6 @@ def test_repeats_are_hits_and_the_same_at_every_position(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", COMPUTED)
-@pytest.mark.xfail(strict=True, reason="layers are still swapped, and what these return is not known how to be made up")
 def test_whatever_layers_hand_on_the_last_states_are_cached(family: str) -> None:
     """docs/reuse.md: an entry is a row of what the trunk returned, so what its layers return does not matter."""
     inputs = inputs_of(family, "bare")

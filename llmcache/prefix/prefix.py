@@ -1,0 +1,377 @@
+"""Serves calls that keep K/V: whole requests, and beginnings that are known, from blocks of tokens.
+
+A call whose rows begin alike to stored ones is run on the columns that are left, as in the second half of a prefill in
+two chunks; masks and positions the trunk makes itself. Rows of a batch are cut at one column, so the row with the
+shortest known prefix decides; of a block that reaches beyond it, the first tokens are used. Columns in which a row has
+padding are cut only if the head does not read them: `generate()` asks for the last logits alone.
+
+Sizes: B rows, T tokens a row (padding included), n valid ones, C columns cut, L layers, H K/V heads, D_h width of a
+head, D hidden width, b tokens a block.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmcache.arrays import Positions
+from llmcache.counters import Counters
+from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
+from llmcache.models.hooks import are_hooked
+from llmcache.models.masks import cut
+from llmcache.models.payloads import padding_of
+from llmcache.request.bypass import is_plain_cache
+from llmcache.request.prefill import Link, Prefill
+from llmcache.request.rows import Row
+from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
+from llmcache.reuse.prefix.block_hash import links
+from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay, put
+from llmcache.reuse.prefix.slabs import slab_blocks
+
+if TYPE_CHECKING:  # it holds this
+    from llmcache.call import Call
+
+#: Runs the trunk: by position, by name.
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_STATES = "last_hidden_state"
+
+
+class Prefix:
+    """Blocks of one wrapped decoder. Thread-safe."""
+
+    def __init__(self, trunk: Trunk, blocks: BlockPool, counters: Counters, arguments: Arguments, cuts: bool) -> None:
+        """Serve from `blocks`.
+
+        Args:
+            trunk: Of the model.
+            blocks: What is held.
+            counters: Told what is too large.
+            arguments: Of the trunk.
+            cuts: Beginnings are served; else whole requests alone.
+        """
+        self._cuts = cuts
+        self._trunk, self.blocks, self._counters, self._arguments = trunk, blocks, counters, arguments
+        self._is_grown = False  # layers of the trunk's K/V caches all hold all K/V
+        #: By the call's kind: the class of its output and what is in it; None where that is not understood.
+        self._kinds: dict[tuple[Any, ...], tuple[type, tuple[str, ...]] | None] = {}
+
+    # -- open ----------------------------------------------------------------------------------------------------------
+
+    def open(self, call: "Call") -> str | None:
+        """Prepare a call that keeps K/V; the reason why it cannot be served or stored."""
+        passed, requests = call.arguments, call.requests
+        assert requests is not None and call.scope is not None
+        kv_cache = passed.get(CACHE)
+        if kv_cache is None:
+            kv_cache = self._new_cache()
+        n_tokens = passed["input_ids"].shape[1]
+        if not (is_plain_cache(kv_cache) and _has_room(kv_cache, n_tokens)):
+            return "kv_cache_kind"
+        if passed.get("token_type_ids") is not None:
+            return "token_types"
+        if self._kinds.get(call.kind, ()) is None:
+            return "more_output"
+        call.prefill = Prefill(kv_cache, call.scope, requests.rows, 0, True, self.blocks.n_purges)
+        prefill = call.prefill
+        prefill.has_chains = not (call.is_activated or call.is_whole)
+        return None
+
+    def _new_cache(self) -> Any:
+        """A cache as the trunk would make it; without its config, which takes 0.3 ms to read, if that is no other."""
+        from transformers import DynamicCache
+
+        if self._is_grown:
+            return DynamicCache()
+        made = DynamicCache(config=self._trunk.config)
+        self._is_grown = all(type(layer).__name__ == "DynamicLayer" for layer in made.layers)
+        return made
+
+    # -- look up -------------------------------------------------------------------------------------------------------
+
+    def look_up(self, call: "Call") -> None:
+        """Find rows that are held as a whole, else how many columns need not be run."""
+        prefill = call.prefill
+        assert prefill is not None
+        tried = [(row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.again) if key]
+        prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
+        if len(prefill.whole) == len(prefill.rows):
+            return
+        if call.is_whole:
+            prefill.whole = {}
+        if self._cuts and prefill.has_chains and not any(row.bypass_reason or row.start is None for row in prefill.rows):
+            self._find_cut(call, prefill)
+        if prefill.served:
+            prefill.whole = {}
+
+    def _find_cut(self, call: "Call", prefill: Prefill) -> None:
+        ids = call.arguments["input_ids"]
+        reached = [self._reach(prefill, row, call.prefixes_from) for row in prefill.rows]
+        prefill.matched, n_known = zip(*reached, strict=True)
+        n_cut = cut_column(prefill.rows, n_known, ids.shape[1])
+        if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._trunk.module]):
+            n_cut = min(n_cut, _first_padding(prefill.rows))  # what the model makes of padding is not known
+        used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(prefill.rows, n_known, strict=True)]
+        if sum(used) >= self.blocks.size:
+            prefill.n_cut = n_cut
+            prefill.served = {number: n for number, n in enumerate(used) if n}
+
+    def _reach(self, prefill: Prefill, row: Row, shared: str | None) -> tuple[list[Block], int]:
+        """`BlockPool.reach` for a row, in its own namespace or, where that reaches further, in one that it may read."""
+        own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
+        if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
+            return own
+        chain = self._chain(prefill, row, shared)
+        return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda one: one[1])
+
+    def _chain(self, prefill: Prefill, row: Row, shared: str | None = None) -> tuple[Link, ...]:
+        """The full blocks of a row, in its own namespace or in one that it may read."""
+        if not prefill.has_chains or row.start is None:  # tokens with gaps, or positions that do not follow one by one
+            return ()
+        if (row.number, shared) not in prefill.chains:
+            scope = prefill.scope if shared is None else replace(prefill.scope, namespace=shared)
+            prefill.chains[row.number, shared] = links(scope, row, self.blocks.size)
+        return prefill.chains[row.number, shared]
+
+    # -- answer --------------------------------------------------------------------------------------------------------
+
+    def answer(self, call: "Call", run: Run) -> Any:
+        """The trunk's output, with the caller's K/V filled. What is raised leaves that empty.
+
+        Args:
+            call: It was looked up.
+            run: Runs the trunk.
+        """
+        prefill = call.prefill
+        assert prefill is not None
+        kind = self._kinds.get(call.kind)
+        args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, prefill.kv_cache)
+        try:
+            if prefill.whole and kind is not None:
+                return self._answer_whole(call, prefill, kind, run)
+            prefill.whole = {}
+            if not prefill.served:
+                return run(args, kwargs)
+            states = self._fill(prefill, call.arguments["input_ids"].device)
+            output = run(*self._cut(call, args, kwargs))
+            whole = join([*(piece.to(output[0].dtype) for piece in states), output[0]])
+            return with_states(output, whole)
+        except BaseException:
+            if prefill.whole or prefill.served:
+                empty(prefill.kv_cache)
+            raise
+
+    def _cut(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The trunk's arguments without the columns that are known."""
+        assert call.prefill is not None
+        n_cut, arguments = call.prefill.n_cut, self._arguments
+        for name in BY_COLUMN:
+            if (value := arguments.get(args, kwargs, name)) is not None:
+                args, kwargs = arguments.replace(args, kwargs, name, value[..., n_cut:])
+        mask = arguments.get(args, kwargs, "attention_mask")
+        if call.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
+            args, kwargs = arguments.replace(args, kwargs, "attention_mask", cut(mask, n_cut))
+        elif isinstance(mask, dict):  # one that was left out; beginning later, the trunk has to make it
+            args, kwargs = arguments.replace(args, kwargs, "attention_mask", None)
+        return args, kwargs
+
+    def _fill(self, prefill: Prefill, device: torch.device) -> Pieces:
+        """Fill the K/V cache with C columns; returns their states, to be joined (B, C, D)."""
+        rows = prefill.rows
+        held = {
+            row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True)) for row, n in prefill.served.items()
+        }
+        columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served.items()}
+        keys, values, states = (
+            lay({row: held[row][which] for row in held}, columns, (len(rows), prefill.n_cut), device)
+            for which in range(3)
+        )
+        for layer, (of_keys, of_values) in enumerate(zip(keys, values, strict=True)):
+            fill(prefill.kv_cache, layer, of_keys, of_values)
+        return next(states)
+
+    def _answer_whole(self, call: "Call", prefill: Prefill, kind: tuple[type, tuple[str, ...]], run: Run) -> Any:
+        """The output of a call of which some rows, or all, are held as a whole; the others are run by themselves."""
+        ids = call.arguments["input_ids"]
+        n_rows, n_tokens = ids.shape
+        rest = [row.number for row in prefill.rows if row.number not in prefill.whole]
+        output, scratch = None, None
+        if rest:
+            scratch = self._new_cache()
+            index = torch.tensor(rest, device=ids.device)
+            args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, scratch)
+            for name in DECIDING:  # a 4-D mask is for the caller's K/V: here the 2-D one says the same
+                value = call.arguments.get(name)
+                if value is not None:
+                    value = value.index_select(0, index) if len(value) == n_rows else value
+                    args, kwargs = self._arguments.replace(args, kwargs, name, value)
+                elif name == "attention_mask":
+                    args, kwargs = self._arguments.replace(args, kwargs, name, None)
+            output = run(args, kwargs)
+        held = {number: _gather(blocks) for number, (_, blocks) in prefill.whole.items()}
+        sample = next(iter(held.values()))[2]
+        states = sample.new_zeros((n_rows, n_tokens, sample.shape[-1]), device=ids.device)
+        if output is not None:
+            states[rest] = output[0]
+        for number, (_, _, own) in held.items():
+            self._place(prefill, number, "states", own[0], states[number])
+        for layer in range(self._trunk.depth):
+            both = []
+            for which, name in enumerate(("keys", "values")):
+                like = next(iter(held.values()))[which]
+                whole = like.new_zeros((n_rows, like.shape[1], n_tokens, like.shape[3]), device=ids.device)
+                if scratch is not None:
+                    whole[rest] = getattr(scratch.layers[layer], name)
+                for number, own in held.items():
+                    self._place(prefill, number, name, own[which][layer], whole[number], layer)
+                both.append(whole)
+            put(prefill.kv_cache, layer, *both)
+        of, names = kind
+        made = {name: states if name == _STATES else prefill.kv_cache for name in names}
+        return tuple(made.values()) if of is tuple else of(**made)
+
+    def _place(
+        self, prefill: Prefill, number: int, name: str, own: Tensor, whole: Tensor, layer: int | None = None
+    ) -> None:
+        """Write what is held of a row (..., n, D) into its place (..., T, D), padding included where it is alike."""
+        row, tail = prefill.rows[number], prefill.whole[number][1][-1]
+        valid = row.valid if isinstance(row.valid, slice) else torch.from_numpy(row.valid)
+        whole[..., valid, :] = own.to(whole.device)
+        if tail.padding and tail.layout == row.layout:
+            padding = tail.padding[name][0 if layer is None else layer]
+            whole[..., torch.from_numpy(padding_of(row.valid, whole.shape[-2])), :] = padding.to(whole.device)
+
+    # -- store ---------------------------------------------------------------------------------------------------------
+
+    def store(self, call: "Call", output: Any) -> str | None:
+        """Keep blocks of rows that were computed, at least in part; "more_output" where the output is not understood."""
+        prefill = call.prefill
+        assert prefill is not None
+        states = last_states(output)
+        names = (_STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
+        self._kinds[call.kind] = None if states is None else (type(output), names)
+        if states is None:
+            return "more_output"
+        if prefill.n_purges != self.blocks.n_purges:  # it began with what was to be forgotten
+            return None
+        for row in prefill.rows:
+            if row.number not in prefill.whole and not row.bypass_reason:
+                self._store(prefill, row, states[row.number])
+        return None
+
+    def _store(self, prefill: Prefill, row: Row, states: Tensor) -> None:
+        """Keep what is not held of a row, of whose tokens the trunk put out these states (T, D).
+
+        A row of a call that was computed in full is kept as it came out: blocks that are held of another request may
+        differ in the last bits, and its tail then begins before them.
+        """
+        blocks, chain = self.blocks, self._chain(prefill, row)
+        held = blocks.match(chain)
+        is_whole = not prefill.served  # where columns are cut, so is padding
+        if not is_whole and len(held) == len(chain):
+            return
+        n_before = 0 if is_whole else len(held)
+        made = self._make_blocks(prefill, row, states, n_before)
+        new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
+        if not is_whole:
+            blocks.put(chain, new)
+            return
+        n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
+        tail = self._make_tail(prefill, row, states, n_own * blocks.size)
+        first = blocks.whole(row.key, row.ids) if row.again else []
+        if first and n_own == len(chain) and first[-1].is_equal(tail):
+            return  # came out as the same request before it in the call
+        if n_own < len(chain):
+            blocks.put(chain, new)
+        link = Link(row.again or row.key, tail.ids)
+        if not blocks.put((*chain[:n_own], link), {**new, link.key: tail}):
+            self._counters.too_large()
+
+    def _make_blocks(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> list[Block]:
+        """The full blocks of a row but the first, in slabs."""
+        chain, size = self._chain(prefill, row), self.blocks.size
+        made = []
+        for first in range(n_before, len(chain), slab_blocks(size)):
+            held = chain[first : first + slab_blocks(size)]
+            begin = _first(row) + first * size
+            slab = Slab(*self._take(prefill, row, states, slice(begin, begin + len(held) * size)))
+            made += [slab.block(link.ids, prefill.scope, i * size, size) for i, link in enumerate(held)]
+        return made
+
+    def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
+        """What a row has after so many tokens, with its padding where that is to be served as well."""
+        places = row.valid if row.start is None else slice(_first(row) + n_before, _valid(row).stop)
+        rest = self._take(prefill, row, states, places)
+        padding = {}
+        if row.has_layout or row.layout:
+            taken = self._take(prefill, row, states, padding_of(row.valid, len(states)))
+            padding = dict(zip(NAMES, taken, strict=True))
+        ids = row.ids[n_before * _id_width(row) :]
+        return Block(ids, prefill.scope, *rest, is_tail=True, padding=padding, layout=row.layout)
+
+    def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """K/V and states of places of a row, copied, and fit to be kept."""
+        device = self.blocks.device
+        with torch.inference_mode(False), torch.no_grad():
+            only = slice(row.number, row.number + 1)
+            layers = prefill.kv_cache.layers
+            keys = torch.cat([layer.keys[only, :, places] for layer in layers])
+            values = torch.cat([layer.values[only, :, places] for layer in layers])
+            taken = states[None, places].clone()
+            return keys.to(device), values.to(device), taken.to(device)
+
+
+def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
+    """How many of T columns need not be run, given the first tokens known of each row; one is run in any case."""
+    ends = (n_columns if n == row.n_valid else _first(row) + n for row, n in zip(rows, n_known, strict=True))
+    return min(n_columns - 1, *ends)
+
+
+def last_states(output: Any) -> Tensor | None:
+    """The last states (B, T, D) of a trunk that put out these, its K/V and nothing else; None of other outputs."""
+    if isinstance(output, Mapping):
+        return output[_STATES] if _STATES in output and set(output) <= {_STATES, CACHE} else None
+    return output[0] if isinstance(output, tuple) and 1 <= len(output) <= 2 else None
+
+
+def with_states(output: Any, states: Tensor) -> Any:
+    """Such an output with other last states (B, T, D)."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    output[_STATES] = states
+    return output
+
+
+def _gather(blocks: Sequence[Block]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values (L, H, n, D_h) and states (1, n, D) of blocks that follow one another."""
+    keys, values, states = (torch.cat(pieces, dim=-2) for pieces in zip(*runs(blocks), strict=True))
+    return keys, values, states
+
+
+def _first_padding(rows: Sequence[Row]) -> int:
+    """The first column of a batch in which a row may have padding."""
+    return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
+
+
+def _valid(row: Row) -> slice:
+    assert isinstance(row.valid, slice)
+    return row.valid
+
+
+def _first(row: Row) -> int:
+    """Column of the first valid token."""
+    return int(_valid(row).start)
+
+
+def _id_width(row: Row) -> int:
+    """Bytes of a packed token id."""
+    return len(row.ids) // row.n_valid
+
+
+def _has_room(kv_cache: Any, n_columns: int) -> bool:
+    """Whether a cache of fixed length can hold a call; what does not fit is left to the model to refuse."""
+    limits = [int(layer.get_max_length()) for layer in kv_cache.layers]  # negative where there is none
+    return all(limit < 0 or n_columns <= limit for limit in limits)
