@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -160,21 +160,3 @@ def _checker(hint: Any) -> TypeAdapter[Any]:
         return TypeAdapter(hint)
     except PydanticSchemaGenerationError:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-
-
-def rule(holds: bool, said: str) -> None:
-    """Raise `AssertionError` unless a rule of a base holds."""
-    if not holds:
-        raise AssertionError(said)
-
-
-@contextmanager
-def refuses(error: type[Exception], said: str) -> Iterator[None]:
-    """Raise `AssertionError` unless what is done within raises this error."""
-    try:
-        yield
-    except error:
-        return
-    except Exception as other:
-        raise AssertionError(f"{said}, not {other!r}") from other
-    raise AssertionError(said)

@@ -30,7 +30,7 @@ LIBRARY = (
     ("persist", "assembly"),
     ("calibrator",),
     ("cache",),
-    ("conformance",),
+    ("testing",),
     ("generation",),
     ("serving",),
     ("cli",),

@@ -26,7 +26,6 @@ from llmcache import (
     UnsupportedModelError,
     register_adapter,
 )
-from llmcache.conformance import check_adapter
 from llmcache.models.adapters import ADAPTERS
 from llmcache.reuse import Call
 from tests.conformance import outside
@@ -253,9 +252,13 @@ def test_an_adapter_finds_the_layers(adapter: str) -> None:
         wrapped(model)
     register_adapter(Adapter("tower", ("Tower",), "nowhere"))
     register_adapter(Adapter("tower", ("OtherTower", "Tower"), "tower.stages", norm="top"))  # replaces it
-    check_adapter(model, {"input_ids": ids}, adapter)
     with torch.inference_mode():
         expected = model(ids)
+    for layer in range(3):
+        with wrapped(model, layers=[layer], payload="sequence", adapter=adapter) as cache:
+            for _ in range(2):
+                torch.testing.assert_close(cache(ids), expected)
+            assert cache.stats().hits_by_layer == {layer: 3}
     with wrapped(nn.Sequential(model), payload="mean", adapter=adapter) as cache:
         cache(ids)
         torch.testing.assert_close(cache(ids).mean(1), expected.mean(1))
