@@ -315,7 +315,7 @@ class Audit:
                 seed = f"{self.name} {self._process} {self._n_accounts}" if self.name else self._n_accounts
                 self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, seed)
                 self._account.is_shared = self.is_shared(made)
-            if made.is_certified and made.watch.profile is not None and made.watch.compares:
+            if made.is_certified and made.watch.profile is not None:
                 self._likeness = DriftDetector(made.watch.profile)
             self._marking.forget()
             self._fresh.begin(made)
