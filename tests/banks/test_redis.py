@@ -304,7 +304,7 @@ def test_a_stream_that_was_cut_is_told(open_store: Callable[..., RedisStore], se
     seen = other.events(None).cursor
     (stream,) = server.names("*:events")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_follower.Follower, "_read", lambda self, wire: time.sleep(0.01))
+        patch.setattr(redis_follower.Follower, "_read", lambda self, *_: time.sleep(0.01))
         time.sleep(0.3)  # the read that is under way ends
         put(store, *range(100))
         server.do("XTRIM", stream, "MAXLEN", 50)
