@@ -29,7 +29,7 @@ from torch import Tensor
 from llmcache.banks.generations import Generations
 from llmcache.banks.stores import Bytes, Store, StoreKey
 from llmcache.banks.stores.base import MOST_NOTED
-from llmcache.banks.stores.seal import MismatchError, Opened, Seal
+from llmcache.banks.stores.seal import FORMAT, MismatchError, Opened, Seal
 from llmcache.banks.write_behind import Job, WriteBehind
 from llmcache.counters import Counters
 from llmcache.request.rows import Scope
@@ -352,7 +352,7 @@ class Tier:
         if (digest := self._scopes.get(scope)) is None:
             if len(self._scopes) >= 1024:  # a namespace for each session, say
                 self._scopes.clear()
-            digest = hashlib.sha256(scope.key + self._settings.encode()).hexdigest()
+            digest = hashlib.sha256(scope.key + f"{FORMAT} {self._settings}".encode()).hexdigest()
             self._scopes[scope] = digest
         return StoreKey(scope.namespace, digest, name)
 
