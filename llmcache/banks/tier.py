@@ -395,7 +395,7 @@ class Tier:
                 self._behind.failed(what, error)
             return None
         if not self._behind.breaker.is_open:  # else the thread that writes pings first
-            self._behind.breaker.n_failed = 0
+            self._behind.breaker.succeeded()
         return said
 
 

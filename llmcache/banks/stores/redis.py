@@ -172,9 +172,7 @@ class RedisStore(Store):
         )
 
     def ping(self) -> None:
-        deadline, ready = monotonic() + self._timeout_s, self._links.ready
-        with ready.one(deadline) as connection:
-            ready.ask_all(connection, [("PING",)], deadline, self._timeout_s)
+        self._numbers([], self._timeout_s)
 
     def close(self) -> None:
         self._closing.set()
