@@ -203,10 +203,6 @@ class Tier:
         """Count a value that was there and is not used; see `TierStats.n_mismatched`."""
         self._mismatched[reason] += 1
 
-    def opened(self, key: StoreKey, note: Bytes) -> Opened | None:
-        """What was announced, checked."""
-        return self._open(key, note)
-
     def remove(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Purge a namespace, None: all, from the store and from memory.
 
@@ -238,7 +234,7 @@ class Tier:
         self._read_s += perf_counter() - started
         for key, value in zip(keys, values or [None] * len(keys), strict=True):
             started = perf_counter()
-            opened = None if value is None or monotonic() >= deadline else self._open(key, value)
+            opened = None if value is None or monotonic() >= deadline else self.opened(key, value)
             self._counts["found"] += opened is not None
             self._read_s += perf_counter() - started
             yield opened
@@ -356,7 +352,8 @@ class Tier:
             self._scopes[scope] = digest
         return StoreKey(scope.namespace, digest, name)
 
-    def _open(self, key: StoreKey, value: Bytes) -> Opened | None:
+    def opened(self, key: StoreKey, value: Bytes) -> Opened | None:
+        """What is in a value, or was announced, checked."""
         try:
             return self._seal.open(key, value)
         except MismatchError as error:

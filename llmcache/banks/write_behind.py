@@ -41,13 +41,6 @@ class Job:
     nbytes: int
     is_note: bool = False
 
-    def put(self, seal: Seal) -> Put:
-        """What is put, sealed."""
-        sealed = seal.close(self.key, self.tensors, self.about)
-        if self.is_note:
-            return Put(self.key, b"", self.generation, bytes(sealed))
-        return Put(self.key, sealed, self.generation)
-
 
 @dataclass(slots=True)
 class Breaker:
@@ -93,7 +86,7 @@ class WriteBehind:
     n_dropped: int = 0
     is_closed: bool = False
     _jobs: deque[Job] = field(default_factory=deque)
-    _tasks: deque[Callable[[], bool]] = field(default_factory=deque)
+    _tasks: deque[tuple[str, Callable[[], object]]] = field(default_factory=deque)
     _nbytes: int = 0
     _dropped: dict[StoreKey, None] = field(default_factory=dict)  # the latest at the end
     _writing: Breaker = field(default_factory=Breaker)  # of writes and tasks
@@ -130,18 +123,9 @@ class WriteBehind:
 
     def do(self, what: str, task: Callable[[], object]) -> None:
         """Have something done after what waits, once the store answers; what fails is a failure of the store."""
-
-        def act() -> bool:
-            try:
-                task()
-            except Exception as error:
-                self.counters.error(what, error)
-                return False
-            return True
-
         with self._changed:
             if not self.is_closed:
-                self._tasks.append(act)
+                self._tasks.append((what, task))
                 self._rouse()
 
     def failed(self, what: str, error: Exception) -> None:
@@ -211,10 +195,16 @@ class WriteBehind:
             for some in _portions(jobs):
                 self._write(some)
             while self._tasks and not self.is_resting:
-                if not self._tasks.popleft()():
-                    self._writing.failed()
+                self._do(*self._tasks.popleft())
             if self.breaker.is_open and not self.breaker.left_s:
                 self._ping()
+
+    def _do(self, what: str, task: Callable[[], object]) -> None:
+        try:
+            task()
+        except Exception as error:
+            self.counters.error(what, error)
+            self._writing.failed()
 
     def _write(self, jobs: Sequence[Job]) -> None:
         """Write jobs together; tried again a moment later where that fails, and dropped where it goes on to fail."""
@@ -250,7 +240,9 @@ class WriteBehind:
 
     def _sealed(self, job: Job) -> Put | None:
         with self.counters.guard("seal a value"):  # it will not do so next time either
-            return job.put(self.seal)
+            sealed = self.seal.close(job.key, job.tensors, job.about)
+            value, note = (b"", sealed) if job.is_note else (sealed, b"")
+            return Put(job.key, value, job.generation, note)
         with self._changed:
             self.n_dropped += 1
         return None

@@ -23,9 +23,8 @@ from llmcache.banks.stores.redis_keys import (
     ALL,
     Keys,
     field_of,
+    generation_of,
     is_ours,
-    is_stale,
-    is_value,
     new_generation,
     pattern,
     read_note,
@@ -161,7 +160,7 @@ class RedisStore(Store):
         with self._patient() as (at, ask):
             n_names, memory, counts = ask([("DBSIZE",), ("INFO", "memory"), ("INFO", "stats")])
             found, n_seen = _names(ask, at.values, _COUNTED)
-            values = [name for name in found if is_value(self._prefix, name)]
+            values = [n for n in found if generation_of(self._prefix, n) is not None and not n.endswith(b":note")]
             sizes = ask([("STRLEN", name) for name in values[:_SCANNED]])
         n_values = len(values) if n_seen is None else round(len(values) * max(1.0, n_names / n_seen))
         return StoreStats(
@@ -201,7 +200,7 @@ class RedisStore(Store):
             raise StoreError(f"{self._server.name}: the store is closed")
 
     def _open(self) -> _Links:
-        client, ready, is_away = self._server.client(PATIENCE_S), Ready(self._server, _READY), False
+        client, ready, is_away = self._server.client(PATIENCE_S), Ready(self._server, _READY, self._timeout_s), False
         try:
             with self._server.exchanges(client) as (run, ask):
                 self._refuse_others(ask)
@@ -241,7 +240,7 @@ class RedisStore(Store):
                 commands = [at.ask_generations(names)]
                 if len(known) == len(names):
                     commands += [(command, at.value(key, known[key.namespace])) for key in keys]
-                first, *answers = ready.ask(connection, commands, deadline, self._timeout_s)
+                first, *answers = ready.ask(connection, commands, deadline)
                 now = told(names, self._server.checked(first))
                 if not now or now == known:
                     return [*answers, *[None] * len(keys)][: len(keys)] if now else [None] * len(keys)
@@ -296,7 +295,7 @@ class RedisStore(Store):
         while cursor is not None:
             with self._patient() as (_, ask):
                 cursor, names = _step(ask, cursor, pattern(self._prefix, namespace))
-                if stale := [name for name in names if is_stale(self._prefix, name, number)]:
+                if stale := [name for name in names if generation_of(self._prefix, name) not in (None, number)]:
                     n_removed += ask([("UNLINK", *stale)])[0]
         return n_removed
 

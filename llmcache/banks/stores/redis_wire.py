@@ -14,7 +14,6 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
-from weakref import WeakSet
 
 from llmcache.errors import StoreError
 from llmcache.threads import forkable
@@ -57,7 +56,7 @@ class Server:
         at.setdefault("password", os.environ.get(PASSWORD) or None)
         where = at.get("path") or f"{at['host']}:{at['port']}"
         self.name = f"Redis at {where}, database {at['db']}"  # without the password
-        self._made: WeakSet[Any] = WeakSet()
+        self._made: list[Any] = []  # connections that were open lately
         self._settings = {
             "connection_class": Connection,
             **at,
@@ -75,9 +74,9 @@ class Server:
         settings: dict[str, Any] = {**self._settings, "max_connections": 1, "timeout": None}
         return Redis(connection_pool=BlockingConnectionPool(socket_timeout=silence_s, **settings))  # type: ignore[no-untyped-call]
 
-    def open(self) -> Any:
-        """One open connection."""
-        settings = {**self._settings, "socket_timeout": _STALL_S}
+    def open(self, silence_s: float) -> Any:
+        """One open connection, on which the server may be silent for so long."""
+        settings = {**self._settings, "socket_timeout": max(silence_s, _STALL_S)}
         connection = settings.pop("connection_class")(**settings)
         with self.failing():
             connection.connect()
@@ -131,7 +130,7 @@ class Server:
 
     def disconnect(self) -> None:
         """Close all connections, also in a forked process, of which the parent notices nothing."""
-        for connection in [*self._made]:
+        for connection in self._made:
             connection.disconnect()
 
     def _run_of(self, client: Any) -> str:
@@ -144,7 +143,7 @@ class Server:
         """Begin a connection."""
         from redis.exceptions import InvalidResponse
 
-        self._made.add(connection)
+        self._made = [*(one for one in self._made if one.is_connected), connection]
         connection.on_connect()
         connection.send_command("INFO", "server")
         about = connection.read_response(disable_decoding=True)
@@ -157,9 +156,9 @@ class Server:
 class Ready:
     """Some open connections that requests take turns with. Thread-safe."""
 
-    def __init__(self, server: Server, size: int) -> None:
-        """Begin without any; `fill` opens as many as are missing."""
-        self._server = server
+    def __init__(self, server: Server, size: int, silence_s: float) -> None:
+        """Begin without any; `fill` opens as many as are missing. The server may be silent for so long."""
+        self._server, self._silence_s = server, silence_s
         self._size = self._n_missing = size
         self._free: list[Any] = []
         self._changed = forkable(threading.Condition())
@@ -171,7 +170,7 @@ class Ready:
             StoreError: The server cannot be reached, or used.
         """
         while self._n_missing:
-            connection = self._server.open()
+            connection = self._server.open(self._silence_s)
             with self._changed:
                 self._n_missing -= 1
                 self._free.append(connection)
@@ -195,7 +194,7 @@ class Ready:
                     self._n_missing += 1
                 self._changed.notify_all()
 
-    def ask(self, connection: Any, commands: Sequence[Command], deadline: float, silence_s: float) -> list[Any]:
+    def ask(self, connection: Any, commands: Sequence[Command], deadline: float, silence_s: float = 0) -> list[Any]:
         """Send commands together, and return their answers in order; those that came too late are left out.
 
         An error that the server answers to a command is in its place.
@@ -204,7 +203,7 @@ class Ready:
             connection: One of these.
             commands: At least one.
             deadline: On the clock of `time.monotonic`.
-            silence_s: For which the server may be silent.
+            silence_s: For which the server may be silent, if that is longer than otherwise.
 
         Raises:
             StoreError: The connection failed, or nothing came in time.
@@ -216,8 +215,9 @@ class Ready:
             with self._server.failing():
                 connection.send_packed_command(connection.pack_commands(commands), check_health=False)
                 for _ in commands:
-                    left_s = min(silence_s, deadline - monotonic() - _GIVING_UP_S)
-                    if not connection.can_read(max(0.0, left_s)):
+                    left_s = min(max(silence_s, self._silence_s), deadline - monotonic() - _GIVING_UP_S)
+                    # The system waits for whole milliseconds, and rounds up.
+                    if not connection.can_read(max(1, int(1e3 * left_s)) / 1e3 if left_s > 0 else 0):
                         break
                     try:
                         answers.append(connection.read_response(disable_decoding=True))
