@@ -151,13 +151,6 @@ class CacheConfig(BaseModel):
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _mode_is_not_sources(cls, value: Any) -> Any:
-        if value in ("frozen", "growing"):
-            raise ValueError(f"whether misses serve, too, is asked for with sources={value!r}; leave mode out")
-        return value
-
     @field_validator("tau")
     @classmethod
     def _tau_is_a_similarity(cls, value: float | dict[int, float] | None) -> float | dict[int, float] | None:

@@ -178,7 +178,8 @@ class RedisStore(Store):
         with self._opening:
             if self._opened is not None:
                 self._opened.follower.close()
-                self._server.disconnect()
+                self._opened.ready.close()
+                self._opened.client.connection_pool.disconnect()
 
     @property
     def _links(self) -> _Links:

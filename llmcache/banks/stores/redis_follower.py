@@ -109,6 +109,7 @@ class Follower:
         """End the thread."""
         self._closing.set()
         self._thread.join(PATIENCE_S)
+        self._client.connection_pool.disconnect()
 
     @property
     def _is_current(self) -> bool:

@@ -123,13 +123,13 @@ class Server:
 
         try:
             yield
-        except RedisError as error:
+        except (RedisError, OSError, AttributeError, ValueError) as error:  # the last two: closed by another thread
             if cure := _cure(error):
                 raise UnusableError(f"{self.name}: {error}: {cure}") from error
             raise StoreError(f"{self.name}: {error}") from error
 
     def disconnect(self) -> None:
-        """Close all connections, also in a forked process, of which the parent notices nothing."""
+        """Close all connections in a forked process, of which the parent notices nothing."""
         for connection in self._made:
             connection.disconnect()
 
@@ -161,6 +161,7 @@ class Ready:
         self._server, self._silence_s = server, silence_s
         self._size = self._n_missing = size
         self._free: list[Any] = []
+        self._is_closed = False
         self._changed = forkable(threading.Condition())
 
     def fill(self) -> None:
@@ -169,12 +170,11 @@ class Ready:
         Raises:
             StoreError: The server cannot be reached, or used.
         """
-        while self._n_missing:
+        while self._n_missing and not self._is_closed:
             connection = self._server.open(self._silence_s)
             with self._changed:
                 self._n_missing -= 1
-                self._free.append(connection)
-                self._changed.notify_all()
+            self._give_back(connection)
 
     @contextmanager
     def one(self, deadline: float) -> Iterator[Any]:
@@ -187,12 +187,15 @@ class Ready:
         try:
             yield connection
         finally:
-            with self._changed:
-                if connection.is_connected:
-                    self._free.append(connection)
-                else:
-                    self._n_missing += 1
-                self._changed.notify_all()
+            self._give_back(connection)
+
+    def close(self) -> None:
+        """Close all; those that are taken when they come back."""
+        with self._changed:
+            self._is_closed = True
+            for connection in self._free:
+                connection.disconnect()
+            self._free.clear()
 
     def ask(self, connection: Any, commands: Sequence[Command], deadline: float, silence_s: float = 0) -> list[Any]:
         """Send commands together, and return their answers in order; those that came too late are left out.
@@ -236,6 +239,15 @@ class Ready:
         if len(answers) < len(commands):
             raise StoreError(f"{self._server.name}: not all answers in time")
         return [self._server.checked(answer) for answer in answers]
+
+    def _give_back(self, connection: Any) -> None:
+        with self._changed:
+            if connection.is_connected and not self._is_closed:
+                self._free.append(connection)
+            else:
+                connection.disconnect()
+                self._n_missing += 1
+            self._changed.notify_all()
 
     def _take(self, deadline: float) -> Any:
         with self._changed:
