@@ -200,10 +200,8 @@ def _check_purges(one: Store, other: Store, name: str) -> None:
     _rule(begin.is_complete and not begin.found, "events: of no cursor nothing, and the cursor of now")
     one.put_many([Put(key, b"value", before, key.name.encode()) for key in keys])
     _put(one, {stays: b"stays"})
-    (kept,), noted = (
-        one.get_many(keys[:1], time.monotonic() + 60),
-        {(key, bytes(note)) for key, note in other.notes(name)},
-    )
+    (kept,) = one.get_many(keys[:1], time.monotonic() + 60)
+    noted = {(key, bytes(note)) for key, note in other.notes(name)}
     _rule(noted in (set(), {(key, key.name.encode()) for key in keys}), "notes: what values were announced with")
     one.remove(name)
     for store in (one, other):
