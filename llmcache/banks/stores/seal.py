@@ -50,7 +50,7 @@ class Opened(NamedTuple):
     """What a value holds.
 
     Attributes:
-        tensors: By name, on the host. Nobody writes to them.
+        tensors: By name, on the host, each in memory of its own.
         about: What was sealed with them.
     """
 
