@@ -130,6 +130,9 @@ def _check_generations(place: _Place, one: Store, other: Store) -> None:
     rule(_get(other, [others]) == [place.value("y")], "remove: other namespaces stay")
     _put(other, {mine: place.value("z")})
     rule(_get(one, [mine]) == [place.value("z")], "after a removal, the same key may be put again")
+    one.discard(name)
+    rule(_get(one, [mine]) == [None], "discard: nothing is returned that was put before")
+    rule(_get(other, [others]) == [place.value("y")], "discard: other namespaces stay")
 
 
 def _check_events(place: _Place, one: Store, other: Store) -> None:

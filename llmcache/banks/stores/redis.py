@@ -154,13 +154,11 @@ class RedisStore(Store):
 
         Waits for a second, after which no process serves from its memory what was removed.
         """
-        links = self._links
-        with links.patient.taken() as wire:
-            which, number = self._renew(wire, namespace)
-        self._closing.wait(LEASE_S)
-        with suppress(StoreError):  # what is left leaves at the end of its time
-            return self._sweep(links.patient, which, number)
-        return 0
+        return self._remove(namespace, LEASE_S)
+
+    def discard(self, namespace: str) -> None:
+        """Likewise, without a wait."""
+        self._remove(namespace, 0.0)
 
     def events(self, since: str | None) -> Events:
         return self._links.follower.events(since)
@@ -296,6 +294,15 @@ class RedisStore(Store):
             ]
             *_, answer = wire.ask_all([*begin, ask], deadline)
         return told(names, answer)
+
+    def _remove(self, namespace: str | None, lease_s: float) -> int:
+        links = self._links
+        with links.patient.taken() as wire:
+            which, number = self._renew(wire, namespace)
+        self._closing.wait(lease_s)
+        with suppress(StoreError):  # what is left leaves at the end of its time
+            return self._sweep(links.patient, which, number)
+        return 0
 
     def _renew(self, wire: Wire, namespace: str | None) -> tuple[str | None, int]:
         """Give a namespace another number, or all of them where that is not possible; returns which, and the number."""
