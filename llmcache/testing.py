@@ -224,6 +224,8 @@ def _check_purges(one: Store, other: Store, name: str) -> None:
     _rule(not (unknown.is_complete or unknown.found), "events: of an unknown cursor it says that some may be missing")
     _put(other, {keys[0]: b"again"})
     _rule(_get(one, [keys[0], stays]) == [b"again", b"stays"], "remove: others stay, and a key may be put again")
+    one.discard(name)
+    _rule(_get(one, [keys[0], stays]) == [None, b"stays"], "discard: as remove")
 
 
 def _put(store: Store, values: Mapping[StoreKey, bytes]) -> None:

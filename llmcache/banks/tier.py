@@ -217,6 +217,18 @@ class Tier:
         self.follow(forget)  # with what others did
         self.hear_again()
 
+    def discard(self, namespace: str) -> None:
+        """Remove from the store what lies in a namespace of this cache's own, of which nothing is in memory.
+
+        Raises:
+            StoreError: The store could not.
+        """
+        try:
+            self._store.discard(namespace)
+        finally:
+            with self._following:
+                self._forget(namespace, lambda name: None)
+
     def held(self, scope: Scope, names: Sequence[str]) -> int:
         """How many of these values the store has, from the first on."""
         keys = [self._key(scope, name) for name in names]

@@ -217,6 +217,16 @@ def test_nothing_of_what_was_purged_is_left_in_the_server(
     assert all(server.do("GET", name) == b"mine" for name in others)
 
 
+def test_what_is_discarded_is_gone_at_once(store: RedisStore, server: RedisServer) -> None:
+    put(store, *range(10))
+    put(store, "b", namespace="b")
+    began = time.monotonic()
+    store.discard("a")
+    assert time.monotonic() - began < redis_follower.LEASE_S
+    assert len([name for name in server.names() if name.count(":") == 4]) == 1
+    assert held(store, 1) == [] and held(store, "b", namespace="b") == ["b"]
+
+
 def test_what_is_written_while_it_is_purged_is_removed(
     open_store: Callable[..., RedisStore], server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -469,6 +469,15 @@ def test_a_purge_reaches_the_memory_though_the_store_cannot_tell_of_it(make: Cal
     assert told == ["a"] and store.stats().n_values == 0
 
 
+def test_what_is_discarded_is_gone_and_asked_for_anew(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, _ = make()
+    before = tier.generation("a")
+    put(tier, "x")
+    tier.discard("a")
+    assert get(tier, "x") == [] and forgotten(tier) == []  # memory has nothing of it
+    assert tier.generation("a") != before
+
+
 def test_what_was_purged_before_the_store_could_be_asked_is_forgotten(make: Callable[..., tuple[Tier, Frail]]) -> None:
     (one, _), (other, store) = make(), make()
     store.fails = True

@@ -136,12 +136,11 @@ class RedisStore(Store):
 
         Waits for a second, after which no process serves from its memory what was removed.
         """
-        with self._patient() as (at, ask):
-            which, number = self._renew(at, ask, namespace)
-        self._closing.wait(LEASE_S)
-        with suppress(StoreError):  # what is left leaves at the end of its time
-            return self._sweep(which, number)
-        return 0
+        return self._remove(namespace, LEASE_S)
+
+    def discard(self, namespace: str) -> None:
+        """Likewise, without a wait."""
+        self._remove(namespace, 0.0)
 
     def events(self, since: str | None) -> Events:
         return self._links.follower.events(since)
@@ -268,6 +267,14 @@ class RedisStore(Store):
             ]
             *_, answer = ask([*begin, numbers])
         return told(names, answer)
+
+    def _remove(self, namespace: str | None, lease_s: float) -> int:
+        with self._patient() as (at, ask):
+            which, number = self._renew(at, ask, namespace)
+        self._closing.wait(lease_s)
+        with suppress(StoreError):  # what is left leaves at the end of its time
+            return self._sweep(which, number)
+        return 0
 
     def _renew(self, at: Keys, ask: Ask, namespace: str | None) -> tuple[str | None, int]:
         """Give a namespace another number, or all of them where that is not possible; returns which, and the number."""
