@@ -24,7 +24,7 @@ from llmcache.banks.stores.seal import Seal
 from llmcache.banks.tier import BreakEven, Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
-from llmcache.calibration.requirements import check_settings, check_student, refuse_coupled, refuse_unsafe
+from llmcache.calibration.requirements import check_settings, refuse_coupled, refuse_unsafe
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
@@ -149,8 +149,6 @@ def make_calibrated(
         tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
         fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
-    if config.decide_component.name == "student":
-        check_student(parts.payload, answers, config)
     chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
     if parts.banks.elsewhere is not None:

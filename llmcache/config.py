@@ -48,9 +48,7 @@ class CacheConfig(BaseModel):
             `mean` with `tau`, else `learned`.
         decide: Which neighbour serves, and how risky that is: `threshold` (the nearest), `consensus` (the nearest,
             if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
-            `student` (no neighbour: the answer that the fingerprint's forecast favours, and the learned chance that it
-            is another), `combined` (`risk` or `student`, whichever is less risky), or `auto`: `threshold` with `tau`,
-            else `risk`.
+            or `auto`: `threshold` with `tau`, else `risk`.
         answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
             the model's head, and takes what it does not know for embeddings.
         gate: Compare tokens as well (`ContentGate` and its options): true, false or options. Needs the
@@ -193,11 +191,8 @@ class CacheConfig(BaseModel):
                 f"tau={self.tau} and learn={self.learn}: either you choose the threshold, or a calibration does; leave "
                 "one out"
             )
-        if self.tau is not None and self.decide.name in ("risk", "student", "combined"):
-            raise ValueError(
-                f"decide {self.decide.name!r} is calibrated, not set by tau: leave tau out, and call calibrate() or "
-                "set learn"
-            )
+        if self.tau is not None and self.decide.name == "risk":
+            raise ValueError("decide 'risk' is calibrated, not set by tau: leave tau out, and calibrate() or set learn")
         if self.tau is not None and self.fingerprint.name == "learned":
             raise ValueError("fingerprint 'learned' is fitted by a calibration: leave tau out, and set learn")
         if self.tau is not None and {"audit", "recalibrate"} & self.model_fields_set:

@@ -40,8 +40,8 @@ from llmcache.request.rows import Scope
 logger = logging.getLogger(__name__)
 
 FORMAT = 9
-# Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and
-# which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names. Up to
+# Format 4 does not say who wrote it, and which payload; neither it nor 5 which of those that a profile counts are
+# repeats. Up to 6, settings and quarantined requests have older names. Up to
 # 7, no blocks are saved: requests of decoders have entries. Up to 8, nothing tells which purges in a store came later.
 _READ = (4, 5, 6, 7, 8, FORMAT)
 _TRIES = 10
@@ -68,7 +68,7 @@ class Manifest(BaseModel):
     rests_on: list[str] | None = None  # namespaces of those that the calibration had serve; None: of those held
     #: Requests that serve no others: their namespace by key.
     quarantined: dict[str, str] = Field({}, validation_alias=AliasChoices("quarantined", "struck"))
-    examples: list[str] | None = None  # keys of those by which a forecast is answered; None: of each answer the oldest
+    examples: list[str] | None = Field(default=None, exclude=True)  # of a decision that is gone; earlier saves have it
 
     @field_validator("config")
     @classmethod
@@ -91,7 +91,7 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
     try:
         with locked(folder):
             generations = {} if components.tier is None else components.tier.generations()  # first: a purge may come
-            parts, scopes, calibration, rests_on, examples = _take(components, weights)
+            parts, scopes, calibration, rests_on = _take(components, weights)
             quarantined = components.banks.quarantined
             namespaces = {scope.namespace for scope in scopes} | {*rests_on, *quarantined.values()}
             manifest = Manifest(
@@ -108,7 +108,6 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
                 calibration=calibration,
                 rests_on=rests_on,
                 quarantined=quarantined,
-                examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
     except (OSError, ValueError, SafetensorError) as error:
@@ -260,15 +259,6 @@ def _take_in(components: Components, manifest: Manifest, parts: Tensors, folder:
         banks.quarantine(key, namespace)
     for name in gone:
         components.forget(name)
-    if components.calibrated is not None and components.calibrated.calibration is not None:
-        _present(components.calibrated, manifest.examples, records)
-
-
-def _present(calibrated: CalibratedReuse, examples: list[str] | None, records: list[SavedRequest]) -> None:
-    """Have forecasts answered by the requests that did it when the calibration was made."""
-    by_key = {one.key: one for one in records if one.is_pinned}
-    shown = by_key.values() if examples is None else [by_key[key] for key in examples]
-    calibrated.chooser.present((one.scope, one.key, one.answer) for one in shown)
 
 
 def _check_payload(components: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
@@ -290,10 +280,8 @@ def _check_payload(components: Components, saved: str, records: list[SavedReques
         )
 
 
-def _take(
-    components: Components, weights: str
-) -> tuple[Tensors, list[Scope], Calibration | None, list[str], list[str] | None]:
-    """What is written, as it is at one moment: tensors by file, scopes, calibration, its namespaces, examples' keys."""
+def _take(components: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str]]:
+    """What is written, as it is at one moment: tensors by file, scopes, calibration and its namespaces."""
     banks, calibrated = components.banks, components.calibrated
     with nullcontext() if calibrated is None else calibrated.held():  # no calibration is renewed meanwhile
         if calibrated is not None and not calibrated.is_made_for(weights):
@@ -306,8 +294,8 @@ def _take(
             "states": pack_states(records) | _pack_codecs(banks, weights),
         }
         if calibrated is None:
-            return parts, scopes, None, [], None
-        return parts, scopes, calibrated.calibration, sorted(calibrated.namespaces), calibrated.chooser.examples
+            return parts, scopes, None, []
+        return parts, scopes, calibrated.calibration, sorted(calibrated.namespaces)
 
 
 def _pack_learned(banks: CacheBanks, calibrated: CalibratedReuse | None) -> dict[str, Tensor]:

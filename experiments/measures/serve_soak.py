@@ -39,7 +39,7 @@ WAITING = "llmcache_num_requests_waiting"
 SERVERS: Mapping[str, str] = {CACHE: f"{ALL_SERVERS[CACHE]} --reveal-hits --max-queue {{max_queue}}"}
 KEEP = 100  # of the answers every hundredth is held against the model
 EQUAL = 1e-4  # of a probability: rows that are computed with others round otherwise
-APPROXIMATE = ("semantic", "student", "paper")  # rungs whose answers may differ
+APPROXIMATE = ("semantic", "paper")  # rungs whose answers may differ
 
 SHARE_LONG, TEXTS_LONG = 0.05, 4  # requests of several texts in one, and how many
 SHARE_BATCH, TEXTS_BATCH = 0.1, 8  # requests of several inputs

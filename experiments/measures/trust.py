@@ -31,22 +31,23 @@ from experiments.replay.advance import choose_threshold, serve
 from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.rehearsal import Frozen, Rehearsal, grow
 from experiments.replay.replay import Replay, Units, by_request, replay
+from experiments.replay.student import Student
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, OperatingPoint
 from llmcache.calibration.risk_target import RiskTarget, Sources
+from llmcache.calibration.training import CalibrationFitter
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
 
-#: Parts of llmcache, by how it decides.
+#: Parts of llmcache, by how it decides. The student takes the fingerprint alone.
 DECISIONS: Mapping[str, Mapping[str, Any]] = {
     "neighbours": {"name": "risk", "forecast": False},
-    "student": {"name": "student"},
+    "student": {"name": "risk"},
     "risk": {"name": "risk"},
-    "combined": {"name": "combined"},
 }
 _N_TIMED = 200  # lookups of the semantic response cache
 
@@ -60,12 +61,8 @@ class Trust(LearningExperiment):
     sources: tuple[Sources, ...] = ("frozen", "growing")
     n_limits: int = Field(default=16, ge=2)  # limits of risk at which reuse is replayed
     # Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours alone, the
-    # forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
-    decisions: tuple[Literal["neighbours", "student", "risk", "combined"], ...] = (
-        "neighbours",
-        "student",
-        "combined",
-    )
+    # forecast alone, `risk` (neighbours who vote, and the forecast).
+    decisions: tuple[Literal["neighbours", "student", "risk"], ...] = ("neighbours", "student")
     taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other ways
     # The other ways.
     baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
@@ -106,16 +103,20 @@ def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dic
             served, sources = grow(rehearsal.calibrated, first, rest, limit)
             told = rehearsal.answers_from(experiment.learn, sources)
             yield _named(("llmcache", "growing"), limit, None) | _figures(experiment, rehearsal, told, served)
-    yield from _frozen_points(experiment, rehearsal, rehearsal.calibrated, "llmcache")
+    yield from _frozen_points(experiment, rehearsal, rehearsal.calibrated, rehearsal.calibrated.fitter, "llmcache")
 
 
 def _frozen_points(
-    experiment: Trust, rehearsal: Rehearsal, calibrated: CalibratedReuse, name: str
+    experiment: Trust,
+    rehearsal: Rehearsal,
+    way: CalibratedReuse | Student,
+    finder: CalibrationFitter | Student,
+    name: str,
 ) -> Iterator[dict[str, Any]]:
-    """A curve with the sources of a calibration alone."""
+    """A curve with the sources of a calibration alone: `way` learns, `finder` says who would serve."""
     claim = experiment.risk_target(min(experiment.max_drops))
-    limits = _some(calibrated.learn(experiment.sources_for(rehearsal, claim)).tolist(), experiment.n_limits)
-    frozen = experiment.frozen(rehearsal, calibrated, claim)
+    limits = _some(way.learn(experiment.sources_for(rehearsal, claim)).tolist(), experiment.n_limits)
+    frozen = experiment.frozen(rehearsal, finder, claim)
     for limit in limits:
         yield _named((name, "frozen"), limit, None) | _frozen_figures(experiment, rehearsal, frozen, limit)
 
@@ -126,10 +127,12 @@ def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]
     calibrated: list[dict[str, Any]] = []
     for name in experiment.decisions:
         cache, reuse = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
-        points += _frozen_points(experiment, rehearsal, reuse, name)
+        student = Student(reuse.fitter) if name == "student" else None
+        way, finder = (reuse, reuse.fitter) if student is None else (student, student)
+        points += _frozen_points(experiment, rehearsal, way, finder, name)
         for claim in experiment.frozen_claims:
-            found = rehearsal.calibrate(reuse, experiment.learn, claim)
-            frozen = experiment.frozen(rehearsal, reuse, claim)
+            found = rehearsal.calibrate(way, experiment.learn, claim)
+            frozen = experiment.frozen(rehearsal, finder, claim)
             figures = _frozen_figures(experiment, rehearsal, frozen, limit_of(found))
             calibrated.append(_calibrated(name, claim, found) | figures)
         cache.unwrap()

@@ -49,7 +49,7 @@ class Audited:
     """A row whose own answer the audit wants to know."""
 
     sample: AuditSample | None  # None for a row that nothing was found for
-    source: str  # key of the stored request that is to blame if the answer is another; "" where none is
+    source: str  # key of the stored request that is to blame if the answer is another; "" without a hit
     answer: Floats | None  # signature (S,) of that request's answer, at that time
     stands_for_all: bool  # drawn with the probability that all rows have, hits and misses
 

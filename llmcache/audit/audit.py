@@ -108,9 +108,7 @@ class Audit:
             if sample is not None and hit is not None:
                 # Of all hits alike: those that were drawn more often for their risk, or early, are thinned out again.
                 stands_for_all = account.toss(ease * self._floor * sample.weight)
-                # An example of an answer is not to blame for the forecast that chose it.
-                source = "" if hit.rung == "student" else hit.key
-                call.plan.audited[row.number] = Audited(sample, source, hit.answer, stands_for_all)
+                call.plan.audited[row.number] = Audited(sample, hit.key, hit.answer, stands_for_all)
             elif row.number not in call.plan.reused and hit is None and account.toss(ease * self._floor):
                 call.plan.audited[row.number] = Audited(None, "", None, True)
         self._hear(account, account.lose_overdue())

@@ -24,6 +24,7 @@ from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
 from llmcache.request.observation import Observation
 from llmcache.reuse.chooser import Choice, NeighbourChooser
+from llmcache.reuse.semantic import Semantic
 
 N_TURNS = 5
 
@@ -74,7 +75,6 @@ class CalibrationFitter:
         )
         self.resume()
         self.stand(cases, is_pinned)
-        self._present(cases)
 
     def resume(self) -> None:
         """Let requests be found by the fingerprint, which was just fitted or restored."""
@@ -134,22 +134,15 @@ class CalibrationFitter:
         """Let these requests serve, and no others; what was learned stays."""
         self.banks.search_by(self.fingerprint)
         self.stand(cases)
-        self._present(cases)
 
     def stand(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
         """Let requests serve, too; those that are pinned do not leave until the next calibration, and must be held."""
         self._hold(cases)
         for case in cases:
-            vector = self._forecast(case)[0] if self.chooser.searches else None
-            if not self.banks.stand(case.row, vector, is_pinned) and is_pinned:
+            if not self.banks.stand(case.row, self._forecast(case)[0], is_pinned) and is_pinned:
                 raise CalibrationError(
                     "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
                 )
-
-    def _present(self, cases: Sequence[Observation]) -> None:
-        """Choose examples of answers among requests that serve. They stay, also where others may leave."""
-        examples = set(self.chooser.present((case.scope, case.row.key, case.answer) for case in cases))
-        self.stand([case for case in cases if case.row.key in examples], is_pinned=True)
 
     def _choose(self, case: Observation) -> Choice | None:
         vector, forecast = self._forecast(case)
@@ -159,7 +152,7 @@ class CalibrationFitter:
 
     def _find(self, case: Observation) -> Found:
         choice = self._choose(case)
-        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, choice.rung)
+        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, Semantic.name)
 
     def _hold(self, cases: Sequence[Observation]) -> None:
         for case in cases:

@@ -6,7 +6,6 @@ from math import inf, isnan
 import numpy as np
 
 from llmcache.matching.decision import Decision, Evidence
-from llmcache.matching.risk import lead_of
 from llmcache.registry import rule
 
 
@@ -29,17 +28,14 @@ def _evidence(decision: Decision, rng: np.random.Generator, n: int) -> tuple[Evi
     is_right = rng.random(n) < similarity**2
     answers = np.where(is_right, 0, rng.integers(-1, 3, n))  # -1: none
     agree = ((answers[:, None] == answers) & (answers >= 0)).tolist() if decision.reads_answers else ()
-    favour, first = rng.normal(is_right, 0.5).tolist(), [bool(rng.random() < 0.7)]
-    lead = lead_of(rng.standard_normal(5).astype(np.float32) + 3 * np.eye(5, dtype=np.float32)[0], 0.5, 8)[1]
-    seen = Evidence(similarity.tolist(), agree, favour, lead if decision.reads_lead else ())
-    return seen, is_right.tolist() + (first if decision.reads_lead else [])
+    return Evidence(similarity.tolist(), agree, rng.normal(is_right, 0.5).tolist()), is_right.tolist()
 
 
 def _check_choices(decision: Decision, asked: Sequence[Evidence]) -> list[tuple[int, float]]:
     chosen = []
     for seen in asked:
         n = len(seen.similarity)
-        if not n and not seen.lead:
+        if not n:
             continue  # it is not asked then
         number, risk = decision.choose(seen)
         rule(decision.choose(seen) == (number, risk), "choose: the same of the same evidence")
@@ -47,8 +43,8 @@ def _check_choices(decision: Decision, asked: Sequence[Evidence]) -> list[tuple[
         if risk < inf:
             least, most = decision.risk_range
             rule(least - 1e-9 <= risk <= most + 1e-9, "choose: a risk within risk_range, or infinite")
-            rule(0 <= number < n + bool(seen.lead), "choose: the number of a neighbour; n only where there is a lead")
-            is_told = number == n or not decision.reads_answers or seen.agree[number][number]
+            rule(0 <= number < n, "choose: the number of a neighbour")
+            is_told = not decision.reads_answers or seen.agree[number][number]
             rule(is_told, "choose: no neighbour without an answer where answers are read")
         chosen.append((number, risk))
     return chosen

@@ -28,6 +28,6 @@ RUNGS: Registry[Rung] = Registry(
     Rung,
     {},
     given=("banks",),
-    reserved=(Exact.name, Prefix.name, Semantic.name, Paper.name, "student"),
+    reserved=(Exact.name, Prefix.name, Semantic.name, Paper.name),
     renamed={"asks_at": "applies_at"},
 )

@@ -4,6 +4,7 @@ import copy
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,28 @@ def test_after_loading_a_purge_of_its_sources_ends_it_too(model: nn.Module, sour
         assert cache.calibration is not None
         cache.purge(namespace="tenant")
         assert cache.calibration is None
+
+
+@pytest.mark.slow
+def test_a_save_while_another_thread_purges_can_be_loaded(
+    ready: LLMCache, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    banks, saved = inside.banks(ready), []
+    purge = banks.purge
+    with ThreadPoolExecutor(1) as pool:
+
+        def slowly(namespace: str) -> int:
+            n_requests = purge(namespace)
+            saved.append(pool.submit(ready.save, tmp_path))
+            wait(saved, timeout=0.5)
+            return n_requests
+
+        monkeypatch.setattr(banks, "purge", slowly)
+        ready.purge(namespace="default")
+        saved[0].result()
+    ready.unwrap()
+    with LLMCache.load(model, tmp_path) as cache:
+        assert cache.calibration is None and cache.stats().n_stored == 0
 
 
 @pytest.mark.slow

@@ -420,7 +420,7 @@ def test_an_unknown_name_is_told_those_that_there_are(kind: str, register: Calla
     assert "mine" in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["exact", "prefix", "semantic", "paper", "student"])
+@pytest.mark.parametrize("name", ["exact", "prefix", "semantic", "paper"])
 def test_rungs_of_other_settings_are_not_named_again(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"rungs: '{name}' is turned on by another setting"):
         wrapped(build(CLASSIFIERS["bert"]), rungs=[name])

@@ -21,7 +21,7 @@ from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
-PARTS = ("neighbours", "student", "combined")
+PARTS = ("neighbours", "student")
 VALUES = learning("trust", max_drops=[*DROPS], decisions=[*PARTS], taus=[0.8, 0.95], n_limits=4, encoder="untrained")
 
 
@@ -63,7 +63,7 @@ def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None
     held = {record.key for record in inside.records(rehearsal.cache) if record.is_pinned}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
     rehearsal.calibrated.fitter.restart(sources)
-    again, found = Frozen(rehearsal.calibrated, sources, rehearsal.observed[LEARN:]).serve(limit)
+    again, found = Frozen(rehearsal.calibrated.fitter, sources, rehearsal.observed[LEARN:]).serve(limit)
     assert again.tolist() == served
     assert rehearsal.answers_from(LEARN, found) == answers
 

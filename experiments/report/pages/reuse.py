@@ -5,7 +5,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from experiments.measures.service import share_of_bound
-from experiments.metrics.frontier import best, curves
+from experiments.metrics.frontier import best
 from experiments.report.load import LOADED
 from experiments.report.load import points as points_of_load
 from experiments.report.markdown import Cell, bounded, columns, number, of, paid_back, percent, points, row_of, table
@@ -18,7 +18,7 @@ from llmcache.errors import ConfigError
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")
 SOURCES = ("frozen", "growing")
 
-#: Curves in the order of the columns, and their headings; others follow under their own names.
+#: Curves in the order of the columns, and their headings.
 WAYS = {
     ("llmcache", "frozen"): "llmcache, frozen",
     ("llmcache", "growing"): "llmcache, growing",
@@ -27,7 +27,6 @@ WAYS = {
     ("paper", None): "the paper's method",
     ("student", "frozen"): "student: the forecast alone",
     ("neighbours", "frozen"): "neighbours alone",
-    ("combined", "frozen"): "combined",
 }
 #: What the configurations of whole passes ask for: streams by experiment.
 SERVICES = {
@@ -71,15 +70,12 @@ def _chosen(run: Run, sources: str, drop: float) -> Figures:
 def hindsight(results_dir: Path) -> str:
     """The best threshold on the very requests it is counted on, of every way."""
     trust = trust_runs(results_dir)
-    found = dict.fromkeys(curve for runs in trust.values() for curve in curves(runs[0].metrics["points"]))
-    ways = [*WAYS, *(curve for curve in found if curve not in WAYS and curve[0] != "exact_response")]
     rows = [
-        (task, told, *(_frontier(runs, way, loss) for way in ways))
+        (task, told, *(_frontier(runs, way, loss) for way in WAYS))
         for loss, told in LOSSES.items()
         for task, runs in trust.items()
     ]
-    heads = [WAYS.get(way, " ".join(name for name in way if name)) for way in ways]
-    return table(("stream", "at most", *heads), rows)
+    return table(("stream", "at most", *WAYS.values()), rows)
 
 
 def _frontier(runs: Sequence[Run], way: tuple[str, str | None], loss: str) -> str:
