@@ -14,7 +14,6 @@ from torch import nn
 from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Compute, Recomputer
-from llmcache.audit.shared_calibration import SharedCalibration
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
@@ -25,6 +24,7 @@ from llmcache.banks.tier import BreakEven, Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.requirements import check_settings, refuse_coupled, refuse_unsafe
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
@@ -174,7 +174,7 @@ def make_calibrated(
     sharing = None
     if config.share_calibration and parts.tier is not None:
         special = special_ids(parts.trunk, tokenizer)
-        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit, config, special)
+        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit.alarm, config, special)
     return Calibrated(fingerprint, attention, observer, calibrated, audit, sharing)
 
 

@@ -67,7 +67,7 @@ class CacheConfig(BaseModel):
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
         share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
             publishes its own, takes up the one that is there, also instead of learning one (`learn`), and follows
-            alarms of the others; what their audits count is added up.
+            alarms of the others. Each audits its own hits on its own account.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not

@@ -26,7 +26,7 @@ from llmcache.banks.serialization import arrays_to_tensors, pack_requests, unpac
 from llmcache.calibration.calibration import Calibration
 from llmcache.request.rows import Scope
 
-FORMAT = 1
+FORMAT = 2
 _MOST_VERSION = 0xFFFFFF
 _CALIBRATION = TypeAdapter(Calibration)
 

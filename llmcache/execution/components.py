@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llmcache.audit.audit import Audit
-from llmcache.audit.shared_calibration import SharedCalibration
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
 from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.cost import CostModel

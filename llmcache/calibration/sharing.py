@@ -3,7 +3,6 @@
 made here         -> publish   what decides, and the states of its sources, are written; then its standing is announced
 a standing heard  -> take up   they are read behind the calls, and serve from then on
 an alarm, drift   -> told      by another standing of the same body; every cache follows at its next call
-counts            -> pooling   one account for all
 
 A call asks whether there is something to do (`step`). What takes time is done by the thread that writes to the store.
 Trouble costs speed, never correctness: what cannot be read, or is not ours, is counted and passed over.
@@ -17,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from llmcache.audit.audit import Audit
-from llmcache.audit.pooling import Place, PooledAudit
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.generations import NO_GENERATION
 from llmcache.banks.stores.base import Bytes, StoreKey
@@ -33,8 +30,9 @@ from llmcache.threads import forkable
 logger = logging.getLogger("llmcache")
 
 _MOST_TOKENS = 1_000_000  # for whose computing time a body may be waited for: behind the calls nobody waits
-_LEAST_REST, _MOST_REST = 16, 4096  # calls after which a body that was not there is asked for again
-_LOOK = 256  # calls after which it is seen to that the store still has what is in force
+_EVERY = (
+    256  # calls after which it is seen to that the store has what is in force, or a missing body is asked for again
+)
 _STRANGE = (
     "llmcache: something that others told of a calibration in the store is passed over: %s. All that share a store "
     "need the same LLMCACHE_STORE_SECRET and the same version of llmcache"
@@ -44,12 +42,24 @@ _SETTINGS = ("answer", "gate", "max_drop", "delta", "sources", "audit")
 _COMPONENTS = ("fingerprint_component", "decide_component", "index_component")
 
 
+class Place(NamedTuple):
+    """Where caches that share a calibration meet: the scope of its sources, as it was when they were computed."""
+
+    scope: Scope
+    generation: int
+    by: str  # digest of all else that they share
+
+    def body(self, standing: Standing) -> str:
+        """The name of what a standing tells of."""
+        return f"b{self.by}.{standing.body}"
+
+
 class Shared(NamedTuple):
     """A calibration in force that the store has."""
 
     made: Calibration
     standing: Standing
-    place: Place  # where its sources lie
+    place: Place
 
 
 class SharedCalibration:
@@ -60,36 +70,32 @@ class SharedCalibration:
         tier: Tier,
         banks: CacheBanks,
         calibrated: CalibratedReuse,
-        audit: Audit,
+        alarm: Callable[[Calibration], object],
         config: CacheConfig,
         special_ids: Sequence[int],
     ) -> None:
-        """Share what is `calibrated`; `special_ids` are left out of fingerprints."""
+        """Share what is `calibrated`; `alarm` follows another's, `special_ids` are left out of fingerprints."""
         self._tier = tier
         self._banks = banks
         self._calibrated = calibrated
-        self._audit = audit
+        self._alarm = alarm
         self._config = config
         components = {name: getattr(config, name).model_dump() for name in _COMPONENTS}
         settings = {name: getattr(config, name) for name in _SETTINGS}
         self._settings = json.dumps([components, settings, list(special_ids)])
-        self._pooled = PooledAudit(tier, banks, audit)
         self._standings: dict[Scope, Standing] = {}  # the latest that were heard
         self._shared: Shared | None = None  # None while there is no calibration here, or one that is not shared
         self._asked: Scope | None = None  # of the latest call
         self._seen: Calibration | None = None  # in force when it was looked at last
         self._is_mine = False  # made here, and to be published
-        self._word: tuple[Standing, Place] | None = None  # the latest that was told, or followed
         self._passed_over: set[str] = set()  # bodies that ended here, or cannot be used
-        self._n_steps, self._resume_at, self._rest = 0, 0, _LEAST_REST
+        self._n_steps = self._resume_at = 0
         self._is_busy = False  # something is done behind the calls
         self._has_warned = False
         self._lock = forkable(threading.RLock())
         #: Told that one was taken up: what calls cost is no longer what it was.
         self.on_taken_up: Callable[[], object] = lambda: None
         calibrated.on_void = self._tell
-        audit.on_quarantine = self._tell_quarantined
-        audit.is_shared = self._has
 
     # -- in calls ------------------------------------------------------------------------------------------------------
 
@@ -98,14 +104,12 @@ class SharedCalibration:
 
         Args:
             scope: The call's; None: as in the call before.
-            is_asked: Counts are told now, and it is seen to that the store has what is in force.
+            is_asked: It is seen to now that the store has what is in force.
         """
         with self._lock:
             self._n_steps += 1
             self._asked = scope or self._asked
             self._follow_others()
-            if self._shared is not None:
-                self._pooled.exchange(*self._shared, is_asked)
             if self._is_busy:
                 return
             self._look_at_own()
@@ -115,7 +119,7 @@ class SharedCalibration:
                 self._have_done("publish a calibration", self._publish)
             elif self._wanted() is not None:
                 self._have_done("take up a calibration", self._take_up)
-            elif self._word is not None and (is_asked or self._n_steps % _LOOK == 0):
+            elif self._shared is not None and (is_asked or self._n_steps % _EVERY == 0):
                 self._have_done("keep a calibration in the store", self._keep)
 
     def settle(self, follow: Callable[[], object]) -> None:
@@ -127,29 +131,19 @@ class SharedCalibration:
 
     def hear(self, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
         """Take in what was announced of calibrations. One call at a time."""
-        by = self._by()
-        hearing: dict[str, Callable[[StoreKey, Bytes, str], bool]] = {
-            "c": self._hear_standing,
-            "a": self._pooled.hear_report,
-            "q": self._pooled.hear_quarantined,
-        }
+        mine = f"c{self._by()}."
         for at, note in told:
-            kind, whose = at.name[:1], at.name[1:].partition(".")[0]
-            if whose == by and kind in hearing and not hearing[kind](at, note, by):
+            if at.name.startswith(mine) and not self._hear_standing(at, note):
                 self._warn("it was made with another secret, by another version, or is damaged")
 
     def forget(self, namespace: str | None) -> None:
         """A namespace was purged, None: all, and with it what was published there."""
         for scope in [scope for scope in self._standings if namespace in (None, scope.namespace)]:
             del self._standings[scope]
-        self._pooled.forget(namespace)
-        if self._word is not None and namespace in (None, self._word[1].scope.namespace):
-            self._shared = self._word = None
+        if self._shared is not None and namespace in (None, self._shared.place.scope.namespace):
+            self._shared = None
 
     # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def _has(self, made: Calibration) -> bool:
-        return self._shared is not None and self._shared.made is made
 
     def _follow_others(self) -> None:
         """Do as others did with the calibration in force, after an alarm or drift of theirs."""
@@ -161,12 +155,11 @@ class SharedCalibration:
         self._shared = None  # they know
         for _ in range(known.n_alarms - mine.n_alarms):
             if (made := self._calibrated.calibration) is not None:
-                self._audit.alarm(made)
+                self._alarm(made)
         if known.has_drifted and (made := self._calibrated.calibration) is not None:
             self._calibrated.drifted(made)
         self._seen = made = self._calibrated.calibration
         self._shared = None if made is None else Shared(made, known, place)
-        self._word = known, place
 
     def _look_at_own(self) -> None:
         """See whether a calibration was made here, or has ended."""
@@ -219,20 +212,19 @@ class SharedCalibration:
             self._is_busy = False
 
     def _keep(self) -> None:
-        """Write what the store has lost of what was told last, unless others have told something newer."""
+        """Write what the store has lost of what is in force, unless others have told something newer."""
         try:
-            if (told := self._word) is None or told[0] != self._standings.get(told[1].scope):
+            if (shared := self._shared) is None or self._standings.get(shared.place.scope) != shared.standing:
                 return
-            standing, place = told
-            is_lost = not self._tier.held(place.scope, [_body_name(standing, place)])
-            with self._calibrated.held():
-                shared = self._shared
-                is_here = shared is not None and shared.made is self._calibrated.calibration
-                published = self._calibrated.published() if is_lost and is_here else None
+            published = None
+            if not self._tier.held(shared.place.scope, [shared.place.body(shared.standing)]):
+                with self._calibrated.held():
+                    is_here = self._shared is shared and shared.made is self._calibrated.calibration
+                    published = self._calibrated.published() if is_here else None
             if published is not None:
-                self._write(published, standing, place)
+                self._write(published, shared.standing, shared.place)
             else:
-                self._announce(standing, place)
+                self._announce(shared.standing, shared.place)
         finally:
             self._is_busy = False
 
@@ -240,7 +232,7 @@ class SharedCalibration:
         """Have all of a calibration written, its standing last."""
         self._banks.share(published.sources, place.generation)
         tensors, about = published.pack()
-        self._tier.put(place.scope, _body_name(standing, place), tensors, about, place.generation)
+        self._tier.put(place.scope, place.body(standing), tensors, about, place.generation)
         self._announce(standing, place)
 
     def _take_up(self) -> None:
@@ -260,7 +252,7 @@ class SharedCalibration:
                 self._passed_over.add(standing.body)  # unless it can be taken up
                 self._calibrated.take_up(replace(published, calibration=made, sources=sources), place.generation)
                 self._passed_over.remove(standing.body)
-                self._seen, self._shared, self._word = made, Shared(made, standing, place), (standing, place)
+                self._seen, self._shared = made, Shared(made, standing, place)
             self.on_taken_up()
             logger.info("llmcache: took up calibration %s of the store", standing.name)
         finally:
@@ -268,11 +260,10 @@ class SharedCalibration:
 
     def _read(self, standing: Standing, place: Place) -> Published | None:
         """What a standing tells of; None where it is not there now, or cannot be used."""
-        (value,) = self._tier.fetch(place.scope, [_body_name(standing, place)], _MOST_TOKENS)
+        (value,) = self._tier.fetch(place.scope, [place.body(standing)], _MOST_TOKENS)
         if value is None:
-            self._resume_at, self._rest = self._n_steps + self._rest, min(2 * self._rest, _MOST_REST)
+            self._resume_at = self._n_steps + _EVERY
             return None
-        self._rest = _LEAST_REST
         try:
             published = Published.unpack(value.tensors, value.about, place.scope)
             if published.calibration.head != self._calibrated.head_digest():
@@ -295,29 +286,27 @@ class SharedCalibration:
         self._shared = None if made is None else Shared(made, standing, shared.place)
         self._announce(standing, shared.place)
 
-    def _tell_quarantined(self, key: str) -> None:
-        if (shared := self._shared) is not None:
-            self._pooled.tell_quarantined(key, shared.place)
-
     def _announce(self, standing: Standing, place: Place) -> None:
-        self._word = standing, place
-        self._standings[place.scope] = standing.joined(self._standings.get(place.scope))
-        name = f"c{place.by}.{standing.name}"
-        self._tier.announce(place.scope, name, {}, standing.about() | place.about, place.generation)
+        scope = place.scope
+        self._standings[scope] = standing.joined(self._standings.get(scope))
+        about = {"format": FORMAT, "scope": [scope.weights, scope.dtype, scope.attention], **standing.about()}
+        self._tier.announce(scope, f"c{place.by}.{standing.name}", {}, about, place.generation)
 
-    def _hear_standing(self, at: StoreKey, note: Bytes, by: str) -> bool:
+    def _hear_standing(self, at: StoreKey, note: Bytes) -> bool:
+        """Take in which calibration is in force, and how it stands; False where it cannot be used."""
         if (told := self._tier.opened(at, note)) is None:
             return False
         try:
             if told.about["format"] != FORMAT:
                 self._tier.refused("other_format")
                 return False
-            standing, place = Standing.read(told.about), Place.read(at, told.about, by)
-            is_whole = place.is_of(self._tier, at, f"c{by}.{standing.name}")
-        except (KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
+            weights, dtype, attention = told.about["scope"]
+            standing, scope = Standing.read(told.about), Scope(at.namespace, weights, dtype, attention)
+            is_whole = at.name.endswith(f".{standing.name}") and self._tier.is_of(scope, at)
+        except (AttributeError, KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
             is_whole = False
         if is_whole:
-            self._standings[place.scope] = standing.joined(self._standings.get(place.scope))
+            self._standings[scope] = standing.joined(self._standings.get(scope))
         else:
             self._tier.refused("damaged")
         return is_whole
@@ -330,7 +319,3 @@ class SharedCalibration:
         if not self._has_warned:
             logger.warning(_STRANGE, why)
         self._has_warned = True
-
-
-def _body_name(standing: Standing, place: Place) -> str:
-    return f"b{place.by}.{standing.body}"
