@@ -144,10 +144,9 @@ def make_calibrated(
             f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
         )
     fingerprint, decision = _make_matching(config)
-    tokens = None
-    if isinstance(fingerprint, Learned):
-        tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
-        fingerprint.bind(tokens.embed, tokens.think)
+    assert isinstance(fingerprint, Learned)
+    tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
+    fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
     chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
@@ -170,12 +169,11 @@ def make_calibrated(
     )
     audit = Audit(recomputer, config)
     observer.learner = audit
-    attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
     sharing = None
     if config.share_calibration and parts.tier is not None:
         special = special_ids(parts.trunk, tokenizer)
         sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit.alarm, config, special)
-    return Calibrated(fingerprint, attention, observer, calibrated, audit, sharing)
+    return Calibrated(fingerprint, observer, calibrated, audit, sharing)
 
 
 def _names(model: nn.Module) -> set[str] | None:

@@ -44,8 +44,8 @@ class CacheConfig(BaseModel):
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
         fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
-            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration), or `auto`:
-            `mean` with `tau`, else `learned`.
+            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration, which takes no
+            other), or `auto`: `mean` with `tau`, else `learned`.
         decide: Which neighbour serves, and how risky that is: `threshold` (the nearest), `consensus` (the nearest,
             if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
             or `auto`: `threshold` with `tau`, else `risk`.

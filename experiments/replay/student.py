@@ -48,8 +48,7 @@ class Student:
         """Learn from requests, which give their answers from then on; returns limits worth trying, strictest first."""
         cases = list({case.row.key: case for case in cases}.values())
         self._answers.learn(np.stack([case.answer for case in cases]))
-        if self._tokens is not None:
-            self._tokens.frame(cases[0].row, cases[0].features)
+        self._tokens.frame(cases[0].row, cases[0].features)
         leads, is_changed = [], []
         for turn in range(N_TURNS):
             self._fit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
@@ -112,14 +111,13 @@ class Student:
 
     def _look(self, case: Observation) -> tuple[Observation, list[float]]:
         """Who gives the answer that the forecast of a request favours, and how far it leads the others (F,)."""
-        forecasts = self._fingerprint.project_with_forecast(case.features[None])[1]
-        assert forecasts is not None
-        favour = self._answers.favour(forecasts[0], self._signatures)
+        (forecast,) = self._fingerprint.project_with_forecast(case.features[None])[1]
+        favour = self._answers.favour(forecast, self._signatures)
         first = int(favour.argmax())
         rivals = favour - favour[first]
         rivals[first] = -_FAR
         sums = np.log(np.exp(_SHARPNESS * rivals).sum(axis=1) + _LEAST)
-        told = [favour[first], rivals.max(), *sums, *np.log1p(np.exp(sums)), forecasts[0].std(), case.row.n_valid**0.5]
+        told = [favour[first], rivals.max(), *sums, *np.log1p(np.exp(sums)), forecast.std(), case.row.n_valid**0.5]
         return self._examples[first], [float(one) for one in told]
 
     def _teach(self, leads: Doubles, is_changed: Sequence[bool]) -> None:

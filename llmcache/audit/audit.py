@@ -208,7 +208,7 @@ class Audit:
             with self._lock:
                 made = self._made
                 self._hear(account, account.settle(drawn.sample, is_changed))
-            if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
+            if is_changed and made is not None and made.metric in get_args(MetricName):
                 self._banks.quarantine(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._gather(case)

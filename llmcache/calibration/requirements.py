@@ -33,6 +33,10 @@ def check_settings(head: Head, config: CacheConfig) -> None:
         raise ConfigError(
             f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
         )
+    if (name := config.fingerprint_component.name) != "learned":
+        raise ConfigError(
+            f"fingerprint={name!r}: a calibration compares requests by 'learned'; leave it out, or set tau instead"
+        )
     refuse_unsafe("a calibration", head, config)
     if head.name == "multiple-choice head":
         raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")

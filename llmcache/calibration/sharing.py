@@ -30,9 +30,8 @@ from llmcache.threads import forkable
 logger = logging.getLogger("llmcache")
 
 _MOST_TOKENS = 1_000_000  # for whose computing time a body may be waited for: behind the calls nobody waits
-_EVERY = (
-    256  # calls after which it is seen to that the store has what is in force, or a missing body is asked for again
-)
+_REST = 32  # calls after which a body that was not there is asked for again
+_LOOK = 256  # calls after which it is seen to that the store still has what is in force
 _STRANGE = (
     "llmcache: something that others told of a calibration in the store is passed over: %s. All that share a store "
     "need the same LLMCACHE_STORE_SECRET and the same version of llmcache"
@@ -88,6 +87,7 @@ class SharedCalibration:
         self._asked: Scope | None = None  # of the latest call
         self._seen: Calibration | None = None  # in force when it was looked at last
         self._is_mine = False  # made here, and to be published
+        self._word: tuple[Standing, Place] | None = None  # the latest that was told, or followed
         self._passed_over: set[str] = set()  # bodies that ended here, or cannot be used
         self._n_steps = self._resume_at = 0
         self._is_busy = False  # something is done behind the calls
@@ -119,7 +119,7 @@ class SharedCalibration:
                 self._have_done("publish a calibration", self._publish)
             elif self._wanted() is not None:
                 self._have_done("take up a calibration", self._take_up)
-            elif self._shared is not None and (is_asked or self._n_steps % _EVERY == 0):
+            elif self._word is not None and (is_asked or self._n_steps % _LOOK == 0):
                 self._have_done("keep a calibration in the store", self._keep)
 
     def settle(self, follow: Callable[[], object]) -> None:
@@ -140,8 +140,8 @@ class SharedCalibration:
         """A namespace was purged, None: all, and with it what was published there."""
         for scope in [scope for scope in self._standings if namespace in (None, scope.namespace)]:
             del self._standings[scope]
-        if self._shared is not None and namespace in (None, self._shared.place.scope.namespace):
-            self._shared = None
+        if self._word is not None and namespace in (None, self._word[1].scope.namespace):
+            self._shared = self._word = None
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -160,6 +160,7 @@ class SharedCalibration:
             self._calibrated.drifted(made)
         self._seen = made = self._calibrated.calibration
         self._shared = None if made is None else Shared(made, known, place)
+        self._word = known, place
 
     def _look_at_own(self) -> None:
         """See whether a calibration was made here, or has ended."""
@@ -212,19 +213,20 @@ class SharedCalibration:
             self._is_busy = False
 
     def _keep(self) -> None:
-        """Write what the store has lost of what is in force, unless others have told something newer."""
+        """Write what the store has lost of what was told last, unless others have told something newer."""
         try:
-            if (shared := self._shared) is None or self._standings.get(shared.place.scope) != shared.standing:
+            if (told := self._word) is None or told[0] != self._standings.get(told[1].scope):
                 return
-            published = None
-            if not self._tier.held(shared.place.scope, [shared.place.body(shared.standing)]):
-                with self._calibrated.held():
-                    is_here = self._shared is shared and shared.made is self._calibrated.calibration
-                    published = self._calibrated.published() if is_here else None
+            standing, place = told
+            is_lost = not self._tier.held(place.scope, [place.body(standing)])
+            with self._calibrated.held():
+                shared = self._shared
+                is_here = shared is not None and shared.made is self._calibrated.calibration
+                published = self._calibrated.published() if is_lost and is_here else None
             if published is not None:
-                self._write(published, shared.standing, shared.place)
+                self._write(published, standing, place)
             else:
-                self._announce(shared.standing, shared.place)
+                self._announce(standing, place)
         finally:
             self._is_busy = False
 
@@ -252,7 +254,7 @@ class SharedCalibration:
                 self._passed_over.add(standing.body)  # unless it can be taken up
                 self._calibrated.take_up(replace(published, calibration=made, sources=sources), place.generation)
                 self._passed_over.remove(standing.body)
-                self._seen, self._shared = made, Shared(made, standing, place)
+                self._seen, self._shared, self._word = made, Shared(made, standing, place), (standing, place)
             self.on_taken_up()
             logger.info("llmcache: took up calibration %s of the store", standing.name)
         finally:
@@ -262,7 +264,7 @@ class SharedCalibration:
         """What a standing tells of; None where it is not there now, or cannot be used."""
         (value,) = self._tier.fetch(place.scope, [place.body(standing)], _MOST_TOKENS)
         if value is None:
-            self._resume_at = self._n_steps + _EVERY
+            self._resume_at = self._n_steps + _REST
             return None
         try:
             published = Published.unpack(value.tensors, value.about, place.scope)
@@ -287,7 +289,7 @@ class SharedCalibration:
         self._announce(standing, shared.place)
 
     def _announce(self, standing: Standing, place: Place) -> None:
-        scope = place.scope
+        self._word, scope = (standing, place), place.scope
         self._standings[scope] = standing.joined(self._standings.get(scope))
         about = {"format": FORMAT, "scope": [scope.weights, scope.dtype, scope.attention], **standing.about()}
         self._tier.announce(scope, f"c{place.by}.{standing.name}", {}, about, place.generation)
@@ -300,10 +302,9 @@ class SharedCalibration:
             if told.about["format"] != FORMAT:
                 self._tier.refused("other_format")
                 return False
-            weights, dtype, attention = told.about["scope"]
-            standing, scope = Standing.read(told.about), Scope(at.namespace, weights, dtype, attention)
-            is_whole = at.name.endswith(f".{standing.name}") and self._tier.is_of(scope, at)
-        except (AttributeError, KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
+            standing, scope = Standing.read(told.about), Scope(at.namespace, *map(str, told.about["scope"]))
+            is_whole = at.name.partition(".")[2] == standing.name and self._tier.is_of(scope, at)
+        except (KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
             is_whole = False
         if is_whole:
             self._standings[scope] = standing.joined(self._standings.get(scope))

@@ -19,7 +19,7 @@ from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source
 from llmcache.calibration.observer import outputs, targets
 from llmcache.calibration.risk_target import Metric, MetricName
 from llmcache.errors import CalibrationError
-from llmcache.fingerprint import Fingerprint
+from llmcache.fingerprint import Learned
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
 from llmcache.request.observation import Observation
@@ -42,11 +42,11 @@ class CalibrationFitter:
     """Of one wrapped model. One thread at a time."""
 
     banks: CacheBanks
-    fingerprint: Fingerprint
-    tokens: TokenVectors | None  # where the fingerprint takes vectors of tokens from
+    fingerprint: Learned
+    tokens: TokenVectors  # where the fingerprint takes vectors of tokens from
     chooser: NeighbourChooser
     answers: Answers
-    _forecasts: dict[str, tuple[Floats, Floats | None]] = field(init=False, default_factory=dict)  # as it is now
+    _forecasts: dict[str, tuple[Floats, Floats]] = field(init=False, default_factory=dict)  # as it is now
 
     def fit(self, cases: Sequence[Observation]) -> Doubles:
         """Fit the fingerprint, teach the decision, and let the requests, which all differ, serve; they stay.
@@ -54,8 +54,7 @@ class CalibrationFitter:
         Returns limits worth trying, strictest first (K,): the risks of serving them, each looked up among others.
         """
         self.chooser.learn(cases)
-        if self.tokens is not None:
-            self.tokens.frame(cases[0].row, cases[0].features)
+        self.tokens.frame(cases[0].row, cases[0].features)
         looks = []
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
@@ -146,8 +145,7 @@ class CalibrationFitter:
 
     def _choose(self, case: Observation) -> Choice | None:
         vector, forecast = self._forecast(case)
-        forecasts = None if forecast is None else forecast[None]
-        (choice,) = self.chooser.choose(case.scope, [case.row], vector[None], forecasts)
+        (choice,) = self.chooser.choose(case.scope, [case.row], vector[None], forecast[None])
         return choice
 
     def _find(self, case: Observation) -> Found:
@@ -168,10 +166,9 @@ class CalibrationFitter:
         right = np.array([case.label], np.float32)
         return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
 
-    def _forecast(self, case: Observation) -> tuple[Floats, Floats | None]:
-        """Fingerprint (F,) of a request, and the forecast of its output (C,), or None."""
-        key = case.row.key
-        if key not in self._forecasts:
-            vectors, forecasts = self.fingerprint.project_with_forecast(case.features[None])
-            self._forecasts[key] = vectors[0], None if forecasts is None else forecasts[0]
-        return self._forecasts[key]
+    def _forecast(self, case: Observation) -> tuple[Floats, Floats]:
+        """Fingerprint (F,) of a request, and the forecast of its output (C,)."""
+        if case.row.key not in self._forecasts:
+            (vector,), (forecast,) = self.fingerprint.project_with_forecast(case.features[None])
+            self._forecasts[case.row.key] = vector, forecast
+        return self._forecasts[case.row.key]

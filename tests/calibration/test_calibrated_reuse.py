@@ -201,7 +201,7 @@ def test_other_weights_end_it_and_load_nothing(ready: LLMCache, model: nn.Module
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{"decide": "consensus"}, {"decide": "threshold"}, {"fingerprint": "mean"}, {"fingerprint": "attention"}],
+    [{"decide": "consensus"}, {"decide": "threshold"}],
 )
 def test_other_decisions_and_fingerprints_are_calibrated_alike(model: nn.Module, settings: dict[str, str]) -> None:
     with LLMCache.wrap(model, auto_bypass=False, **settings) as cache:
@@ -406,6 +406,8 @@ def test_heads_that_answer_by_token_are_refused() -> None:
         ({"learn": 100}, r"learn=100: 100 requests cannot show .* at least 1196"),
         ({"learn": 2000, "max_entries": 500}, "max_entries=500"),
         (LEARNING | {"gate": True}, "tokenizer"),
+        *((LEARNING | {"fingerprint": name}, f"fingerprint='{name}'") for name in ("mean", "pca", "attention")),
+        *((LEARNING | {"fingerprint": name}, f"fingerprint='{name}'") for name in ("simhash", "minhash")),
         (LEARNING | {"compression": "fp16"}, "compression"),
         (LEARNING | {"policy": {"name": "ttl", "ttl_s": 9}}, "ttl"),
         (LEARNING | {"policy": "divergence"}, "divergence"),
