@@ -120,14 +120,11 @@ class CalibrationFitter:
         if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
             own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
-            loss = losses(metric, own, outputs, labels, numbers)
             span = metric.high - metric.low
-            return HoldoutOutcome(risk, loss, -span, span, is_share=False)
-        pairs = list(zip(cases, served_by, strict=True))
+            return HoldoutOutcome(risk, losses(metric, own, outputs, labels, numbers), -span, span, is_share=False)
         counts = self._is_changed if metric == "changed" else self._goes_wrong
-        return HoldoutOutcome(
-            risk, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
-        )
+        loss = [source is not None and counts(case, source) for case, source in zip(cases, served_by, strict=True)]
+        return HoldoutOutcome(risk, np.array(loss, np.float64))
 
     def restart(self, cases: Sequence[Observation]) -> None:
         """Let these requests serve, and no others; what was learned stays."""
