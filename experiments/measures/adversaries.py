@@ -162,7 +162,7 @@ def _figures(
     experiment: Adversaries, rehearsal: Rehearsal, calibrated: CalibratedReuse, claim: RiskTarget, found: Calibration
 ) -> dict[str, Any]:
     """What was chosen, and what became of the later requests of the stream."""
-    served, sources = experiment.frozen(rehearsal, calibrated.fitter, claim).serve(limit_of(found))
+    served, sources = experiment.frozen(rehearsal, calibrated, claim).serve(limit_of(found))
     told = rehearsal.answers_from(experiment.learn, sources)
     return {**choice_of(found), "n_sources": found.n_sources, **experiment.figures(rehearsal, told, served)}
 

@@ -49,7 +49,7 @@ def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[s
     """Limits that were chosen on the first requests."""
     for claim in tracked(experiment.frozen_claims, len(experiment.max_drops), "Calibrating"):
         found = rehearsal.calibrated.calibrate(rehearsal.observed[: experiment.learn], claim)
-        frozen = experiment.frozen(rehearsal, rehearsal.calibrated.fitter, claim)
+        frozen = experiment.frozen(rehearsal, rehearsal.calibrated, claim)
         figures = _figures(experiment, rehearsal, frozen, limit_of(found))
         yield {"max_drop": claim.max_drop, **choice_of(found), **figures}
 
@@ -58,7 +58,7 @@ def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict
     """Limits that let evenly spread shares of the later requests be served, of those that can be."""
     claim = experiment.risk_target(min(experiment.max_drops))
     rehearsal.calibrated.learn(experiment.sources_for(rehearsal, claim))
-    frozen = experiment.frozen(rehearsal, rehearsal.calibrated.fitter, claim)
+    frozen = experiment.frozen(rehearsal, rehearsal.calibrated, claim)
     for limit in np.quantile(frozen.risks, np.linspace(0, 1, experiment.n_limits + 1)[1:]).tolist():
         named = {"max_drop": None, "limit": limit, "bound": None}
         yield named | _figures(experiment, rehearsal, frozen, limit)

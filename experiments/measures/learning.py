@@ -12,15 +12,14 @@ from pydantic import Field
 from experiments.measures.base import CacheExperiment
 from experiments.metrics.metrics import alone, figures_of
 from experiments.replay.rehearsal import Frozen, Rehearsal
-from experiments.replay.student import Student
 from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig, CalibrationError, ConfigError
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size, split
 from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
-from llmcache.calibration.training import CalibrationFitter
 from llmcache.request.observation import Observation
 
 
@@ -56,9 +55,9 @@ class LearningExperiment(CacheExperiment):
         """A and B of a calibration: the requests that it learns from."""
         return [rehearsal.observed[i] for i in split(self.learn, claim)[0]]
 
-    def frozen(self, rehearsal: Rehearsal, way: CalibrationFitter | Student, claim: RiskTarget) -> Frozen:
+    def frozen(self, rehearsal: Rehearsal, calibrated: CalibratedReuse, claim: RiskTarget) -> Frozen:
         """The later requests, served from what a calibration learned from."""
-        return Frozen(way, self.sources_for(rehearsal, claim), rehearsal.observed[self.learn :])
+        return Frozen(calibrated, self.sources_for(rehearsal, claim), rehearsal.observed[self.learn :])
 
     def figures(self, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]) -> dict[str, Any]:
         """Hits and quality of the later requests; see `figures_of`."""

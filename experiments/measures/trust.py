@@ -38,7 +38,6 @@ from experiments.tasks.workload import Answer, Workload
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, OperatingPoint
 from llmcache.calibration.risk_target import RiskTarget, Sources
-from llmcache.calibration.training import CalibrationFitter
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
@@ -103,20 +102,16 @@ def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dic
             served, sources = grow(rehearsal.calibrated, first, rest, limit)
             told = rehearsal.answers_from(experiment.learn, sources)
             yield _named(("llmcache", "growing"), limit, None) | _figures(experiment, rehearsal, told, served)
-    yield from _frozen_points(experiment, rehearsal, rehearsal.calibrated, rehearsal.calibrated.fitter, "llmcache")
+    yield from _frozen_points(experiment, rehearsal, rehearsal.calibrated, "llmcache")
 
 
 def _frozen_points(
-    experiment: Trust,
-    rehearsal: Rehearsal,
-    way: CalibratedReuse | Student,
-    finder: CalibrationFitter | Student,
-    name: str,
+    experiment: Trust, rehearsal: Rehearsal, calibrated: CalibratedReuse | Student, name: str
 ) -> Iterator[dict[str, Any]]:
-    """A curve with the sources of a calibration alone: `way` learns, `finder` says who would serve."""
+    """A curve with the sources of a calibration alone."""
     claim = experiment.risk_target(min(experiment.max_drops))
-    limits = _some(way.learn(experiment.sources_for(rehearsal, claim)).tolist(), experiment.n_limits)
-    frozen = experiment.frozen(rehearsal, finder, claim)
+    limits = _some(calibrated.learn(experiment.sources_for(rehearsal, claim)).tolist(), experiment.n_limits)
+    frozen = experiment.frozen(rehearsal, calibrated, claim)
     for limit in limits:
         yield _named((name, "frozen"), limit, None) | _frozen_figures(experiment, rehearsal, frozen, limit)
 
@@ -127,12 +122,11 @@ def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]
     calibrated: list[dict[str, Any]] = []
     for name in experiment.decisions:
         cache, reuse = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
-        student = Student(reuse.fitter) if name == "student" else None
-        way, finder = (reuse, reuse.fitter) if student is None else (student, student)
-        points += _frozen_points(experiment, rehearsal, way, finder, name)
+        way = Student(reuse) if name == "student" else reuse
+        points += _frozen_points(experiment, rehearsal, way, name)
         for claim in experiment.frozen_claims:
             found = rehearsal.calibrate(way, experiment.learn, claim)
-            frozen = experiment.frozen(rehearsal, finder, claim)
+            frozen = experiment.frozen(rehearsal, way, claim)
             figures = _frozen_figures(experiment, rehearsal, frozen, limit_of(found))
             calibrated.append(_calibrated(name, claim, found) | figures)
         cache.unwrap()

@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import configure
 from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
-from experiments.replay.student import Student
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.risk_target import RiskTarget
-from llmcache.calibration.training import CalibrationFitter, Found
+from llmcache.calibration.training import Found
 from llmcache.request.observation import Observation
 
 
@@ -59,7 +58,7 @@ class Rehearsal:
         cache.observe([self.workload.requests[0].inputs])  # its calibrated reuse is there from then on
         return cache, self._trust_of(cache, options)
 
-    def calibrate(self, calibrated: CalibratedReuse | Student, n: int, risk_target: RiskTarget) -> Calibration:
+    def calibrate(self, calibrated: CalibratedReuse, n: int, risk_target: RiskTarget) -> Calibration:
         """Calibrate on the first requests. What is told of its time includes that of fits that were made before."""
         saved_s = self._saved_s
         found = calibrated.calibrate(self.observed[:n], risk_target)
@@ -104,15 +103,12 @@ class Frozen:
     """Requests that are served from those that were learned from; the others serve their own repeats alone."""
 
     def __init__(
-        self,
-        way: CalibrationFitter | Student,
-        sources: Sequence[Observation],
-        later: Sequence[Observation],
+        self, calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
     ) -> None:
         """Find who of `sources`, which were learned from, would serve each later request, and how risky it is."""
         self._later = later
         self._keys = {case.row.key for case in sources}
-        found = way.look_up(later, self._keys)
+        found = calibrated.fitter.look_up(later, self._keys)
         self._found = {case.row.key: one for case, one in zip(later, found, strict=True)}
 
     @property

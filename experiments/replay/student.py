@@ -15,6 +15,7 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 
 from llmcache.arrays import Doubles
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import (
     Calibration,
     HoldoutOutcome,
@@ -25,7 +26,7 @@ from llmcache.calibration.calibration import (
 )
 from llmcache.calibration.observer import outputs, targets
 from llmcache.calibration.risk_target import RiskTarget
-from llmcache.calibration.training import N_TURNS, CalibrationFitter, Found
+from llmcache.calibration.training import N_TURNS, Found
 from llmcache.request.observation import Observation
 
 _MAX_RISK = 0.5
@@ -35,13 +36,14 @@ _FAR = 700.0  # by which an answer leads itself: it is none of its own rivals
 
 
 class Student:
-    """Of one wrapped model, whose requests were observed."""
+    """Stands in for the `CalibratedReuse` of a wrapped model in replays, whose requests were observed."""
 
-    def __init__(self, fitter: CalibrationFitter) -> None:
+    def __init__(self, calibrated: CalibratedReuse) -> None:
         """Take over the fingerprint and the kind of answers; the stored requests stay as they are."""
-        self._fingerprint = fitter.fingerprint
-        self._tokens = fitter.tokens
-        self._answers = fitter.answers
+        self.fitter = self  # whom replays ask to `look_up`
+        self._fingerprint = calibrated.fitter.fingerprint
+        self._tokens = calibrated.fitter.tokens
+        self._answers = calibrated.fitter.answers
         self._examples: list[Observation] = []  # one for each answer that was given (M)
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:

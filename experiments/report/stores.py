@@ -32,7 +32,7 @@ WORKERS: Mapping[str, Cell] = {
     "requests": of(count, "n"),
     "hit rate": bounded(share, "hit_rate"),
     "exact": _rung("exact"),
-    "approximate": _rung("semantic"),
+    "approximate": _rung("semantic", "student"),
     "fewer than one, points": of(number, "points_lost", 2),
     "changed answers": bounded(share, "changed_answers"),
     "values from Redis": of(count, "n_fetched"),

@@ -63,7 +63,7 @@ def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None
     held = {record.key for record in inside.records(rehearsal.cache) if record.is_pinned}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
     rehearsal.calibrated.fitter.restart(sources)
-    again, found = Frozen(rehearsal.calibrated.fitter, sources, rehearsal.observed[LEARN:]).serve(limit)
+    again, found = Frozen(rehearsal.calibrated, sources, rehearsal.observed[LEARN:]).serve(limit)
     assert again.tolist() == served
     assert rehearsal.answers_from(LEARN, found) == answers
 

@@ -20,7 +20,7 @@ def rehearsal() -> Rehearsal:
 
 
 def test_each_answer_is_given_by_one_example_and_the_likelier_wrong_the_riskier(rehearsal: Rehearsal) -> None:
-    student = Student(rehearsal.calibrated.fitter)
+    student = Student(rehearsal.calibrated)
     learned, later = rehearsal.observed[:LEARN], rehearsal.observed[LEARN:]
     limits = student.learn(learned)
     assert (np.diff(limits) > 0).all() and limits[0] >= 0 and limits[-1] <= 0.5
@@ -36,9 +36,8 @@ def test_each_answer_is_given_by_one_example_and_the_likelier_wrong_the_riskier(
 
 
 def test_its_limit_is_chosen_on_what_it_did_not_learn_from(rehearsal: Rehearsal) -> None:
-    student = Student(rehearsal.calibrated.fitter)
+    student = Student(rehearsal.calibrated)
     found = student.calibrate(rehearsal.observed[:LEARN], CLAIM)
     assert found.chosen is not None and found.chosen.bound <= CLAIM.max_drop and found.n_tested >= 50
-    sources = [case for case in rehearsal.observed[:LEARN] if case.row.key]
-    served = Frozen(student, sources, rehearsal.observed[LEARN:]).serve(found.chosen.limit)[0]
+    served = Frozen(student, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:]).serve(found.chosen.limit)[0]
     assert {"student", "exact", "computed"} >= set(served) and "student" in served
