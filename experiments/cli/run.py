@@ -27,7 +27,7 @@ def command(
     changes: Changes = None,
     force: Annotated[bool, typer.Option("--force", help="Measure again what was measured before.")] = False,
 ) -> None:
-    """Run experiments and keep settings, surroundings, rows and figures of each in a folder of its own."""
+    """Run experiments and keep settings, surroundings and figures of each in a folder of its own."""
     from experiments.runs.runner import load_all, run_one
     from experiments.support.folders import Folders
 

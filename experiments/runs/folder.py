@@ -1,8 +1,9 @@
-"""Where results lie: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, rows.csv, metrics.json}`.
+"""Where results lie: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, metrics.json}`.
 
 The run id is the readable name and a hash of all settings, so the path is the configuration: the same settings meet the
-same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last. While a run is
-measured, a lock file in `<results-dir>` keeps other processes away from it.
+same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last. The rows of a run,
+one a request or one a point of a curve, go to `<results-dir>/raw/<experiment>/<run-id>.csv`, which git ignores. While a
+run is measured, a lock file in `<results-dir>` keeps other processes away from it.
 """
 
 import csv
@@ -25,6 +26,7 @@ from llmcache.errors import ConfigError
 Row = Mapping[str, Any]
 
 METRICS = "metrics.json"
+RAW = "raw"  # folder of rows
 _NAME_LENGTH = 150  # file systems take names of 255 bytes; hash and lock file need some of them
 
 
@@ -34,6 +36,7 @@ class RunFolder:
     def __init__(self, results_dir: Path, run: Named) -> None:
         self._config = run.experiment.to_dict()
         self.path = results_dir / run.group / run_id(run.name, self._config)
+        self.rows = results_dir / RAW / run.group / f"{self.path.name}.csv"
         self._lock = results_dir / f".{run.group}.{self.path.name}.lock"
 
     @property
@@ -59,10 +62,11 @@ class RunFolder:
         texts = {
             self.path / "config.yaml": yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True),
             self.path / "env.json": _json(env),
-            self.path / "rows.csv": _csv(rows),
+            self.rows: _csv(rows),
             self._metrics: _json(metrics),
         }
-        self.path.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path, self.rows.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         try:
             write_together(texts)
         except BaseException:
@@ -76,7 +80,7 @@ class RunFolder:
 
 
 def write_figures(folder: Path, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Write what a command measured that is no experiment: the same files as of a run, but for its rows."""
+    """Write what a command measured that is no experiment: the same files as of a run, without rows."""
     folder.mkdir(parents=True, exist_ok=True)
     config_text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     write_together(

@@ -27,7 +27,7 @@ from experiments.support.lock import InUseError, held
 from llmcache.errors import ConfigError
 from tests.experiments.test_config import LEAST, ROOT
 
-FILES = {"config.yaml", "env.json", "rows.csv", "metrics.json"}
+FILES = {"config.yaml", "env.json", "metrics.json"}
 RUN = Named("group", "name", make_experiment(LEAST))
 N_TURNS = 200
 Measured = Callable[..., Finished]
@@ -56,12 +56,12 @@ def everything(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("[!.]*") if path.is_file()}
 
 
-def test_a_run_leaves_four_files(measured: Measured, tmp_path: Path) -> None:
+def test_a_run_leaves_three_files_and_its_rows_apart(measured: Measured, tmp_path: Path) -> None:
     done = measured(3)
     assert done.is_new and {path.name for path in done.path.iterdir()} == FILES
-    assert [path.name for path in tmp_path.glob("[!.]*")] == ["group"]
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"group", "raw"}
     assert yaml.safe_load((done.path / "config.yaml").read_text()) == RUN.experiment.to_dict()
-    assert (done.path / "rows.csv").read_text() == 'id,x,y\na,3,\nb,3,"1,5"\n'
+    assert (tmp_path / "raw" / "group" / f"{done.path.name}.csv").read_text() == 'id,x,y\na,3,\nb,3,"1,5"\n'
     assert json.loads((done.path / "env.json").read_text())["seed"] == 0
     figures = json.loads((done.path / "metrics.json").read_text())
     assert figures == done.metrics and figures["value"] == 3 and figures["seconds"] >= 0
@@ -90,7 +90,7 @@ def test_a_run_that_does_not_end_leaves_what_was_there(
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("name", [*sorted(FILES), ".csv"])
 def test_a_full_disk_leaves_what_was_there(
     name: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_full_disk_leaves_what_was_there(
     def fails(value: int) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(Path, "write_text", full)
-            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*/{name}'"):
+            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*{name}'"):
                 measured(value, force=True)
 
     fails(1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from experiments.measures.decode import KINDS
 from experiments.report.markdown import columns, number, percent, ratio, size, speed, table
 from experiments.report.pages.files import MISSING, row_of, runs_if_any, runs_of
-from experiments.report.prompts import LIMIT, RESTART, ceiling_of
+from experiments.report.prompts import LIMIT, RESTART
 from experiments.runs.read import Run
 
 Row = tuple[str, ...]
@@ -53,13 +53,13 @@ def _all_prompts(run: Run, label: str) -> Row:
 
 def _chats(results_dir: Path) -> Iterator[Row]:
     for run in runs_of(results_dir, "prefix_chat"):
-        stream, known = run.config["task"]["stream"], ceiling_of(run, "llmcache")
+        stream, known = run.config["task"]["stream"], run.metrics["methods"]["llmcache"]
         what = f"conversations that [grow](configs/prefix_chat.yaml), {stream['turns']} turns"
         if run.task == "chat_window":
             share = f"{100 * stream['shared']:.0f} %"
             what = f"[{stream['length']} tokens](configs/prefix_chat.yaml), {share} of them those of the turn before"
         yield f"{what}; all turns", *_all_prompts(run, "llmcache")
-        spread = run.metrics["methods"]["llmcache"]["known"]
+        spread = known["known"]
         yield (
             "the same without first turns, which know nothing",
             percent(known["known_share"]),
