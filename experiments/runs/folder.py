@@ -1,9 +1,9 @@
 """Where results lie: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, metrics.json}`.
 
 The run id is the readable name and a hash of all settings, so the path is the configuration: the same settings meet the
-same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last. The rows of a run,
-one a request or one a point of a curve, go to `<results-dir>/raw/<experiment>/<run-id>.csv`, which git ignores. While a
-run is measured, a lock file in `<results-dir>` keeps other processes away from it.
+same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last. The rows of a
+run, one a request or one a point of a curve, go to `<results-dir>/raw/<experiment>/<run-id>.csv`, which git ignores.
+While a run is measured, a lock file in `<results-dir>` keeps other processes away from it.
 """
 
 import csv

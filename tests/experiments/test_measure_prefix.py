@@ -1,6 +1,5 @@
 """Measures `prefix`, `decode` and `parity`: their figures follow from times and tokens, and wrong tokens are seen."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
