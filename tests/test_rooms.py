@@ -44,7 +44,6 @@ EXPERIMENTS = (
     ("methods",),
     ("metrics",),
     ("replay",),
-    ("simulation",),
     ("prepare",),
     ("measures",),
     ("runs",),

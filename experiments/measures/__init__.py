@@ -1,9 +1,9 @@
 """Kinds of runs: one file each, with its settings and `run(experiment, folders) -> Outcome`.
 
-experiment -> serve, service, load, ...   methods answer requests, and are timed
+experiment -> serve, service, prefix, ... methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
            -> bench                       single calls are timed
-           -> serve_load, serve_hits, ... servers are asked over their socket (`over_http`)
+           -> serve_load, serve_soak      servers are asked over their socket (`over_http`)
            -> Outcome                     rows and figures, for the folder of the run
 """
 
@@ -21,33 +21,22 @@ from experiments.measures import (
     index_scale,
     latency,
     layers,
-    load,
     observe,
     pairs,
     parity,
     payback,
-    poisoning,
     policies,
     prefix,
     prefix_limit,
     ray_replicas,
-    restart,
     second_pass,
     serve,
-    serve_chat,
-    serve_hits,
-    serve_kill,
     serve_load,
     serve_soak,
-    serve_timing,
     service,
     set_rates,
     sharing,
-    simulation,
     store_faults,
-    store_kill,
-    store_remote,
-    store_workers,
     sweep,
     trust,
 )
@@ -77,28 +66,17 @@ MEASURES: Mapping[str, Measure] = {
     "embeddings": Measure(embeddings.Embeddings, embeddings.run),
     "index_scale": Measure(index_scale.IndexScale, index_scale.run),
     "pairs": Measure(pairs.Pairs, pairs.run),
-    "poisoning": Measure(poisoning.Poisoning, poisoning.run),
     "payback": Measure(payback.Payback, payback.run),
     "service": Measure(service.Service, service.run),
-    "load": Measure(load.Load, load.run),
     "serve_load": Measure(serve_load.ServeLoad, serve_load.run),
-    "serve_hits": Measure(serve_hits.ServeHits, serve_hits.run),
-    "serve_chat": Measure(serve_chat.ServeChat, serve_chat.run),
-    "serve_kill": Measure(serve_kill.ServeKill, serve_kill.run),
     "ray_replicas": Measure(ray_replicas.RayReplicas, ray_replicas.run),
     "serve_soak": Measure(serve_soak.ServeSoak, serve_soak.run),
-    "serve_timing": Measure(serve_timing.ServeTiming, serve_timing.run),
     "set_rates": Measure(set_rates.SetRates, set_rates.run),
     "second_pass": Measure(second_pass.SecondPass, second_pass.run),
     "prefix": Measure(prefix.Prefix, prefix.run),
     "policies": Measure(policies.Policies, policies.run),
     "prefix_limit": Measure(prefix_limit.PrefixLimit, prefix_limit.run),
-    "restart": Measure(restart.Restart, restart.run),
-    "store_kill": Measure(store_kill.StoreKill, store_kill.run),
     "store_faults": Measure(store_faults.StoreFaults, store_faults.run),
-    "store_remote": Measure(store_remote.StoreRemote, store_remote.run),
-    "store_workers": Measure(store_workers.StoreWorkers, store_workers.run),
-    "simulation": Measure(simulation.Simulation, simulation.run),
     "sharing": Measure(sharing.Sharing, sharing.run),
     "decode": Measure(decode.Decode, decode.run),
     "parity": Measure(parity.Parity, parity.run),

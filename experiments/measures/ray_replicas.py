@@ -29,10 +29,10 @@ import torch
 from pydantic import Field
 
 from experiments.measures.base import Experiment, Outcome
+from experiments.measures.over_http.answers import EQUAL, embed, texts_of
 from experiments.measures.over_http.client import Client, Reply
 from experiments.measures.over_http.loops import NO_CONNECTION, OK, TIMED_OUT
 from experiments.measures.over_http.replicas import Replicas, running_replicas
-from experiments.measures.serve_kill import EQUAL, embed, texts_of
 from experiments.models.loading import MINILM, encode, find
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked

@@ -6,8 +6,6 @@ from typing import Any
 
 from experiments.metrics import paper
 from experiments.metrics.frontier import curves, of_curve
-from experiments.report.load import PICTURE
-from experiments.report.simulation import PICTURE as WORKERS
 from experiments.runs.read import Figures, Run, at, by_size, groups, label_of, read_runs, varied
 from llmcache.cli.output import naming
 from llmcache.errors import ConfigError
@@ -156,49 +154,6 @@ def _observe(runs: Sequence[Run]) -> Iterator[Path]:
     yield _save(figure, runs[0], runs[0].path.parent / f"{runs[0].group}.png")
 
 
-def _load(runs: Sequence[Run]) -> Iterator[Path]:
-    """Latency by offered load, a panel for each way in which requests arrive."""
-    for run in runs:
-        points = [point for point in run.metrics["points"] if point["threads"] == run.metrics["points"][0]["threads"]]
-        ways = list(dict.fromkeys(point["arrivals"] for point in points))
-        figure, panels = _panels(len(ways))
-        for way, axes in zip(ways, panels, strict=True):
-            rows = [point for point in points if point["arrivals"] == way]
-            for who, what, colour in (("plain", "model alone", "C0"), ("cache", "llmcache", "C1")):
-                for name, style in (("p50", "-"), ("p99", "--")):
-                    y = [row[who][name] for row in rows]
-                    axes.plot([row["load"] for row in rows], y, colour + style, marker=".", label=f"{what}, {name}")
-            axes.set_yscale("log")
-            axes.set_title(f"{way} arrivals", fontsize=9)
-            _label(axes, "offered load (of what the model alone answers)", "arrival to answer (ms)")
-            axes.legend(fontsize=8)
-        yield _save(figure, run, run.path / PICTURE)
-
-
-def _simulation(runs: Sequence[Run]) -> Iterator[Path]:
-    """Hit rate by number of workers, and how busy the Redis is, a panel for each stream."""
-    for run in runs:
-        points = run.metrics["summary"]
-        streams = list(dict.fromkeys(point["stream"] for point in points))
-        figure, panels = _panels(len(streams))
-        for stream, axes in zip(streams, panels, strict=True):
-            of_stream = [point for point in points if point["stream"] == stream]
-            for colour, design in enumerate(dict.fromkeys(point["design"] for point in of_stream)):
-                rows = [point for point in of_stream if point["design"] == design]
-                workers, rates = [row["workers"] for row in rows], [100 * row["hit_rate"] for row in rows]
-                axes.plot(workers, rates, f"C{colour}-", marker=".", label=f"{design}: hit rate")
-                if any(row["redis_busy"] for row in rows):
-                    busy = [100 * row["redis_busy"] for row in rows]
-                    axes.plot(workers, busy, f"C{colour}--", marker=".", label=f"{design}: Redis busy")
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:,.0f}")
-            axes.set_ylim(-5, 105)
-            axes.set_title(stream, fontsize=9)
-            _label(axes, "workers", "%")
-            axes.legend(fontsize=8)
-        yield _save(figure, run, run.path / WORKERS)
-
-
 def _index_scale(runs: Sequence[Run]) -> Iterator[Path]:
     """Figures of every index against entries: full lines are the narrowest vectors, of the kind that came first."""
     figure, panels = _panels(len(SCALES))
@@ -270,6 +225,4 @@ PLOTS: Mapping[str, Callable[[Sequence[Run]], Iterator[Path]]] = {
     "observe": _observe,
     "index_scale": _index_scale,
     "trust": _trust,
-    "load": _load,
-    "simulation": _simulation,
 }

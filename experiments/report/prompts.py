@@ -134,29 +134,10 @@ def prefix_limit(runs: Sequence[Run]) -> Iterator[str]:
     )
 
 
-def restart(runs: Sequence[Run]) -> Iterator[str]:
-    """Time to first token after a restart, with the store that was left and without."""
-    yield columns(RESTART, [row for run in runs for row in run.metrics["summary"]])
-    yield (
-        "Milliseconds to the first token, medians over processes. Rebooted: the store's files are read from the disk, "
-        "not from the memory of the operating system. Ratio: cold over restarted."
-    )
-
-
 def _ms(name: str) -> Cell:
     return lambda row: "" if row[name] is None else number(row[name])
 
 
-RESTART: Mapping[str, Cell] = {
-    "model": itemgetter("model"),
-    "conversation, tokens": of(count, "length"),
-    "asked": lambda row: {"repeated": "again", "next_turn": "with a new question"}[row["kind"]],
-    "cold, ms": _ms("cold_ms"),
-    "restarted": _ms("restarted_ms"),
-    "rebooted": _ms("rebooted_ms"),
-    "ratio": lambda row: number(row["speedup"], 1),
-    "same tokens": lambda row: "yes" if row["n_other_tokens"] == 0 else f"{row['n_other_tokens']} others",
-}
 LIMIT: Mapping[str, Cell] = {
     "model": itemgetter("model"),
     "tokens": of(count, "length"),

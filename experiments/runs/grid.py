@@ -28,7 +28,6 @@ LISTS = (
     "gates",
     "audits",
     "hit_rates",
-    "loads",
     "rates",
     "arrivals",
     "indexes",
@@ -48,11 +47,6 @@ LISTS = (
     "dtypes",
     "banks",
     "generate",
-    "conversations",
-    "workers",
-    "simulated",
-    "designs",
-    "prompt_blocks",
 )
 
 

@@ -98,14 +98,12 @@ def made(experiment: ServingExperiment, folders: Folders) -> Iterator[Made]:
 
 
 @contextmanager
-def serving(
-    experiment: ServingExperiment, server: str, made: Made, cores: Sequence[int] | None = None, **more: str
-) -> Iterator[Running]:
+def serving(experiment: ServingExperiment, server: str, made: Made, **more: str) -> Iterator[Running]:
     """Within: a server of the experiment runs, on a copy of the calibrated cache; `more` fills its command."""
     with TemporaryDirectory() as place:
         save = shutil.copytree(made.save, Path(place, "save"))
         values = {"model": str(made.model), "save": str(save), **more}
-        with running(experiment.servers[server], values, start_s=experiment.start_s, cores=cores) as found:
+        with running(experiment.servers[server], values, start_s=experiment.start_s) as found:
             yield found
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.report.markdown import Cell, columns, table
 from experiments.report.pages.files import MISSING, runs_if_any
-from experiments.report.stores import FAULTS, REMOTE, WORKERS, rows_of
+from experiments.report.stores import FAULTS, rows_of
 
 
 def _table(group: str, cells: Mapping[str, Cell], has_times: bool) -> Callable[[Path], str]:
@@ -21,5 +21,3 @@ def _table(group: str, cells: Mapping[str, Cell], has_times: bool) -> Callable[[
 
 
 store_faults = _table("store_faults", FAULTS, has_times=False)
-store_remote = _table("store_remote", REMOTE, has_times=True)
-store_workers = _table("store_workers", WORKERS, has_times=False)
