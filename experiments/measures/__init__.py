@@ -50,32 +50,40 @@ class Measure:
 
     settings: type[Experiment]
     run: Callable[[Any, Folders], Outcome]  # `(experiment, folders) -> outcome`
+    details: tuple[str, ...] = ()  # figures that no page reads, by dotted key: they are kept with the rows alone
+
+
+#: Of each point of a curve.
+POINT_DETAILS = tuple(
+    f"points.{name}" for name in ("accuracy_nocache", "accuracy_ci", "changed_per_hit", "extras", "hits_by_rung")
+)
+TRUST_DETAILS = tuple(f"points.{name}" for name in ("accuracy", "accuracy_drop_ci", "by_intent", "changed_answers_ci"))
 
 
 MEASURES: Mapping[str, Measure] = {
     "serve": Measure(serve.Serve, serve.run),
     "observe": Measure(observe.Observe, observe.run),
-    "sweep": Measure(sweep.Sweep, sweep.run),
+    "sweep": Measure(sweep.Sweep, sweep.run, ("nocache", "summary", *POINT_DETAILS)),
     "layers": Measure(layers.Layers, layers.run),
     "latency": Measure(latency.Latency, latency.run),
     "compiled": Measure(compiled.Compiled, compiled.run),
-    "trust": Measure(trust.Trust, trust.run),
+    "trust": Measure(trust.Trust, trust.run, ("nocache", "summary", *POINT_DETAILS, *TRUST_DETAILS)),
     "bound": Measure(bound.Bound, bound.run),
-    "adversaries": Measure(adversaries.Adversaries, adversaries.run),
-    "drift": Measure(drift.Drift, drift.run),
-    "embeddings": Measure(embeddings.Embeddings, embeddings.run),
+    "adversaries": Measure(adversaries.Adversaries, adversaries.run, ("settings",)),
+    "drift": Measure(drift.Drift, drift.run, ("runs",)),
+    "embeddings": Measure(embeddings.Embeddings, embeddings.run, ("nocache", "points")),
     "index_scale": Measure(index_scale.IndexScale, index_scale.run),
-    "pairs": Measure(pairs.Pairs, pairs.run),
+    "pairs": Measure(pairs.Pairs, pairs.run, ("ways",)),
     "payback": Measure(payback.Payback, payback.run),
-    "service": Measure(service.Service, service.run),
+    "service": Measure(service.Service, service.run, ("ways",)),
     "serve_load": Measure(serve_load.ServeLoad, serve_load.run),
     "ray_replicas": Measure(ray_replicas.RayReplicas, ray_replicas.run),
     "serve_soak": Measure(serve_soak.ServeSoak, serve_soak.run),
-    "set_rates": Measure(set_rates.SetRates, set_rates.run),
-    "second_pass": Measure(second_pass.SecondPass, second_pass.run),
+    "set_rates": Measure(set_rates.SetRates, set_rates.run, ("ways",)),
+    "second_pass": Measure(second_pass.SecondPass, second_pass.run, ("ways",)),
     "prefix": Measure(prefix.Prefix, prefix.run),
     "policies": Measure(policies.Policies, policies.run),
-    "prefix_limit": Measure(prefix_limit.PrefixLimit, prefix_limit.run),
+    "prefix_limit": Measure(prefix_limit.PrefixLimit, prefix_limit.run, ("ways.times",)),
     "store_faults": Measure(store_faults.StoreFaults, store_faults.run),
     "sharing": Measure(sharing.Sharing, sharing.run),
     "decode": Measure(decode.Decode, decode.run),

@@ -11,7 +11,7 @@ from llmcache.cli.output import naming
 from llmcache.errors import ConfigError
 
 CURVES, LAYERS = "curves.png", "layers.png"  # in the folder of a run
-DPI = 110
+DPI = 80
 
 
 def require_matplotlib() -> None:
@@ -61,6 +61,11 @@ def draw_all(folders: Sequence[Path]) -> list[Path]:
     return [path for _, runs in groups(read_runs(folders)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
 
 
+def pictured(runs: Sequence[Run]) -> list[Run]:
+    """One run of each stream: that of its first seed."""
+    return list({run.task: run for run in reversed(runs)}.values())[::-1]
+
+
 def _nothing(runs: Sequence[Run]) -> Iterator[Path]:
     return iter(())
 
@@ -89,7 +94,7 @@ def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
 
 def _trust(runs: Sequence[Run]) -> Iterator[Path]:
     """Precision against hit rate of every way; and what hits cost, in hindsight and with a limit chosen in advance."""
-    for run in runs:
+    for run in pictured(runs):
         figure, (left, right) = _panels(2)
         for name in curves(run.metrics["points"]):
             points = sorted(of_curve(run.metrics["points"], name), key=lambda point: point["hit_rate"])
@@ -154,49 +159,6 @@ def _observe(runs: Sequence[Run]) -> Iterator[Path]:
     yield _save(figure, runs[0], runs[0].path.parent / f"{runs[0].group}.png")
 
 
-def _index_scale(runs: Sequence[Run]) -> Iterator[Path]:
-    """Figures of every index against entries: full lines are the narrowest vectors, of the kind that came first."""
-    figure, panels = _panels(len(SCALES))
-    series: dict[tuple[str, int, str], list[Figures]] = {}
-    for run in sorted(runs, key=lambda run: (run.task, run.config["dim"], run.config["n"])):
-        for row in run.metrics["summary"]:
-            series.setdefault((row["drawn"], row["dim"], row["index"]), []).append(row)
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(index for _, _, index in series))}
-    ways = dict.fromkeys((drawn, dim) for drawn, dim, _ in series)
-    styles = dict(zip(ways, ("-", "--", ":", "-."), strict=False))
-    for axes, (key, (what, is_log)) in zip(panels, SCALES.items(), strict=True):
-        for (drawn, dim, index), rows in series.items():
-            axes.plot(
-                [row["n"] for row in rows],
-                [row[key] for row in rows],
-                marker=".",
-                color=colours[index],
-                linestyle=styles.get((drawn, dim), "-"),
-                label=f"{index}, {dim}, {drawn}",
-            )
-        axes.set_xscale("log")
-        if is_log:
-            axes.set_yscale("log")
-        _label(axes, "entries", what)
-    panels[0].legend(fontsize=6)
-    figure.suptitle(f"{runs[0].group}: indexes by number of entries")
-    path = runs[0].path.parent / f"{runs[0].group}.png"
-    with naming(path):
-        figure.savefig(path, dpi=DPI, metadata={"Software": None})
-    yield path
-
-
-#: Panels: what is told on the other axis, and whether that is logarithmic.
-SCALES: Mapping[str, tuple[str, bool]] = {
-    "search_p50_ms": ("one search, p50 (ms)", True),
-    "search_p99_ms": ("one search, p99 (ms)", True),
-    "recall": ("recall@1", False),
-    "inserts_per_s": ("inserts a second", True),
-    "removes_per_s": ("removals a second", True),
-    "bytes_per_entry": ("bytes an entry", False),
-}
-
-
 def _panels(n: int) -> tuple[Any, Sequence[Any]]:
     from matplotlib.figure import Figure
 
@@ -223,6 +185,5 @@ PLOTS: Mapping[str, Callable[[Sequence[Run]], Iterator[Path]]] = {
     "sweep": _sweep,
     "layers": _layers,
     "observe": _observe,
-    "index_scale": _index_scale,
     "trust": _trust,
 }
