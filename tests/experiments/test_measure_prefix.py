@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from experiments.data.streams.prompts.pieces import BLOCK
-from experiments.measures.bench import rebuild
 from experiments.measures.bench.generation import Times
 from experiments.measures.parity import difference
 from experiments.measures.prefix import ceiling_of_known
@@ -187,9 +186,3 @@ def test_generation_is_timed_by_token(folders: Folders) -> None:
 def test_what_cannot_be_measured_is_refused(folders: Folders, values: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         measured(values, folders)
-
-
-def test_both_ways_back_to_kv_are_timed() -> None:
-    (row,) = rebuild.measure({"tiny": rebuild.Shape(hidden=8, heads=2, width=3)}, n_tokens=8, size=4, rounds=2)
-    assert (row["K/V, bytes a token"], row["input, bytes a token"]) == (48, 32)
-    assert row["laid out, ms"] > 0 < row["projected, ms"]
