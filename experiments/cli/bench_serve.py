@@ -9,10 +9,10 @@ import typer
 
 from experiments.cli.options import DataDir, FiguresDir
 from experiments.cli.output import make_results_folder, write_results
+from llmcache import ConfigError
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import check_writable, write_json
 from llmcache.cli.table import show_table
-from llmcache.errors import ConfigError
 
 KEY_VARIABLE = "LLMCACHE_KEY"
 WHAT = ("load", "soak")

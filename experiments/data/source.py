@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmcache.errors import ConfigError
-from llmcache.models.loading import asking, cause
+from llmcache.lab import asking, cause
+
+from llmcache import ConfigError
 
 _T = TypeVar("_T")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Self
 
+from llmcache.lab import CalibratedReuse, Observation, RiskTarget, split
 from pydantic import Field
 
 from experiments.measures.base import Outcome
@@ -23,10 +24,7 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.replay.serving import asking
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration, split
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.request.observation import Observation
+from llmcache import Calibration
 
 Gate = bool | dict[str, Any]
 

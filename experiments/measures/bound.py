@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
+from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, choose_limit, n_tested, try_limits
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -32,9 +33,7 @@ from experiments.metrics.metrics import share_interval
 from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, choose_limit, n_tested, try_limits
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 class Bound(LearningExperiment):

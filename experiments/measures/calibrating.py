@@ -1,13 +1,14 @@
 """A cache that is calibrated as an experiment says, to look at or to keep."""
 
+from llmcache.lab import check_size
+
 from experiments.measures.base import Experiment
 from experiments.measures.learning import LearningExperiment
 from experiments.methods.cached import configure
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
-from llmcache import ConfigError, LLMCache
-from llmcache.calibration.calibration import Calibration, check_size
+from llmcache import Calibration, ConfigError, LLMCache
 
 
 def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:

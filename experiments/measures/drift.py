@@ -18,6 +18,7 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
+from llmcache.lab import DriftDetector, Floats, Marks, Profile, RiskTarget, Sources, split
 from pydantic import Field
 
 from experiments.measures.base import Outcome
@@ -29,10 +30,6 @@ from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
 from llmcache import ConfigError, LLMCache
-from llmcache.arrays import Floats
-from llmcache.calibration.calibration import split
-from llmcache.calibration.drift import DriftDetector, Marks, Profile
-from llmcache.calibration.risk_target import RiskTarget, Sources
 
 Late = Literal["any", "alike"]
 

@@ -6,6 +6,7 @@ from copy import copy
 from typing import Annotated, Any, Self
 
 import numpy as np
+from llmcache.lab import CalibratedReuse, MetricName, Observation, RiskTarget, Sources, check_size, split
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -16,11 +17,7 @@ from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig, CalibrationError, ConfigError
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration, check_size, split
-from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
-from llmcache.request.observation import Observation
+from llmcache import CacheConfig, Calibration, CalibrationError, ConfigError
 
 
 class LearningExperiment(CacheExperiment):

@@ -31,7 +31,7 @@ from experiments.models.loading import MINILM, encode, find
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.support.redis_server import check_installed, redis_server
-from llmcache.models.loading import quiet
+from llmcache.lab import quiet
 
 if TYPE_CHECKING:
     from llmcache.serving.ray import ReplicaSettings
@@ -88,7 +88,7 @@ def run(experiment: RayReplicas, folders: Folders) -> Outcome:
 
 def wrong(asked: Sequence[Asked], settings: "ReplicaSettings") -> list[bool]:
     """Of each request: whether it was answered, and not as the model alone answers."""
-    from llmcache.serving.loading import load_served
+    from llmcache.lab import load_served
 
     served = load_served(settings.model)
     alone = {}

@@ -31,7 +31,7 @@ from experiments.measures.over_http.traffic import PREDICT
 from experiments.support.folders import Folders
 from experiments.support.progress import Progress
 from experiments.support.section import ONE_OR_MORE
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 CACHE = "cache"  # the server that others are compared with
 N_WARM = 30  # requests before each load, which are none of the stream

@@ -27,7 +27,7 @@ from experiments.measures.over_http.processes import Running
 from experiments.measures.over_http.traffic import Asked, Traffic, mixed
 from experiments.measures.serve_load import CACHE, N_WARM, PREDICT
 from experiments.support.folders import Folders
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 STREAM = "support_desk"
 SERVERS: Mapping[str, str] = {CACHE: f"{ALL_SERVERS[CACHE]} --reveal-hits --max-queue {{max_queue}}"}

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from llmcache.lab import Observation, RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -33,10 +34,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
-from llmcache import LLMCache
-from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.request.observation import Observation
+from llmcache import Calibration, LLMCache
 
 CACHE = "llmcache"
 AS_BY_DEFAULT = {"auto_bypass": True, "audit_in_background": True}  # elsewhere experiments turn these off

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Annotated, Self
 
+from llmcache.lab import RiskTarget
 from pydantic import Field
 
 from experiments.data.streams.set_rate import with_repeats
@@ -22,8 +23,7 @@ from experiments.measures.base import Outcome
 from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Workload
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 class SetRates(service.Service):

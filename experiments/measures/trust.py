@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from llmcache.lab import CalibratedReuse, OperatingPoint, RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -34,9 +35,7 @@ from experiments.replay.replay import Replay, Units, by_request, replay
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration, OperatingPoint
-from llmcache.calibration.risk_target import RiskTarget, Sources
+from llmcache import Calibration
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from llmcache.lab import locate, special_ids
 from pydantic import Field
 from torch import nn
 
@@ -18,8 +19,7 @@ from experiments.models.loading import Inputs, token_rows
 from experiments.support.nearest import Nearest, nbytes_of, unit
 from experiments.support.section import Section
 from experiments.tasks.workload import Answer, Workload
-from llmcache.errors import ConfigError
-from llmcache.models.adapters import locate, special_ids
+from llmcache import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

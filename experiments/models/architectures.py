@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from llmcache.lab import asking, cause, locate, quiet
 from torch import Tensor, nn
 
 from llmcache import ConfigError
-from llmcache.models.adapters import locate
-from llmcache.models.loading import asking, cause, quiet
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from llmcache.lab import Floats, locate
 from torch import Tensor, nn
 
-from llmcache.arrays import Floats
-from llmcache.fingerprint import Fingerprint
-from llmcache.models.adapters import locate
+from llmcache import Fingerprint
 
 _MOST_FITS = 40  # of some 5 MB each
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from llmcache.lab import CalibratedReuse, Found, Observation, RiskTarget
 from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED, twin
@@ -19,12 +20,7 @@ from experiments.methods.cached import configure
 from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
-from llmcache import LLMCache
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.calibration.training import Found
-from llmcache.request.observation import Observation
+from llmcache import Calibration, LLMCache
 
 
 class Rehearsal:

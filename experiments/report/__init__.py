@@ -13,7 +13,7 @@ from experiments.report.markdown import number, percent, table
 from experiments.report.verdict import Judgement, Verdict
 from experiments.runs.read import Figures, Run, groups, read_runs, unfinished
 from experiments.support.files import write_whole
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 REPORT = "REPORT.md"
 

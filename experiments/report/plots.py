@@ -7,8 +7,8 @@ from typing import Any
 from experiments.metrics import paper
 from experiments.metrics.frontier import curves, of_curve
 from experiments.runs.read import Figures, Run, at, by_size, groups, label_of, read_runs, varied
+from llmcache import ConfigError
 from llmcache.cli.output import naming
-from llmcache.errors import ConfigError
 
 CURVES, LAYERS = "curves.png", "layers.png"  # in the folder of a run
 DPI = 80

@@ -22,7 +22,7 @@ import yaml
 from experiments.runs.grid import Named
 from experiments.support.files import write_together
 from experiments.support.lock import held
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 Row = Mapping[str, Any]
 

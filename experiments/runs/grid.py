@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmcache.lab import parse_yaml, read_yaml
+
 from experiments.measures import MEASURES
 from experiments.measures.base import Experiment
 from experiments.support.section import choose
 from experiments.tasks import TASKS
-from llmcache.errors import ConfigError
-from llmcache.yaml_file import parse_yaml, read_yaml
+from llmcache import ConfigError
 
 LISTS = (
     "task.data.path",

@@ -11,7 +11,7 @@ from experiments.runs.folder import RunFolder
 from experiments.runs.grid import Named, load_experiments
 from experiments.support.environment import describe
 from experiments.support.folders import Folders
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
 import torch
+from llmcache.lab import asking, cause
 from torch import nn
 
 from experiments.data.made import make_lines
@@ -20,8 +21,7 @@ from experiments.support.folders import Folders
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
 from experiments.tasks.workload import Answer, Request
-from llmcache.errors import ConfigError
-from llmcache.models.loading import asking, cause
+from llmcache import ConfigError
 
 TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # files of the data folder
 

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from llmcache.lab import quiet
 from pydantic import Field
 
 from experiments.data.labelled import Labelled
@@ -27,12 +28,10 @@ from experiments.support.files import written_by_others
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.held_out import divide
-from llmcache import CacheConfig
-from llmcache.errors import ConfigError
-from llmcache.models.loading import quiet
+from llmcache import CacheConfig, ConfigError
 
 if TYPE_CHECKING:
-    from llmcache.serving.loading import Served
+    from llmcache.lab import Served
 
 DONE = "made.json"  # written last
 
@@ -77,7 +76,7 @@ class Made:
 
     def classifier(self) -> "Served":
         """The classifier, as a server loads it."""
-        from llmcache.serving.loading import load_served
+        from llmcache.lab import load_served
 
         with quiet():
             return load_served(str(self.model))
@@ -135,7 +134,7 @@ def labels_of(served: "Served", texts: Sequence[str]) -> list[tuple[str, float]]
 
 
 def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: Sequence[Labelled]) -> None:
-    from llmcache.serving.saving import Saves
+    from llmcache.lab import Saves
 
     write_classifier(experiment, folders, made)
     served = made.classifier()

@@ -16,7 +16,7 @@ import psutil
 
 import experiments
 from experiments.measures.over_http.client import HOST
-from llmcache.errors import LLMCacheError
+from llmcache import LLMCacheError
 
 #: What is compared, by name. `{python}`, `{model}`, `{save}` (a copy of the calibrated cache's folder) and `{port}` are
 #: filled in.

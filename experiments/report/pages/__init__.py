@@ -23,7 +23,7 @@ from experiments.report.pages import (
     stores,
     ways,
 )
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 #: Folder of results -> lines of a table, by the name in its mark.
 TABLES: Mapping[str, Callable[[Path], str]] = {

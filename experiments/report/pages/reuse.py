@@ -11,7 +11,7 @@ from experiments.report.markdown import speed as times
 from experiments.report.pages.files import MISSING, by_task, each, runs_if_any, runs_of
 from experiments.report.trust import chosen
 from experiments.runs.read import Figures, Run
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")
 SOURCES = ("frozen", "growing")
