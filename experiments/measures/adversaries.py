@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Self
 
-from llmcache.lab import CalibratedReuse, Observation, RiskTarget, split
 from pydantic import Field
 
 from experiments.measures.base import Outcome
@@ -25,6 +24,7 @@ from experiments.replay.serving import asking
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache import Calibration
+from llmcache.lab import CalibratedReuse, Observation, RiskTarget, split
 
 Gate = bool | dict[str, Any]
 

@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
-from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, choose_limit, n_tested, try_limits
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -34,6 +33,7 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache import ConfigError
+from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, choose_limit, n_tested, try_limits
 
 
 class Bound(LearningExperiment):

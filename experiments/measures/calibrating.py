@@ -1,7 +1,5 @@
 """A cache that is calibrated as an experiment says, to look at or to keep."""
 
-from llmcache.lab import check_size
-
 from experiments.measures.base import Experiment
 from experiments.measures.learning import LearningExperiment
 from experiments.methods.cached import configure
@@ -9,6 +7,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from llmcache import Calibration, ConfigError, LLMCache
+from llmcache.lab import check_size
 
 
 def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:

@@ -18,7 +18,6 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
-from llmcache.lab import DriftDetector, Floats, Marks, Profile, RiskTarget, Sources, split
 from pydantic import Field
 
 from experiments.measures.base import Outcome
@@ -30,6 +29,7 @@ from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
 from llmcache import ConfigError, LLMCache
+from llmcache.lab import DriftDetector, Floats, Marks, Profile, RiskTarget, Sources, split
 
 Late = Literal["any", "alike"]
 

@@ -14,7 +14,6 @@ from copy import copy
 from typing import Any
 
 import numpy as np
-from llmcache.lab import Floats, locate, unpack
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -27,6 +26,7 @@ from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
 from llmcache import ConfigError, Stats
+from llmcache.lab import Floats, locate, unpack
 
 FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it
 

@@ -6,7 +6,6 @@ from copy import copy
 from typing import Annotated, Any, Self
 
 import numpy as np
-from llmcache.lab import CalibratedReuse, MetricName, Observation, RiskTarget, Sources, check_size, split
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -18,6 +17,7 @@ from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig, Calibration, CalibrationError, ConfigError
+from llmcache.lab import CalibratedReuse, MetricName, Observation, RiskTarget, Sources, check_size, split
 
 
 class LearningExperiment(CacheExperiment):

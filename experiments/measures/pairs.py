@@ -17,7 +17,6 @@ from random import Random
 from typing import Any, Self
 
 import numpy as np
-from llmcache.lab import RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -33,6 +32,7 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.tasks.embedding import ALIKE, Embedding
 from llmcache import CacheConfig, ConfigError
+from llmcache.lab import RiskTarget
 
 
 class Pairs(Experiment):

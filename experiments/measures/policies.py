@@ -6,7 +6,6 @@ Banks and blocks are the library's own; no model is run, and nothing is timed. H
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Self
 
-from llmcache.lab import Component, Registry
 from pydantic import Field
 
 from experiments.data.streams.keys import Asked, KeyStream, asked
@@ -16,6 +15,7 @@ from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache import POLICIES, Policy
+from llmcache.lab import Component, Registry
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 BEST = "best possible"

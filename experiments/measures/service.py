@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from llmcache.lab import Observation, RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -35,6 +34,7 @@ from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration, LLMCache
+from llmcache.lab import Observation, RiskTarget
 
 CACHE = "llmcache"
 AS_BY_DEFAULT = {"auto_bypass": True, "audit_in_background": True}  # elsewhere experiments turn these off

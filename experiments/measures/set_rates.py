@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Annotated, Self
 
-from llmcache.lab import RiskTarget
 from pydantic import Field
 
 from experiments.data.streams.set_rate import with_repeats
@@ -24,6 +23,7 @@ from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Workload
 from llmcache import ConfigError
+from llmcache.lab import RiskTarget
 
 
 class SetRates(service.Service):

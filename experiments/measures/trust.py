@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from llmcache.lab import CalibratedReuse, OperatingPoint, RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -36,6 +35,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
+from llmcache.lab import CalibratedReuse, OperatingPoint, RiskTarget, Sources
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from llmcache.lab import Observation, RiskTarget
 
 from experiments.methods.cached import Cached
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
+from llmcache.lab import Observation, RiskTarget
 
 
 class Calibrated(Cached):

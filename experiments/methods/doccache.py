@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from llmcache.lab import locate, special_ids
 from pydantic import Field
 from torch import nn
 
@@ -20,6 +19,7 @@ from experiments.support.nearest import Nearest, nbytes_of, unit
 from experiments.support.section import Section
 from experiments.tasks.workload import Answer, Workload
 from llmcache import ConfigError
+from llmcache.lab import locate, special_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from llmcache.lab import asking, cause, locate, quiet
 from torch import Tensor, nn
 
 from llmcache import ConfigError
+from llmcache.lab import asking, cause, locate, quiet
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 

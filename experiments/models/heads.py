@@ -10,7 +10,6 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from llmcache.lab import quiet
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from experiments.models.loading import Loaded
 from experiments.support.progress import tracked
 from experiments.support.section import Section
 from llmcache import ConfigError
+from llmcache.lab import quiet
 
 _BATCH = 32
 _MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely those of something else

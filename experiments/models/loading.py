@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmcache.lab import MINILM, Loaded, check_causal, find_folder, load_pretrained, packaged_minilm
 
 from llmcache import ConfigError
+from llmcache.lab import MINILM, Loaded, check_causal, find_folder, load_pretrained, packaged_minilm
 
 UNTRAINED = "untrained"
 SMOLLM2 = "smollm2"

@@ -11,14 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from llmcache.lab import quiet
-
 from experiments.models.loading import FIGURES, MINILM, SMOLLM2, Loaded
 from experiments.prepare.training import Order, as_words, begin, finish
 from experiments.support.environment import describe
 from experiments.support.files import write_whole, written_by_others
 from experiments.support.lock import held
 from llmcache import ConfigError
+from llmcache.lab import quiet
 
 Recipe = Callable[[Order], tuple[Loaded, dict[str, Any]]]
 

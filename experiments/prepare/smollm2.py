@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers
-from llmcache.lab import asking, cause
 
 from experiments.models.loading import Loaded
 from experiments.prepare.training import Order
 from llmcache import ConfigError
+from llmcache.lab import asking, cause
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

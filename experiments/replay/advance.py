@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
-from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, candidate_limits, choose_limit, split, try_limits
 from numpy.typing import NDArray
 
 from experiments.replay.replay import Replay, Units, replay
+from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, candidate_limits, choose_limit, split, try_limits
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]

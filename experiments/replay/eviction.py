@@ -7,10 +7,10 @@ from functools import cache
 from math import inf
 
 import torch
-from llmcache.lab import Bank, Block, BlockPool, Entry, Link, Memory, Scope
 
 from experiments.data.streams.keys import Asked
 from llmcache import Policy
+from llmcache.lab import Bank, Block, BlockPool, Entry, Link, Memory, Scope
 
 _NOWHERE = torch.device("meta")  # tensors that have a size and hold nothing
 _SCOPE = Scope("default", "weights", "float32", "sdpa")

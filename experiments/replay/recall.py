@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from llmcache.lab import Floats, locate
 from torch import Tensor, nn
 
 from llmcache import Fingerprint
+from llmcache.lab import Floats, locate
 
 _MOST_FITS = 40  # of some 5 MB each
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llmcache.lab import Floats, ShingleMinHash, Trunk, first_attention, locate, share_equal, special_ids, unpack
 
 from experiments.methods.doccache import DocCache
 from experiments.methods.responses import Encoder
@@ -22,6 +21,7 @@ from experiments.replay.replay import Replay, Units
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import FINGERPRINTS, CacheConfig, Fingerprint, View
+from llmcache.lab import Floats, ShingleMinHash, Trunk, first_attention, locate, share_equal, special_ids, unpack
 
 MOST_KEPT = 65_536  # bytes; larger outputs are computed again when they are needed
 N_LARGE = 64  # of those, the latest stay

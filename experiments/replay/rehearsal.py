@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from llmcache.lab import CalibratedReuse, Found, Observation, RiskTarget
 from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED, twin
@@ -21,6 +20,7 @@ from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration, LLMCache
+from llmcache.lab import CalibratedReuse, Found, Observation, RiskTarget
 
 
 class Rehearsal:

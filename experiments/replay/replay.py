@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from llmcache.lab import Floats
 from numpy.typing import NDArray
 
 from experiments.methods.base import BYPASSED, COMPUTED, is_hit
+from llmcache.lab import Floats
 
 
 @dataclass(frozen=True, slots=True)

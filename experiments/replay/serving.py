@@ -5,13 +5,13 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-from llmcache.lab import Alarm, RiskTarget
 from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED
 from experiments.models.loading import encode
 from experiments.tasks.workload import Answer, Request, Workload
 from llmcache import LLMCache
+from llmcache.lab import Alarm, RiskTarget
 
 
 @dataclass(frozen=True, slots=True)

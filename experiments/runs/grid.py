@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcache.lab import parse_yaml, read_yaml
-
 from experiments.measures import MEASURES
 from experiments.measures.base import Experiment
 from experiments.support.section import choose
 from experiments.tasks import TASKS
 from llmcache import ConfigError
+from llmcache.lab import parse_yaml, read_yaml
 
 LISTS = (
     "task.data.path",

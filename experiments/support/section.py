@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Self, get_args
 
-from llmcache.lab import explain
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from llmcache import ConfigError
+from llmcache.lab import explain
 
 #: Of a setting with several values: one alone may be given as it is.
 ONE_OR_MORE = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
 import torch
-from llmcache.lab import asking, cause
 from torch import nn
 
 from experiments.data.made import make_lines
@@ -22,6 +21,7 @@ from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
 from experiments.tasks.workload import Answer, Request
 from llmcache import ConfigError
+from llmcache.lab import asking, cause
 
 TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # files of the data folder
 

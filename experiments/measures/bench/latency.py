@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llmcache.lab import locate
 from torch import Tensor
 
 from experiments.measures.bench import service_rounds
@@ -36,6 +35,7 @@ from experiments.models.architectures import (
 )
 from experiments.support.clock import HOST, Clock, Spent
 from llmcache import ConfigError, LLMCache
+from llmcache.lab import locate
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled

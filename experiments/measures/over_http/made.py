@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from llmcache.lab import quiet
 from pydantic import Field
 
 from experiments.data.labelled import Labelled
@@ -29,6 +28,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.held_out import divide
 from llmcache import CacheConfig, ConfigError
+from llmcache.lab import quiet
 
 if TYPE_CHECKING:
     from llmcache.lab import Served
