@@ -1,4 +1,4 @@
-"""Tables of servers that were asked over their socket."""
+"""Tables of servers that were asked over their socket, and of a store that workers share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -9,7 +9,7 @@ from experiments.runs.read import Figures, Run
 
 def points(runs: Sequence[Run]) -> list[Figures]:
     """All rows of all runs."""
-    return [{"run": run, **point} for run in runs for point in run.metrics["points"]]
+    return [{"run": run, **point} for run in runs for point in run.metrics.get("points", run.metrics["summary"])]
 
 
 def _shown(cells: Mapping[str, Cell], note: str) -> Callable[[Sequence[Run]], Iterator[str]]:
@@ -89,6 +89,13 @@ REPLICAS: Mapping[str, Cell] = {
     "of these hits": of(percent, "hit_rate", 2),
     "wrong answers": of(count, "n_wrong"),
 }
+FAULTS: Mapping[str, Cell] = {
+    "fault": itemgetter("kind"),
+    **{name: of(count, name) for name in ("n", "requests", "hits", "purges")},
+    "wrong answers": of(count, "wrong"),
+    "served after a purge": of(count, "stale"),
+    "crashes": of(count, "crashed"),
+}
 serve_load = _shown(
     LOADED,
     "Goodput: the largest rate at which 99 % of all requests are answered with 200 in time; median and range of "
@@ -103,4 +110,7 @@ ray_replicas = _shown(
     REPLICAS,
     "In its hands: sent before a kill, and not answered by then. Repeats: of texts that were answered before. Wrong: "
     "not the model's own.",
+)
+store_faults = _shown(
+    FAULTS, "Requests during a fault and after it, of two caches that share the Redis, and namespaces purged."
 )

@@ -28,8 +28,8 @@ from experiments.report.serving import (
     ray_replicas,
     serve_load,
     serve_soak,
+    store_faults,
 )
-from experiments.report.stores import store_faults
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied

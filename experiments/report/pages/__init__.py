@@ -20,7 +20,6 @@ from experiments.report.pages import (
     reuse,
     scale,
     serving,
-    stores,
     ways,
 )
 from llmcache import ConfigError
@@ -53,7 +52,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "serve_soak": serving.serve_soak,
     "ray_replicas": serving.ray_replicas,
     "hostile": serving.hostile,
-    "store_faults": stores.store_faults,
+    "store_faults": serving.store_faults,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }

@@ -1,4 +1,4 @@
-"""The tables of servers over HTTP; times that were not taken on an idle machine are not shown."""
+"""The tables of servers over HTTP, and of a store that workers share; times of a busy machine are not shown."""
 
 from collections.abc import Callable, Mapping
 from operator import itemgetter
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.report.markdown import Cell, columns, count, of, table
 from experiments.report.pages.files import MISSING, figures_of, runs_if_any
-from experiments.report.serving import LOADED, REPLICAS, SOAKED, points
+from experiments.report.serving import FAULTS, LOADED, REPLICAS, SOAKED, points
 from experiments.runs.folder import METRICS
 
 
@@ -25,6 +25,7 @@ def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Cal
 serve_load = _table("serve_load", LOADED)
 serve_soak = _table("serve_soak", SOAKED)
 ray_replicas = _table("ray_replicas", REPLICAS, has_times=False)
+store_faults = _table("store_faults", FAULTS, has_times=False)
 
 HOSTILE: Mapping[str, Cell] = {
     "list": itemgetter("list"),
