@@ -14,20 +14,22 @@ from time import perf_counter
 import numpy as np
 from sklearn.linear_model import LogisticRegression
 
-from llmcache.arrays import Doubles
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import (
-    Calibration,
+from llmcache import Calibration
+from llmcache.lab import (
+    N_TURNS,
+    CalibratedReuse,
+    Doubles,
+    Found,
     HoldoutOutcome,
+    Observation,
+    RiskTarget,
     candidate_limits,
     choose_limit,
+    outputs,
     split,
+    targets,
     try_limits,
 )
-from llmcache.calibration.observer import outputs, targets
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.calibration.training import N_TURNS, Found
-from llmcache.request.observation import Observation
 
 _MAX_RISK = 0.5
 _SHARPNESS = np.array([[1.0], [2.0], [4.0]], np.float32)  # at which the rivals of an answer are summed

@@ -7,7 +7,7 @@ from experiments.replay.rehearsal import Frozen, Rehearsal
 from experiments.replay.student import Student
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.risk_target import RiskTarget
+from llmcache.lab import RiskTarget
 from tests.experiments.measuring import LEARN, TASK, N
 
 CLAIM = RiskTarget(0.2, 0.05, "changed", "frozen", 0)

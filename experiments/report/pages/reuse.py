@@ -6,14 +6,12 @@ from pathlib import Path
 
 from experiments.measures.service import share_of_bound
 from experiments.metrics.frontier import best
-from experiments.report.load import LOADED
-from experiments.report.load import points as points_of_load
 from experiments.report.markdown import Cell, bounded, columns, number, of, paid_back, percent, points, row_of, table
 from experiments.report.markdown import speed as times
 from experiments.report.pages.files import MISSING, by_task, each, runs_if_any, runs_of
 from experiments.report.trust import chosen
 from experiments.runs.read import Figures, Run
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")
 SOURCES = ("frozen", "growing")
@@ -168,14 +166,6 @@ RATED: Mapping[str, Cell] = {
     **{name: PASSES[name] for name in ("threads", "hits", "changed", "speed-up", "of the bound")},
     **{f"{kind}, ms": PASSES[f"{kind}, ms"] for kind in ("plain", "hit", "miss")},
 }
-
-
-def load(results_dir: Path) -> str:
-    """Latency by offered load; a row without figures where that was not measured on an idle machine."""
-    found = [run for run in runs_if_any(results_dir, "service_load") if run.is_timed]
-    if not found:
-        return table(tuple(LOADED), [("banking77", MISSING, *[""] * (len(LOADED) - 2))])
-    return columns(LOADED, points_of_load(found))
 
 
 def second_pass(results_dir: Path) -> str:
