@@ -22,10 +22,6 @@ GIB = 1024**3
 _OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
 
 
-#: Settings that have another name now.
-RENAMED = {"step_aside": "auto_bypass"}
-
-
 class CacheConfig(BaseModel):
     """All settings of one cache. The defaults serve lossless rungs only.
 
@@ -85,8 +81,6 @@ class CacheConfig(BaseModel):
             (`llmcache.STORES`). Secrets are in the environment (`llmcache.banks.stores.seal`).
         store_least_tokens: Tokens from which they are read from the store rather than computed; None: measured when the
             model is wrapped, by some prefills of it. 0: all are read.
-        rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They are
-            asked after exact repeats and before approximate reuse.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
@@ -96,7 +90,7 @@ class CacheConfig(BaseModel):
         max_entries: Most entries a bank, or None. Requests that are kept in blocks have none.
         max_bytes: Budget in bytes of all states; each bank gets an equal share. Where prefixes are kept, it is one for
             blocks and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A
-            decoder's requests are then blocks and a tail, and take nothing of the banks, unless further `rungs`, a
+            decoder's requests are then blocks and a tail, and take nothing of the banks, unless `rungs` of your own, a
             `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:
             4 bytes a dimension, some 1 kB a request and some 2 kB a block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
@@ -133,7 +127,6 @@ class CacheConfig(BaseModel):
     policy: Component = Component(name="lru")
     store: Component = Component(name="memory")
     store_least_tokens: int | None = Field(default=None, ge=0)
-    rungs: tuple[Component, ...] = ()
     compression: Component = Component(name="none")
     auto_bypass: bool = True
     max_entries: int | None = Field(default=None, ge=1)
@@ -155,20 +148,6 @@ class CacheConfig(BaseModel):
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("rungs", mode="before")
-    @classmethod
-    def _names_alone(cls, values: Any) -> Any:
-        if not isinstance(values, list | tuple):
-            raise ValueError("give a list of names, or of {name: ..., option: value}")
-        return [{"name": value} if isinstance(value, str) else value for value in values]
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _mode_is_not_sources(cls, value: Any) -> Any:
-        if value in ("frozen", "growing"):
-            raise ValueError(f"whether misses serve, too, is asked for with sources={value!r}; leave mode out")
-        return value
 
     @field_validator("tau")
     @classmethod
@@ -310,8 +289,6 @@ def explain(error: ValidationError, known: list[str]) -> str:
 
 
 def _unknown(key: str, known: list[str]) -> str:
-    if key in RENAMED:
-        return f"{key}: this setting is called {RENAMED[key]} now"
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{key}: unknown setting; {hint}known: {', '.join(known)}"

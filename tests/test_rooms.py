@@ -33,7 +33,7 @@ LIBRARY = (
     ("persist", "assembly"),
     ("calibrator",),
     ("cache",),
-    ("conformance",),
+    ("testing",),
     ("generation",),
     ("serving",),
     ("lab",),

@@ -282,7 +282,7 @@ class Audit:
             self._account = self._likeness = None
             if self._floor:
                 self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, self._n_accounts)
-            if made.is_certified and made.watch.profile is not None and made.watch.compares:
+            if made.is_certified and made.watch.profile is not None:
                 self._likeness = DriftDetector(made.watch.profile)
             self._marking.forget()
             self._fresh.begin(made)

@@ -55,17 +55,12 @@ class AlarmLevels:
             is another one, an upper limit of the share that was seen on C.
         tighter: The limit after a first alarm: at most half of the approximate hits on C were within it.
         profile: What requests are compared with, to tell whether they are still like those of C; None of growing
-            sources, and where it was not saved.
+            sources.
     """
 
     most_changed: float
     tighter: float
     profile: Profile | None = None
-
-    @property
-    def compares(self) -> bool:
-        """Whether requests can be compared with those of C; early saves do not tell what of C repeats were."""
-        return self.profile is not None and self.profile.n_repeats is not None
 
 
 @dataclass(frozen=True, slots=True)

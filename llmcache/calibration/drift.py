@@ -78,7 +78,7 @@ class Profile:
     classes: tuple[int, ...]  # forecasts, the rarest first; empty where nothing is forecast
     edges: tuple[tuple[float, ...], ...]  # by kind of mark: risks, similarities, places of the class in each order
     counts: tuple[tuple[int, ...], ...]  # how many marks are at most each edge
-    n_repeats: int | None = None  # sources that came again; None of early saves, with which nothing can be compared
+    n_repeats: int  # sources that came again
 
 
 def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) -> Profile:
@@ -135,9 +135,8 @@ class DriftDetector:
     """Compares requests with one profile. The caller holds a lock."""
 
     def __init__(self, profile: Profile) -> None:
-        """Begin without requests; the profile must say how many sources came again."""
+        """Begin without requests."""
         n, n_repeats = profile.n, profile.n_repeats
-        assert n_repeats is not None, "it is not known what of it repeats were"
         at_most = np.concatenate([np.array(counts, np.int64) for counts in profile.counts])
         shown = np.concatenate([at_most, n - at_most])  # a mark is at most an edge, or beyond it
         delta = _ERROR / (len(shown) + 1)

@@ -17,5 +17,4 @@ DECISIONS: Registry[Decision] = Registry(
     "decide",
     Decision,
     {"threshold": Threshold, "consensus": Consensus, "risk": Risk},
-    renamed={"most": "max_risk", "doubts": "risk_range"},
 )

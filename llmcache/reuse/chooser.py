@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
-from typing import Any
 
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.banks.cache_banks import CacheBanks
-from llmcache.errors import ConfigError
 from llmcache.matching.answers import Answers
 from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import Decision, Evidence
@@ -52,12 +50,6 @@ class NeighbourChooser:
     @property
     def max_risk(self) -> float:
         return self._decision.max_risk
-
-    def check_limit(self, limit: Any) -> None:
-        """Refuse what is not a risk score of the decision."""
-        least, most = self._decision.risk_range
-        if not isinstance(limit, int | float) or not least <= limit <= most:
-            raise ConfigError(f"limit: give a number from {least:g} to {most:g} (got {limit!r})")
 
     def learn(self, cases: Sequence[Observation]) -> None:
         """Take in what answers look like, and how rare tokens are."""

@@ -129,7 +129,7 @@ def test_values_of_a_later_format_and_of_other_keys_are_counted_misses(make: Cal
     values = store.place.values
     (a, (generation, first)), (b, (_, second)) = values.items()
     values[a] = generation, second
-    values[b] = generation, second[:4] + b"\2\0" + second[6:]
+    values[b] = generation, second[:4] + b"\3\0" + second[6:]
     assert get(tier, "x", "xy") == []
     assert tier.stats().n_mismatched == {"other_key": 1, "other_format": 1}
     values[a] = generation, first

@@ -174,19 +174,6 @@ def test_forgetting_the_sources_ends_it(cache: LLMCache) -> None:
         nothing_is_reused(cache)
 
 
-@pytest.mark.slow
-def test_a_tightened_caller_gets_fewer_hits_and_never_more(ready: LLMCache) -> None:
-    found, (record, *_) = ready.calibration, inside.records(ready)
-    with ready.tightened(0.0):
-        assert "semantic" not in rungs_of(ready, fresh(150))
-    with ready.tightened(1.0):
-        assert list(ready.calibrated.allowed(record.scope).values()) == [found.chosen.limit]
-    assert rungs_of(ready, fresh(150, seed=8)).count("semantic") > 30
-    for limit in (float("nan"), "0.1", None, -0.1, 2):
-        with pytest.raises(ConfigError, match="give a number"), ready.tightened(limit):
-            pass
-
-
 @pytest.mark.parametrize("name", ["bert.encoder.layer.0.output.dense.weight", "classifier.bias"])
 def test_other_weights_end_it_and_load_nothing(ready: LLMCache, model: nn.Module, name: str, tmp_path: Path) -> None:
     ready.save(tmp_path)
