@@ -14,7 +14,6 @@ from torch import nn
 from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Compute, Recomputer
-from llmcache.audit.shared_calibration import SharedCalibration
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
@@ -24,7 +23,8 @@ from llmcache.banks.stores.seal import Seal
 from llmcache.banks.tier import BreakEven, Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
-from llmcache.calibration.requirements import check_settings, check_student, refuse_coupled, refuse_unsafe
+from llmcache.calibration.requirements import check_settings, refuse_coupled, refuse_unsafe
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
@@ -147,13 +147,10 @@ def make_calibrated(
             f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
         )
     fingerprint, decision = _make_matching(config)
-    tokens = None
-    if isinstance(fingerprint, Learned):
-        tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
-        fingerprint.bind(tokens.embed, tokens.think)
+    assert isinstance(fingerprint, Learned)
+    tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
+    fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
-    if config.decide_component.name == "student":
-        check_student(parts.payload, answers, config)
     chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
     if parts.banks.elsewhere is not None:
@@ -175,12 +172,11 @@ def make_calibrated(
     )
     audit = Audit(recomputer, config)
     observer.learner = audit
-    attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
     sharing = None
     if config.share_calibration and parts.tier is not None:
         special = special_ids(parts.trunk, tokenizer)
-        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit, config, special)
-    return Calibrated(fingerprint, attention, observer, calibrated, audit, sharing)
+        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit.alarm, config, special)
+    return Calibrated(fingerprint, observer, calibrated, audit, sharing)
 
 
 def _names(model: nn.Module) -> set[str] | None:

@@ -40,13 +40,11 @@ class CacheConfig(BaseModel):
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
         fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
-            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration), or `auto`:
-            `mean` with `tau`, else `learned`.
+            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration, which takes no
+            other), or `auto`: `mean` with `tau`, else `learned`.
         decide: Which neighbour serves, and how risky that is: `threshold` (the nearest), `consensus` (the nearest,
             if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
-            `student` (no neighbour: the answer that the fingerprint's forecast favours, and the learned chance that it
-            is another), `combined` (`risk` or `student`, whichever is less risky), or `auto`: `threshold` with `tau`,
-            else `risk`.
+            or `auto`: `threshold` with `tau`, else `risk`.
         answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
             the model's head, and takes what it does not know for embeddings.
         gate: Compare tokens as well (`ContentGate` and its options): true, false or options. Needs the
@@ -65,7 +63,7 @@ class CacheConfig(BaseModel):
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
         share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
             publishes its own, takes up the one that is there, also instead of learning one (`learn`), and follows
-            alarms of the others; what their audits count is added up.
+            alarms of the others. Each audits its own hits on its own account.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
@@ -172,11 +170,8 @@ class CacheConfig(BaseModel):
                 f"tau={self.tau} and learn={self.learn}: either you choose the threshold, or a calibration does; leave "
                 "one out"
             )
-        if self.tau is not None and self.decide.name in ("risk", "student", "combined"):
-            raise ValueError(
-                f"decide {self.decide.name!r} is calibrated, not set by tau: leave tau out, and call calibrate() or "
-                "set learn"
-            )
+        if self.tau is not None and self.decide.name == "risk":
+            raise ValueError("decide 'risk' is calibrated, not set by tau: leave tau out, and calibrate() or set learn")
         if self.tau is not None and self.fingerprint.name == "learned":
             raise ValueError("fingerprint 'learned' is fitted by a calibration: leave tau out, and set learn")
         if self.tau is not None and {"audit", "recalibrate"} & self.model_fields_set:

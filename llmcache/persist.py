@@ -62,7 +62,6 @@ class Manifest(BaseModel):
     calibration: Calibration | None = None
     rests_on: list[str]  # namespaces of those that the calibration had serve
     quarantined: dict[str, str]  # requests that serve no others: their namespace by key
-    examples: list[str]  # keys of those by which a forecast is answered
 
 
 def save(components: Components, model: nn.Module, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
@@ -80,7 +79,7 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
     try:
         with locked(folder):
             generations = {} if components.tier is None else components.tier.generations()  # first: a purge may come
-            parts, scopes, calibration, rests_on, examples = _take(components, weights)
+            parts, scopes, calibration, rests_on = _take(components, weights)
             quarantined = components.banks.quarantined
             namespaces = {scope.namespace for scope in scopes} | {*rests_on, *quarantined.values()}
             manifest = Manifest(
@@ -97,7 +96,6 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
                 calibration=calibration,
                 rests_on=rests_on,
                 quarantined=quarantined,
-                examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
     except (OSError, ValueError, SafetensorError) as error:
@@ -250,16 +248,10 @@ def _take_in(components: Components, manifest: Manifest, parts: Tensors, folder:
         banks.quarantine(key, namespace)
     for name in gone:
         components.forget(name)
-    if components.calibrated is not None and components.calibrated.calibration is not None:
-        by_key = {one.key: one for one in records if one.is_pinned}
-        shown = [by_key[key] for key in manifest.examples]
-        components.calibrated.chooser.present((one.scope, one.key, one.answer) for one in shown)
 
 
-def _take(
-    components: Components, weights: str
-) -> tuple[Tensors, list[Scope], Calibration | None, list[str], list[str]]:
-    """What is written, as it is at one moment: tensors by file, scopes, calibration, its namespaces, examples' keys."""
+def _take(components: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str]]:
+    """What is written, as it is at one moment: tensors by file, scopes, calibration and its namespaces."""
     banks, calibrated = components.banks, components.calibrated
     with nullcontext() if calibrated is None else calibrated.held():  # no calibration is renewed meanwhile
         if calibrated is not None and not calibrated.is_made_for(weights):
@@ -272,8 +264,8 @@ def _take(
             "states": pack_states(records) | _pack_codecs(banks, weights),
         }
         if calibrated is None:
-            return parts, scopes, None, [], []
-        return parts, scopes, calibrated.calibration, sorted(calibrated.namespaces), calibrated.chooser.examples
+            return parts, scopes, None, []
+        return parts, scopes, calibrated.calibration, sorted(calibrated.namespaces)
 
 
 def _pack_learned(banks: CacheBanks, calibrated: CalibratedReuse | None) -> dict[str, Tensor]:

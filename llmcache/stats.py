@@ -13,8 +13,7 @@ Status = Literal[
 class AuditStats:
     """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
 
-    Of a calibration that is shared, they are the sums of all caches, as far as these have reported; but `n_waiting`,
-    `n_alarms` and `n_quarantined` are what this one knows.
+    Of a calibration that is shared, they are of this cache's own requests; `n_alarms` counts alarms of others, too.
 
     Attributes:
         status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and hits are

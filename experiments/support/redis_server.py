@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 _PATIENCE_S = 30.0
 

@@ -107,7 +107,6 @@ class CalibratedReuse:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
             self._limits, self.calibration, self.namespaces, self.origin = {}, None, set(), None
-            self.chooser.forget()
             self._banks.search_by(None)
 
     def forget(self, namespace: str | None = None) -> None:
@@ -314,7 +313,6 @@ class CalibratedReuse:
                 self.chooser.restore(below("trust.", published.learned))
                 self.fitter.resume()
                 self._banks.stand_all(published.sources)
-                self.chooser.present((one.scope, one.key, one.answer) for one in published.examples)
             except Exception:
                 self.end()
                 raise
@@ -329,10 +327,9 @@ class CalibratedReuse:
             if made is None or origin is None:
                 return None
             held = [one for one in self._banks.records() if one.scope == origin[0] and (one.is_pinned or one.slots)]
-            by_key = {one.key: one for one in held}
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"trust.{name}": array for name, array in self.state().items()}
-            return Published(made, learned, held, [by_key[key] for key in self.chooser.examples])
+            return Published(made, learned, held)
 
     def _serve(self, calibration: Calibration) -> None:
         self.calibration, limit = calibration, calibration.limit

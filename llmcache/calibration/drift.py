@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf, isfinite, isnan
+from math import inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -63,8 +63,7 @@ def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
     expected = -1 if forecast is None else int(forecast.argmax())
     if choice is None:
         return Marks(inf, -1.0, expected)
-    similarity = choice.neighbour.similarity  # of an example of an answer it is not known
-    return Marks(choice.at_first, -1.0 if isnan(similarity) else similarity, expected)
+    return Marks(choice.at_first, choice.neighbour.similarity, expected)
 
 
 def marks_of_source(forecast: Floats | None) -> Marks:

@@ -57,7 +57,7 @@ class Metrics(Watcher):
         self.routes = RouteTimes()
         self.n_under_way = 0
         self._model_name = model_name
-        self._rungs = {COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "student", "paper"}
+        self._rungs = {COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "paper"}
         self._results = {"success": 0, "failure": 0}
 
         self._http = self._counter("http_requests", "Requests answered, by route and HTTP status.", "route", "status")

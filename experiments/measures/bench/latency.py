@@ -35,7 +35,7 @@ from experiments.models.architectures import (
 )
 from experiments.support.clock import HOST, Clock, Spent
 from llmcache import ConfigError, LLMCache
-from llmcache.models.adapters import locate
+from llmcache.lab import locate
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
