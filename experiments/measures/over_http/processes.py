@@ -66,10 +66,6 @@ class Running:
                 raise ServerError(f"the server was not ready after {start_s:g} s: {self._told()}")
             sleep(0.1)
 
-    def signal(self, number: int) -> None:
-        """Send it a signal."""
-        self._process.send_signal(number)
-
     def stop(self) -> int:
         """End it, by force if it does not end in time; its exit status."""
         self._process.terminate()
@@ -88,15 +84,7 @@ class Running:
 
 @contextmanager
 def running(command: str, values: Mapping[str, str], *, start_s: float = 120.0) -> Iterator[Running]:
-    """Within: a server runs and is ready."""
-    with started(command, values) as server:
-        server.wait(start_s)
-        yield server
-
-
-@contextmanager
-def started(command: str, values: Mapping[str, str]) -> Iterator[Running]:
-    """Within: a server was started, and need not be ready yet; afterwards it has ended."""
+    """Within: a server runs and is ready; afterwards it has ended."""
     port = free_port()
     words = [word.format(python=sys.executable, port=port, **values) for word in shlex.split(command)]
     here = str(Path(experiments.__file__).parents[1])
@@ -107,6 +95,7 @@ def started(command: str, values: Mapping[str, str]) -> Iterator[Running]:
         )
         server = Running(process, port, log)
         try:
+            server.wait(start_s)
             yield server
         finally:
             server.stop()
