@@ -103,9 +103,9 @@ def _rows(trunk: Trunk) -> Tensor:
 def _run(trial: nn.Module, *rows: Tensor, n_padded: int = 0) -> Tensor:
     """States of some rows, of which the last ends with so many tokens of padding."""
     ids = torch.stack(rows)
-    mask = torch.ones_like(ids)
+    mask = torch.ones(ids.shape, dtype=torch.int64, device="cpu")
     mask[-1, ids.shape[1] - n_padded :] = 0
-    output = trial(input_ids=ids, attention_mask=mask)
+    output = trial(input_ids=ids, attention_mask=mask.to(ids.device))
     states: Tensor = output if isinstance(output, Tensor) else output[0]
     return states
 
