@@ -38,7 +38,7 @@ from llmcache.request.rows import Scope
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 9
+FORMAT = 10
 _TRIES = 10
 
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]

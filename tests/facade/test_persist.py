@@ -188,7 +188,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, part: str, damage: str) -> No
 def test_another_format_is_refused_and_says_who_wrote_it(tmp_path: Path) -> None:
     save(tmp_path)
     edit_manifest(tmp_path, format=1, written_by=None)
-    refused(tmp_path, rf"format 1; this version \({__version__}\) reads format 9: save the cache again")
+    refused(tmp_path, rf"format 1; this version \({__version__}\) reads format 10: save the cache again")
     edit_manifest(tmp_path, format=8, written_by="0.1.0")
     refused(tmp_path, r"format 8, written by llmcache 0\.1\.0; .*save the cache again")
     edit_manifest(tmp_path, format=10, written_by="2.0.1", something="new")
