@@ -191,8 +191,8 @@ def test_another_format_is_refused_and_says_who_wrote_it(tmp_path: Path) -> None
     refused(tmp_path, rf"format 1; this version \({__version__}\) reads format 10: save the cache again")
     edit_manifest(tmp_path, format=8, written_by="0.1.0")
     refused(tmp_path, r"format 8, written by llmcache 0\.1\.0; .*save the cache again")
-    edit_manifest(tmp_path, format=10, written_by="2.0.1", something="new")
-    refused(tmp_path, r"format 10, written by llmcache 2\.0\.1; this version")
+    edit_manifest(tmp_path, format=11, written_by="2.0.1", something="new")
+    refused(tmp_path, r"format 11, written by llmcache 2\.0\.1; this version")
 
 
 def test_a_save_of_another_format_is_replaced_by_the_next(tmp_path: Path) -> None:
