@@ -10,7 +10,6 @@ import pytest
 from llmcache.errors import ConfigError
 from llmcache.matching import DECISIONS, Consensus, Evidence, Risk, Threshold
 from llmcache.matching.decision import Decision, deepest_layer, share_of, thresholds
-from llmcache.matching.risk import lead_of
 from llmcache.registry import Component
 
 
@@ -43,17 +42,15 @@ def drawn(decision: Decision, rng: np.random.Generator, n: int) -> tuple[Evidenc
     is_right = rng.random(n) < similarity**2
     answers = np.where(is_right, 0, rng.integers(-1, 3, n))  # -1: none
     agree = ((answers[:, None] == answers) & (answers >= 0)).tolist() if decision.reads_answers else ()
-    favour, first = rng.normal(is_right, 0.5).tolist(), [bool(rng.random() < 0.7)]
-    lead = lead_of(rng.standard_normal(5).astype(np.float32) + 3 * np.eye(5, dtype=np.float32)[0], 0.5, 8)[1]
-    seen = Evidence(similarity.tolist(), agree, favour, lead if decision.reads_lead else ())
-    return seen, is_right.tolist() + (first if decision.reads_lead else [])
+    seen = Evidence(similarity.tolist(), agree, rng.normal(is_right, 0.5).tolist())
+    return seen, is_right.tolist()
 
 
 def check_choices(decision: Decision, asked: Sequence[Evidence]) -> list[tuple[int, float]]:
     chosen = []
     for seen in asked:
         n = len(seen.similarity)
-        if not n and not seen.lead:
+        if not n:
             continue  # it is not asked then
         number, risk = decision.choose(seen)
         assert decision.choose(seen) == (number, risk)
@@ -61,9 +58,8 @@ def check_choices(decision: Decision, asked: Sequence[Evidence]) -> list[tuple[i
         if risk < inf:
             least, most = decision.risk_range
             assert least - 1e-9 <= risk <= most + 1e-9
-            assert 0 <= number < n + bool(seen.lead)
-            is_told = number == n or not decision.reads_answers or seen.agree[number][number]
-            assert is_told
+            assert 0 <= number < n
+            assert not decision.reads_answers or seen.agree[number][number]
         chosen.append((number, risk))
     return chosen
 
