@@ -138,6 +138,8 @@ def _copy(module: nn.Module, shared: Iterator[object], memo: dict[int, object]) 
         part: object.__new__(type(part)) for part in parts if type(part) in kinds and _COPYING.isdisjoint(vars(part))
     }
     memo |= {id(part): twin for part, twin in plain.items()}
+    for part, twin in plain.items():  # first: what is made of a module that is compiled reads attributes of that
+        vars(twin).update(vars(part))
     for part, twin in plain.items():
         vars(twin).update((name, _copied(value, memo)) for name, value in vars(part).items())
     made_of: nn.Module = copy.deepcopy(module, memo)
