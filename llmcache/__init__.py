@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from llmcache.models.adapters import Adapter, register_adapter
     from llmcache.policies import POLICIES, Policy
     from llmcache.request.outcome import Outcome
-    from llmcache.reuse import RUNGS, Reuse, Rung
+    from llmcache.reuse import Reuse, Rung
     from llmcache.stats import AuditStats, Stats
 
 __version__ = "0.1.0"
@@ -68,7 +68,7 @@ _NAMES = {
     "models.adapters": ("Adapter", "register_adapter"),
     "policies": ("POLICIES", "Policy"),
     "request.outcome": ("Outcome",),
-    "reuse": ("RUNGS", "Reuse", "Rung"),
+    "reuse": ("Reuse", "Rung"),
     "stats": ("AuditStats", "Stats"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
@@ -79,7 +79,6 @@ __all__ = [
     "FINGERPRINTS",
     "INDEXES",
     "POLICIES",
-    "RUNGS",
     "STORES",
     "Adapter",
     "AuditStats",

@@ -14,7 +14,6 @@ from torch import nn
 from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Compute, Recomputer
-from llmcache.audit.shared_calibration import SharedCalibration
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
@@ -24,7 +23,8 @@ from llmcache.banks.stores.seal import Seal
 from llmcache.banks.tier import BreakEven, Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
-from llmcache.calibration.requirements import check_settings, check_student, refuse_coupled, refuse_unsafe
+from llmcache.calibration.requirements import check_settings, refuse_coupled, refuse_unsafe
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
@@ -47,7 +47,6 @@ from llmcache.models.twin import run_unseen
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.request.rows import id_dtype
-from llmcache.reuse import RUNGS
 from llmcache.reuse.base import Rung
 from llmcache.reuse.chooser import NeighbourChooser
 from llmcache.reuse.exact import Exact
@@ -57,7 +56,11 @@ from llmcache.reuse.semantic import Fixed, Semantic
 
 
 def assemble(
-    model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits
+    model: nn.Module,
+    config: CacheConfig,
+    tokenizer: Any = None,
+    answer_of: Reading = read_logits,
+    own_rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
 ) -> Components:
     """Build the parts that the settings and the model ask for; what does not suit is refused."""
     trunk, head, payload = _inspect(model, config)
@@ -68,7 +71,7 @@ def assemble(
     is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
     prefix = _make_blocks(trunk, payload, config, lambda: banks.spent)
     # Entries are needed where something else may read them, or was named to keep them.
-    is_plain = not config.rungs and config.compression.name == "none"
+    is_plain = not own_rungs and config.compression.name == "none"
     is_in_blocks = prefix is not None and is_exact and is_plain and layers[-1] == trunk.depth - 1
     counters, weights = Counters(), Weights(trunk.module)
     coupling = Coupling(trunk, weights)
@@ -88,7 +91,7 @@ def assemble(
             banks.elsewhere.answered_by = Weights(model, without=trunk.module).digest
     gate = _make_gate(trunk, config, tokenizer)
     chooser = NeighbourChooser(banks, decision, None if observer is None else observer.answers, gate)
-    rungs = _choose_rungs(banks, trunk, config, is_exact, chooser)
+    rungs = _choose_rungs(banks, trunk, config, is_exact, chooser, own_rungs)
     if not rungs and config.learn is None and prefix is None:
         raise ConfigError(
             f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
@@ -144,13 +147,10 @@ def make_calibrated(
             f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
         )
     fingerprint, decision = _make_matching(config)
-    tokens = None
-    if isinstance(fingerprint, Learned):
-        tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
-        fingerprint.bind(tokens.embed, tokens.think)
+    assert isinstance(fingerprint, Learned)
+    tokens = TokenVectors(parts.trunk, parts.payload, partial(run_unseen, parts.trunk.module))
+    fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
-    if config.decide_component.name == "student":
-        check_student(parts.payload, answers, config)
     chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
     if parts.banks.elsewhere is not None:
@@ -172,12 +172,11 @@ def make_calibrated(
     )
     audit = Audit(recomputer, config)
     observer.learner = audit
-    attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
     sharing = None
     if config.share_calibration and parts.tier is not None:
         special = special_ids(parts.trunk, tokenizer)
-        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit, config, special)
-    return Calibrated(fingerprint, attention, observer, calibrated, audit, sharing)
+        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit.alarm, config, special)
+    return Calibrated(fingerprint, observer, calibrated, audit, sharing)
 
 
 def _names(model: nn.Module) -> set[str] | None:
@@ -356,7 +355,12 @@ def _open_tier(
 
 
 def _choose_rungs(
-    banks: CacheBanks, trunk: Trunk, config: CacheConfig, is_exact: bool, chooser: NeighbourChooser
+    banks: CacheBanks,
+    trunk: Trunk,
+    config: CacheConfig,
+    is_exact: bool,
+    chooser: NeighbourChooser,
+    own: Sequence[Callable[[CacheBanks], Rung]],
 ) -> list[Rung]:
     """Rungs in the order in which rows are offered to them, safest first."""
     try:
@@ -366,23 +370,20 @@ def _choose_rungs(
     rungs: list[Rung] = []
     if is_exact:
         rungs.append(Exact(banks))
-    for component in config.rungs:
-        if component.name in RUNGS.reserved:
-            raise ConfigError(
-                f"rungs: {component.name!r} is turned on by another setting (exact, prefix, tau, mode, decide); "
-                "leave it out"
-            )
-        rungs.append(_ask(component.build(RUNGS, banks), trunk.depth))
+    rungs += [_make_own(make, banks, trunk.depth) for make in own]
     if tau:
         rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))
     return rungs
 
 
-def _ask(rung: Rung, depth: int) -> Rung:
+def _make_own(make: Callable[[CacheBanks], Rung], banks: CacheBanks, depth: int) -> Rung:
     """A user's rung that can say where it is to be asked: calls ask it at each layer, and none is to fail there."""
     try:
+        rung = make(banks)
+        if not (isinstance(rung.name, str) and isinstance(rung.is_lossless, bool)):
+            raise TypeError("name must be a text, is_lossless a truth value")
         for layer in range(depth):
             rung.applies_at(layer)
     except Exception as error:
-        raise ConfigError(f"rungs: {rung.name}.applies_at() failed: {error!r}") from error
+        raise ConfigError(f"rungs: {make!r} makes no rung: {error!r}") from error
     return rung

@@ -1,6 +1,5 @@
 """`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from llmcache.assembly import assemble
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import Requests
@@ -28,6 +28,7 @@ from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
 from llmcache.request.variables import setting
+from llmcache.reuse.base import Rung
 from llmcache.stats import Stats
 
 
@@ -39,7 +40,7 @@ def make_core(parts, config, tokenizer):
     from llmcache.policies import POLICIES
     from llmcache.models.hooks import is_wrapped
     trunk, payload = parts.trunk, parts.payload
-    if os.environ.get("OLD") or config.tau is not None or config.learn is not None or parts.tier is not None or config.compression.name != "none" or config.rungs or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"):
+    if os.environ.get("OLD") or config.tau is not None or config.learn is not None or parts.tier is not None or config.compression.name != "none" or len(parts.rungs) > 1 or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"):
         return None
     if is_wrapped(trunk):
         raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
@@ -60,14 +61,19 @@ class LLMCache:
     """
 
     def __init__(
-        self, model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits
+        self,
+        model: nn.Module,
+        config: CacheConfig,
+        tokenizer: Any = None,
+        answer_of: Reading = read_logits,
+        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
     ) -> None:
         """Use `wrap` or `load`."""
         self.model = model
         self.config = config
         self._tokenizer = tokenizer
         self._answer_of = answer_of
-        self._components = assemble(model, config, tokenizer, answer_of)
+        self._components = assemble(model, config, tokenizer, answer_of, rungs)
         self._core = make_core(self._components, config, tokenizer)
         self._flow: Any
         if self._core is not None:
@@ -106,6 +112,7 @@ class LLMCache:
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
+        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
         **settings: Any,
     ) -> Self:
         """Make a model remember.
@@ -118,6 +125,8 @@ class LLMCache:
                 names, and for BERT's relatives the customary ids.
             answer_of: `output -> logits (B, C)`: finds the answer in what the model returned, where it is neither a
                 tensor nor has `logits`. Decisions that compare answers use it.
+            rungs: Classes of your own, or functions that take the cache's banks and return a `Rung`. They are asked
+                after exact repeats and before approximate reuse.
             **settings: Single settings, before those of `config`; see `CacheConfig`.
 
         Returns:
@@ -129,7 +138,7 @@ class LLMCache:
             UnsupportedModelError: The layers were not found.
             WrapError: The model is wrapped already.
         """
-        return cls(model, CacheConfig.make(config, **settings), tokenizer, answer_of)
+        return cls(model, CacheConfig.make(config, **settings), tokenizer, answer_of, rungs)
 
     @classmethod
     def load(
@@ -140,6 +149,7 @@ class LLMCache:
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
+        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
@@ -152,6 +162,7 @@ class LLMCache:
                 budgets of a calibrated cache be raised.
             tokenizer: As of `wrap`.
             answer_of: As of `wrap`.
+            rungs: As of `wrap`; a save does not keep them.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
@@ -166,7 +177,7 @@ class LLMCache:
         given = None if config is None else CacheConfig.make(config)
         chosen = choose_settings(manifest.config, given, manifest.calibration is not None, folder)
         try:
-            cache = cls(model, chosen, tokenizer, answer_of)
+            cache = cls(model, chosen, tokenizer, answer_of, rungs)
         except ConfigError as error:
             if given is not None:
                 raise
@@ -263,31 +274,9 @@ class LLMCache:
         return self._components.calibrated
 
     @property
-    def trust(self) -> CalibratedReuse | None:
-        """The name of `calibrated` in 0.1."""
-        warnings.warn("LLMCache.trust is called calibrated now", DeprecationWarning, stacklevel=2)
-        return self.calibrated
-
-    @property
     def calibration(self) -> Calibration | None:
         """What approximate reuse rests on; None before one, and after a failure or a second alarm."""
         return None if self._components.calibrated is None else self._components.calibrated.calibration
-
-    @contextmanager
-    def tightened(self, limit: float) -> Iterator[Self]:
-        """Within: no reuse whose risk exceeds `limit`, nor what the calibration allows. Per thread and async task.
-
-        The risk of `risk` is the chance that reuse changes the answer, 0 to 1; of others the similarity, negated.
-
-        Raises:
-            ConfigError: `limit` is not a risk score of the decision, or nothing is reused by a calibration.
-        """
-        if self._components.calibrated is None:
-            raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
-        self._components.calibrated.chooser.check_limit(limit)
-        tightened = self._components.calibrated.tightened
-        with setting(tightened, min(limit, tightened.get())):
-            yield self
 
     def compile(
         self,

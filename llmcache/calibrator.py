@@ -20,7 +20,7 @@ from llmcache.errors import ConfigError, WrapError
 from llmcache.execution.components import Components
 from llmcache.execution.flow import Flow
 from llmcache.matching.answers import Reading
-from llmcache.models.hooks import Installed, install, listen, watch
+from llmcache.models.hooks import Installed, install, watch
 from llmcache.models.twin import make_replicas
 from llmcache.request.observation import Observation
 from llmcache.request.variables import setting
@@ -57,8 +57,6 @@ class Calibrator:
             self.components, self.model, self.config, self.tokenizer, self.answer_of, self._compute_in
         )
         self._watch(calibrated.observer)
-        if calibrated.attention is not None:
-            self.installed.add(listen(calibrated.attention, self.flow))
         calibrated.add_to(self.components)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
@@ -111,12 +109,11 @@ class Calibrator:
             replicas = make_replicas(self.model)
         except ConfigError:  # only the model itself computes as it does
             return self.model
-        parts, observer = self.components, self.components.observer
-        trunk, attention = parts.trunk, parts.attention
+        trunk, observer = self.components.trunk, self.components.observer
         norm = None if trunk.norm is None else replicas[trunk.norm]
         layers = tuple(replicas[layer] for layer in trunk.layers)
         trunk = replace(trunk, module=replicas[trunk.module], layers=layers, norm=norm)
-        install(trunk, self.flow, None if attention is None else replicas[attention])
+        install(trunk, self.flow)
         model = replicas[self.model]
         if observer is not None and not observer.answers.reads_payload:
             watch(model, self.flow, trunk)

@@ -22,10 +22,6 @@ GIB = 1024**3
 _OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
 
 
-#: Settings that have another name now.
-RENAMED = {"step_aside": "auto_bypass"}
-
-
 class CacheConfig(BaseModel):
     """All settings of one cache. The defaults serve lossless rungs only.
 
@@ -44,13 +40,11 @@ class CacheConfig(BaseModel):
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
         fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
-            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration), or `auto`:
-            `mean` with `tau`, else `learned`.
+            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration, which takes no
+            other), or `auto`: `mean` with `tau`, else `learned`.
         decide: Which neighbour serves, and how risky that is: `threshold` (the nearest), `consensus` (the nearest,
             if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
-            `student` (no neighbour: the answer that the fingerprint's forecast favours, and the learned chance that it
-            is another), `combined` (`risk` or `student`, whichever is less risky), or `auto`: `threshold` with `tau`,
-            else `risk`.
+            or `auto`: `threshold` with `tau`, else `risk`.
         answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
             the model's head, and takes what it does not know for embeddings.
         gate: Compare tokens as well (`ContentGate` and its options): true, false or options. Needs the
@@ -69,7 +63,7 @@ class CacheConfig(BaseModel):
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
         share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
             publishes its own, takes up the one that is there, also instead of learning one (`learn`), and follows
-            alarms of the others; what their audits count is added up.
+            alarms of the others. Each audits its own hits on its own account.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
@@ -87,8 +81,6 @@ class CacheConfig(BaseModel):
             (`llmcache.STORES`). Secrets are in the environment (`llmcache.banks.stores.seal`).
         store_least_tokens: Tokens from which they are read from the store rather than computed; None: measured when the
             model is wrapped, by some prefills of it. 0: all are read.
-        rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They are
-            asked after exact repeats and before approximate reuse.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
@@ -98,7 +90,7 @@ class CacheConfig(BaseModel):
         max_entries: Most entries a bank, or None. Requests that are kept in blocks have none.
         max_bytes: Budget in bytes of all states; each bank gets an equal share. Where prefixes are kept, it is one for
             blocks and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A
-            decoder's requests are then blocks and a tail, and take nothing of the banks, unless further `rungs`, a
+            decoder's requests are then blocks and a tail, and take nothing of the banks, unless `rungs` of your own, a
             `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:
             4 bytes a dimension, some 1 kB a request and some 2 kB a block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
@@ -135,7 +127,6 @@ class CacheConfig(BaseModel):
     policy: Component = Component(name="lru")
     store: Component = Component(name="memory")
     store_least_tokens: int | None = Field(default=None, ge=0)
-    rungs: tuple[Component, ...] = ()
     compression: Component = Component(name="none")
     auto_bypass: bool = True
     max_entries: int | None = Field(default=None, ge=1)
@@ -158,20 +149,6 @@ class CacheConfig(BaseModel):
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    @field_validator("rungs", mode="before")
-    @classmethod
-    def _names_alone(cls, values: Any) -> Any:
-        if not isinstance(values, list | tuple):
-            raise ValueError("give a list of names, or of {name: ..., option: value}")
-        return [{"name": value} if isinstance(value, str) else value for value in values]
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _mode_is_not_sources(cls, value: Any) -> Any:
-        if value in ("frozen", "growing"):
-            raise ValueError(f"whether misses serve, too, is asked for with sources={value!r}; leave mode out")
-        return value
-
     @field_validator("tau")
     @classmethod
     def _tau_is_a_similarity(cls, value: float | dict[int, float] | None) -> float | dict[int, float] | None:
@@ -193,11 +170,8 @@ class CacheConfig(BaseModel):
                 f"tau={self.tau} and learn={self.learn}: either you choose the threshold, or a calibration does; leave "
                 "one out"
             )
-        if self.tau is not None and self.decide.name in ("risk", "student", "combined"):
-            raise ValueError(
-                f"decide {self.decide.name!r} is calibrated, not set by tau: leave tau out, and call calibrate() or "
-                "set learn"
-            )
+        if self.tau is not None and self.decide.name == "risk":
+            raise ValueError("decide 'risk' is calibrated, not set by tau: leave tau out, and calibrate() or set learn")
         if self.tau is not None and self.fingerprint.name == "learned":
             raise ValueError("fingerprint 'learned' is fitted by a calibration: leave tau out, and set learn")
         if self.tau is not None and {"audit", "recalibrate"} & self.model_fields_set:
@@ -315,8 +289,6 @@ def explain(error: ValidationError, known: list[str]) -> str:
 
 
 def _unknown(key: str, known: list[str]) -> str:
-    if key in RENAMED:
-        return f"{key}: this setting is called {RENAMED[key]} now"
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{key}: unknown setting; {hint}known: {', '.join(known)}"

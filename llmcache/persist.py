@@ -17,18 +17,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from llmcache import __version__
 from llmcache.arrays import below
 from llmcache.banks.cache_banks import CacheBanks
-from llmcache.banks.records import SavedRequest
 from llmcache.banks.serialization import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.banks.tier import named
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.config import RENAMED, CacheConfig
+from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError, UnfitBankError
 from llmcache.execution.components import Components
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
@@ -39,11 +38,7 @@ from llmcache.request.rows import Scope
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 9
-# Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and
-# which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names. Up to
-# 7, no blocks are saved: requests of decoders have entries. Up to 8, nothing tells which purges in a store came later.
-_READ = (4, 5, 6, 7, 8, FORMAT)
+FORMAT = 10
 _TRIES = 10
 
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]
@@ -55,25 +50,18 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: int  # version of this layout
-    written_by: str = ""  # version of this library
-    payload: str = ""  # what of a state is kept
+    written_by: str  # version of this library
+    payload: str  # what of a state is kept
     config: dict[str, Any]
     weights: str  # digest of the trunk's
-    head: str = ""  # of the model's others, where its answers matter: something is reused approximately
+    head: str  # of the model's others, where its answers matter: something is reused approximately
     special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
     scopes: list[tuple[str, str, str]]  # namespace, dtype and attention; requests name theirs by number
-    generations: dict[str, int | None] = {}  # that namespaces had in the store; None: not known, or there is none
+    generations: dict[str, int | None]  # that namespaces had in the store; None: not known, or there is none
     files: dict[str, str]  # SHA-256 by name
     calibration: Calibration | None = None
-    rests_on: list[str] | None = None  # namespaces of those that the calibration had serve; None: of those held
-    #: Requests that serve no others: their namespace by key.
-    quarantined: dict[str, str] = Field({}, validation_alias=AliasChoices("quarantined", "struck"))
-    examples: list[str] | None = None  # keys of those by which a forecast is answered; None: of each answer the oldest
-
-    @field_validator("config")
-    @classmethod
-    def _with_names_of_now(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return {RENAMED.get(key, key): value for key, value in config.items()}
+    rests_on: list[str]  # namespaces of those that the calibration had serve
+    quarantined: dict[str, str]  # requests that serve no others: their namespace by key
 
 
 def save(components: Components, model: nn.Module, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
@@ -91,7 +79,7 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
     try:
         with locked(folder):
             generations = {} if components.tier is None else components.tier.generations()  # first: a purge may come
-            parts, scopes, calibration, rests_on, examples = _take(components, weights)
+            parts, scopes, calibration, rests_on = _take(components, weights)
             quarantined = components.banks.quarantined
             namespaces = {scope.namespace for scope in scopes} | {*rests_on, *quarantined.values()}
             manifest = Manifest(
@@ -108,7 +96,6 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
                 calibration=calibration,
                 rests_on=rests_on,
                 quarantined=quarantined,
-                examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
     except (OSError, ValueError, SafetensorError) as error:
@@ -160,11 +147,11 @@ def _first_line(error: Exception) -> str:
 def _check_format(found: Any, path: Path) -> None:
     """Refuse a manifest of a format that is not read here, and say who wrote it."""
     number = found.get("format") if isinstance(found, dict) else None
-    if isinstance(number, int) and number not in _READ:
+    if isinstance(number, int) and number != FORMAT:
         written_by = found.get("written_by")
         raise UnfitBankError(
             f"{path}: format {number}{f', written by llmcache {written_by}' if written_by else ''}; this version "
-            f"({__version__}) reads formats {' and '.join(map(str, _READ))}"
+            f"({__version__}) reads format {FORMAT}: save the cache again"
         )
 
 
@@ -224,7 +211,7 @@ def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: st
     if components.tier is None:
         _take_in(components, manifest, parts, folder, set())
         return
-    names = [name for name, *_ in manifest.scopes] + [*(manifest.rests_on or ()), *manifest.quarantined.values()]
+    names = [name for name, *_ in manifest.scopes] + [*manifest.rests_on, *manifest.quarantined.values()]
     with components.tier.loading({name: manifest.generations.get(name) for name in names}) as gone:
         _take_in(components, manifest, parts, folder, gone)
     if gone:
@@ -237,12 +224,13 @@ def _take_in(components: Components, manifest: Manifest, parts: Tensors, folder:
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
     records = list(unpack(parts["requests"], parts["states"], scopes))
-    _check_payload(components, manifest.payload, records, folder)
-    is_known = manifest.rests_on is not None or components.tier is None  # whether a purge would end the calibration
-    if components.calibrated is not None and manifest.calibration is not None and is_known:
-        of_sources = {record.scope.namespace for record in records if record.is_pinned or record.slots}
-        rests_on = of_sources if manifest.rests_on is None else manifest.rests_on
-        components.calibrated.restore(manifest.calibration, below("trust.", learned), rests_on)
+    if manifest.payload != (kept := components.payload.name):
+        raise UnfitBankError(
+            f"{folder}: saved with payload {manifest.payload!r}, where this model is served by {kept!r}: its head is "
+            "another one, or is now known to read more; give another folder"
+        )
+    if components.calibrated is not None and manifest.calibration is not None:
+        components.calibrated.restore(manifest.calibration, below("trust.", learned), manifest.rests_on)
     records = [record for record in records if record.scope.namespace not in gone]
     if banks.fingerprint is not None:
         banks.fingerprint.restore(below("fingerprint.", learned))
@@ -260,40 +248,10 @@ def _take_in(components: Components, manifest: Manifest, parts: Tensors, folder:
         banks.quarantine(key, namespace)
     for name in gone:
         components.forget(name)
-    if components.calibrated is not None and components.calibrated.calibration is not None:
-        _present(components.calibrated, manifest.examples, records)
 
 
-def _present(calibrated: CalibratedReuse, examples: list[str] | None, records: list[SavedRequest]) -> None:
-    """Have forecasts answered by the requests that did it when the calibration was made."""
-    by_key = {one.key: one for one in records if one.is_pinned}
-    shown = by_key.values() if examples is None else [by_key[key] for key in examples]
-    calibrated.chooser.present((one.scope, one.key, one.answer) for one in shown)
-
-
-def _check_payload(components: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
-    """Refuse entries that keep other rows of a state than this model's head reads; format 4 does not name them."""
-    kept = components.payload
-    sizes = [
-        (len(entry.tensors["hidden"]), len(one.ids))
-        for one in records
-        for entry in one.entries.values()
-        if "hidden" in entry.tensors  # codecs that are fitted keep something else
-    ]
-    fits = all(
-        n_rows == 1 if kept.fits_any_length else n_bytes in (2 * n_rows, 4 * n_rows) for n_rows, n_bytes in sizes
-    )
-    if saved not in ("", kept.name) or not fits:
-        raise UnfitBankError(
-            f"{folder}: saved with {f'payload {saved!r}' if saved else 'another payload'}, where this model is served "
-            f"by {kept.name!r}: its head is another one, or is now known to read more; give another folder"
-        )
-
-
-def _take(
-    components: Components, weights: str
-) -> tuple[Tensors, list[Scope], Calibration | None, list[str], list[str] | None]:
-    """What is written, as it is at one moment: tensors by file, scopes, calibration, its namespaces, examples' keys."""
+def _take(components: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str]]:
+    """What is written, as it is at one moment: tensors by file, scopes, calibration and its namespaces."""
     banks, calibrated = components.banks, components.calibrated
     with nullcontext() if calibrated is None else calibrated.held():  # no calibration is renewed meanwhile
         if calibrated is not None and not calibrated.is_made_for(weights):
@@ -306,8 +264,8 @@ def _take(
             "states": pack_states(records) | _pack_codecs(banks, weights),
         }
         if calibrated is None:
-            return parts, scopes, None, [], None
-        return parts, scopes, calibrated.calibration, sorted(calibrated.namespaces), calibrated.chooser.examples
+            return parts, scopes, None, []
+        return parts, scopes, calibrated.calibration, sorted(calibrated.namespaces)
 
 
 def _pack_learned(banks: CacheBanks, calibrated: CalibratedReuse | None) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -24,7 +24,6 @@ class Registry(dict[str, type[T]], Generic[T]):
         known: dict[str, type[T]],
         given: Sequence[str] = (),
         reserved: Sequence[str] = (),
-        renamed: Mapping[str, str] | None = None,
     ) -> None:
         """Begin with classes of our own.
 
@@ -34,14 +33,12 @@ class Registry(dict[str, type[T]], Generic[T]):
             known: Classes by name.
             given: What the library itself passes to each constructor, by position; settings come as keywords.
             reserved: Names that mean something else in the setting.
-            renamed: What classes of 0.1 may still have under a former name, which nobody asks any more.
         """
         super().__init__(known)
         self.kind = kind
         self._base = base
         self.given = tuple(given)
         self.reserved = tuple(reserved)
-        self._renamed = dict(renamed or {})
 
     def register(self, name: str, made: type[T]) -> None:
         """Let settings name a class.
@@ -51,8 +48,8 @@ class Registry(dict[str, type[T]], Generic[T]):
             made: The class: derived from the base of its kind, or with all that this has.
 
         Raises:
-            ConfigError: The name is no text, or taken, or the class lacks something, has something under a name of 0.1,
-                or something of it is called with other arguments than it takes.
+            ConfigError: The name is no text, or taken, or the class lacks something, or something of
+                it is called with other arguments than it takes.
         """
         if name in self:
             raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
@@ -80,9 +77,6 @@ class Registry(dict[str, type[T]], Generic[T]):
         missing = {name for name in members if not hasattr(made, name)} | getattr(made, "__abstractmethods__", set())
         if missing:
             raise ConfigError(f"{self.kind}: {made.__name__} lacks {', '.join(sorted(missing))} of {base.__name__}")
-        for before, now in self._renamed.items():
-            if hasattr(made, before):
-                raise ConfigError(f"{self.kind}: {made.__name__}.{before} is called {now} now")
         for name in members:
             asked = getattr(base, name, None)
             if callable(getattr(made, name)) != callable(asked):
@@ -160,21 +154,3 @@ def _checker(hint: Any) -> TypeAdapter[Any]:
         return TypeAdapter(hint)
     except PydanticSchemaGenerationError:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-
-
-def rule(holds: bool, said: str) -> None:
-    """Raise `AssertionError` unless a rule of a base holds."""
-    if not holds:
-        raise AssertionError(said)
-
-
-@contextmanager
-def refuses(error: type[Exception], said: str) -> Iterator[None]:
-    """Raise `AssertionError` unless what is done within raises this error."""
-    try:
-        yield
-    except error:
-        return
-    except Exception as other:
-        raise AssertionError(f"{said}, not {other!r}") from other
-    raise AssertionError(said)

@@ -1,45 +1,27 @@
 """What the cache did and how it stands, as plain values with the unit in the name."""
 
-import warnings
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 Status = Literal[
     "learning", "certified", "unwatched", "drifted", "failing", "growing", "tightened", "off", "other weights"
 ]
 
 
-class Renamed:
-    """Fields are still found by the names that they had in 0.1, with a warning."""
-
-    __slots__ = ()
-    _RENAMED: ClassVar[Mapping[str, str]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._RENAMED:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        now = self._RENAMED[name]
-        warnings.warn(f"{type(self).__name__}.{name} is called {now} now", DeprecationWarning, stacklevel=2)
-        return getattr(self, now)
-
-
 @dataclass(frozen=True, slots=True)
-class AuditStats(Renamed):
+class AuditStats:
     """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
 
-    Of a calibration that is shared, they are the sums of all caches, as far as these have reported; but `n_waiting`,
-    `n_alarms` and `n_quarantined` are what this one knows.
+    Of a calibration that is shared, they are of this cache's own requests; `n_alarms` counts alarms of others, too.
 
     Attributes:
-        status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and hits
-            are audited; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell
-            what requests are to be compared with; `drifted`: it is void, requests being unlike those that it was made
-            with, and nothing is reused approximately; `failing`: nor is anything meanwhile, as the cache itself fails
-            (`Stats.health`); `growing`: sources grow, and there is no bound; `tightened`: after a first alarm, half is
-            served; `off`: nothing is, after a second alarm, a calibration that failed, or none; `other weights`: the
-            model was calibrated with others.
+        status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and hits are
+            audited; `unwatched`: it was shown, but with `audit=0` nobody looks; `drifted`: it is void, requests being
+            unlike those that it was made with, and nothing is reused approximately; `failing`: nor is anything
+            meanwhile, as the cache itself fails (`Stats.health`); `growing`: sources grow, and there is no bound;
+            `tightened`: after a first alarm, half is served; `off`: nothing is, after a second alarm, a calibration
+            that failed, or none; `other weights`: the model was calibrated with others.
         n_requests: Requests counted, hits or not; bypassed ones are not.
         n_drawn: Approximate hits to be audited.
         n_recomputed: Those whose own answer is known by now. Where n_drawn - n_recomputed exceeds n_waiting, the rest
@@ -58,8 +40,6 @@ class AuditStats(Renamed):
             (`llmcache.audit.alarm.Alarm.needed` derives it); None where nothing is audited.
     """
 
-    _RENAMED: ClassVar[Mapping[str, str]] = {"n_looked": "n_recomputed", "n_struck": "n_quarantined"}
-
     status: Status
     n_requests: int = 0
     n_drawn: int = 0
@@ -76,7 +56,7 @@ class AuditStats(Renamed):
 
 
 @dataclass(frozen=True, slots=True)
-class Cost(Renamed):
+class Cost:
     """What the cache costs and saves in calls of about one length. Times are recent averages; None: no such call.
 
     Attributes:
@@ -97,8 +77,6 @@ class Cost(Renamed):
             Since wrapping, `clear`, `restart_stats`, or the requests that were learned from.
     """
 
-    _RENAMED: ClassVar[Mapping[str, str]] = {"pays_from": "worthwhile_from", "is_aside": "is_bypassed"}
-
     tokens: int
     lookup_ms: float | None
     storing_ms: float | None
@@ -115,7 +93,7 @@ class Cost(Renamed):
 
 
 @dataclass(frozen=True, slots=True)
-class Health(Renamed):
+class Health:
     """How the cache stands.
 
     Attributes:
@@ -126,8 +104,6 @@ class Health(Renamed):
         failed_recomputes: Share of the latest looks of the audit that failed, over some 64 looks.
         failures: Failures since wrapping, by what failed and the kind of error.
     """
-
-    _RENAMED: ClassVar[Mapping[str, str]] = {"failed_looks": "failed_recomputes"}
 
     is_failing: bool = False
     failed_calls: float = 0.0

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import llmcache
+from llmcache import lab
+
 ROOT = Path(__file__).parents[1]
 
 #: From the ground up; what stands in one row knows nothing of the rows below it.
@@ -30,9 +33,10 @@ LIBRARY = (
     ("persist", "assembly"),
     ("calibrator",),
     ("cache",),
-    ("conformance",),
+    ("testing",),
     ("generation",),
     ("serving",),
+    ("lab",),
     ("cli",),
     ("__main__",),
 )
@@ -44,7 +48,6 @@ EXPERIMENTS = (
     ("methods",),
     ("metrics",),
     ("replay",),
-    ("simulation",),
     ("prepare",),
     ("measures",),
     ("runs",),
@@ -53,6 +56,8 @@ EXPERIMENTS = (
     ("decisions",),
 )
 ROWS = {"llmcache": LIBRARY, "experiments": EXPERIMENTS}
+#: Modules of the library that its users import from.
+PUBLIC = {"llmcache", "llmcache.generation", "llmcache.serving.ray"}
 #: What generation may know of the library: it works on models that are wrapped, and on others.
 GENERATION = {"generation", "models", "request", "errors", "threads"}
 
@@ -111,6 +116,23 @@ def test_no_room_takes_a_private_name_of_another(package: str) -> None:
 def test_the_library_knows_nothing_of_the_experiments() -> None:
     for path in (ROOT / "llmcache").rglob("*.py"):
         assert not [module for module, _ in imports(path) if module.split(".")[0] in ("experiments", "tests")], path
+
+
+def test_experiments_know_public_names_and_the_lab_alone() -> None:
+    """Of the inside they take what `llmcache.lab` has, and all of that; commands share the console's rooms."""
+    taken = set()
+    for path in (ROOT / "experiments").rglob("*.py"):
+        for module, names in imports(path):
+            if module == "llmcache.lab":
+                taken |= set(names)
+            elif module.split(".")[0] == "llmcache" and not module.startswith("llmcache.cli."):
+                assert module in PUBLIC, f"{path}: {module}"
+                assert module != "llmcache" or set(names) <= {*llmcache.__all__, "__version__"}, f"{path}: {names}"
+    assert taken == set(lab.__all__) == set(lab._HOME)
+    for name in lab.__all__:
+        assert getattr(lab, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = lab.nothing
 
 
 def test_generation_stands_on_models_alone() -> None:

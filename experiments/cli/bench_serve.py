@@ -9,21 +9,19 @@ import typer
 
 from experiments.cli.options import DataDir, FiguresDir
 from experiments.cli.output import make_results_folder, write_results
+from llmcache import ConfigError
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import check_writable, write_json
 from llmcache.cli.table import show_table
-from llmcache.errors import ConfigError
 
 KEY_VARIABLE = "LLMCACHE_KEY"
-WHAT = ("load", "hits", "chat", "soak")
+WHAT = ("load", "soak")
 
 
 def command(
     what: Annotated[
         str,
-        typer.Argument(
-            help="load: goodput, open loop. hits: latency of repeats, one core. chat: first tokens. soak: overload."
-        ),
+        typer.Argument(help="load: goodput, open loop. soak: overload."),
     ] = "load",
     url: Annotated[
         str | None, typer.Option(help="Load a server that runs already, http://HOST:PORT; starts none.")
@@ -55,7 +53,7 @@ def command(
     """Start servers as processes of their own, and load them: with the cache, without, and a plain one.
 
     Classifier and calibrated cache are made first, and kept in --models-dir if it is given. The same as files, for
-    llmcache run: configs/serve_load.yaml, serve_hits.yaml, serve_chat.yaml, serve_soak.yaml.
+    llmcache run: configs/serve_load.yaml, serve_soak.yaml.
     """
     from experiments.support.environment import describe
     from experiments.support.folders import Folders
@@ -73,10 +71,8 @@ def command(
         settings, figures = _at_url({"url": url, "stream": stream, "seed": seed, **load}, folders, key)
         show_table(f"{url}, texts of {stream}", [_shown(row) for row in figures["loads"]], 0)
     else:
-        own = {"load": load | {"rounds": rounds}, "hits": {"rounds": rounds}, "chat": {"rounds": rounds}}
-        values = {"seed": seed, **own.get(what, {"seconds": 60 * minutes})}
-        if what != "chat":
-            values |= _classifier(stream if what != "soak" else "support_desk", max_drop)
+        own = load | {"rounds": rounds} if what == "load" else {"seconds": 60 * minutes}
+        values = {"seed": seed, **own, **_classifier(stream if what == "load" else "support_desk", max_drop)}
         settings, figures = _measured(what, values, servers, folders)
         show_table(f"serve_{what}, {figures['task']}", [_shown(row) for row in figures["summary"]])
     write_json(json_file, figures | {"environment": env})

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.cli.options import Changes, DataDir, told_apart
+from llmcache import ConfigError
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import check_writable, write_json
 from llmcache.cli.table import show_table
-from llmcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llmcache.calibration.calibration import Calibration
+    from llmcache import Calibration
 
 _MOST_SHOWN = 20  # settings of the curve: one screen; the JSON file has all
 

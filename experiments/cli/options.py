@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 DATA_VARIABLE = "LLMCACHE_DATA"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 def make_results_folder(path: Path) -> None:

@@ -3,7 +3,7 @@
 import typer
 
 from experiments.cli.options import RESULTS, Configs, ResultsDir, all_configs
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 def command(configs: Configs = None, results_dir: ResultsDir = RESULTS) -> None:

@@ -27,7 +27,7 @@ def command(
     changes: Changes = None,
     force: Annotated[bool, typer.Option("--force", help="Measure again what was measured before.")] = False,
 ) -> None:
-    """Run experiments and keep settings, surroundings, rows and figures of each in a folder of its own."""
+    """Run experiments and keep settings, surroundings and figures of each in a folder of its own."""
     from experiments.runs.runner import load_all, run_one
     from experiments.support.folders import Folders
 
@@ -42,6 +42,8 @@ def command(
 def _show(done: "Finished") -> None:
     """The methods of a run, or the rows of `summary` that another measure gives."""
     metrics, n_names = done.metrics, 1
+    if "points" in metrics and "summary" not in metrics:
+        return  # kept from before, without what the screen shows
     if "summary" in metrics:
         rows = metrics["summary"]
         texts = itertools.takewhile(lambda value: isinstance(value, str), rows[0].values() if rows else ())

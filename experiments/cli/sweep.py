@@ -8,9 +8,9 @@ import typer
 
 from experiments.cli.options import RESULTS, Configs, DataDir, ResultsDir, all_configs
 from experiments.cli.output import make_results_folder
+from llmcache import LLMCacheError
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import interruptible
-from llmcache.errors import LLMCacheError
 
 if TYPE_CHECKING:
     from experiments.runs.grid import Named

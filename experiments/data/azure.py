@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from experiments.data.source import build, find_file, read_text, some
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 FILE = "azure_llm_trace/AzureLLMInferenceTrace_conv.csv"
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from experiments.data.source import build, read_json, read_jsonl, read_text
 from experiments.data.streams.support_desk import support_desk
 from experiments.support.section import ONE_OR_MORE, Section
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 logger = logging.getLogger("llmcache")
 

@@ -6,7 +6,7 @@ A block stands for 512 tokens and all before them, so equal numbers mean equal b
 from pathlib import Path
 
 from experiments.data.source import build, find_file, read_jsonl, some, typed
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 FILE = "mooncake/conversation_trace.jsonl"
 

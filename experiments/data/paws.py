@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.source import build, find_file, from_hub, some
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 HUB = ("google-research-datasets/paws", "labeled_final")
 FILE = "paws/paws_wiki_val.csv"

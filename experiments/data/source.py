@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmcache.errors import ConfigError
-from llmcache.models.loading import asking, cause
+from llmcache import ConfigError
+from llmcache.lab import asking, cause
 
 _T = TypeVar("_T")
 

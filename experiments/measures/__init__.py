@@ -1,9 +1,9 @@
 """Kinds of runs: one file each, with its settings and `run(experiment, folders) -> Outcome`.
 
-experiment -> serve, service, load, ...   methods answer requests, and are timed
+experiment -> serve, service, prefix, ... methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
            -> bench                       single calls are timed
-           -> serve_load, serve_hits, ... servers are asked over their socket (`over_http`)
+           -> serve_load, serve_soak      servers are asked over their socket (`over_http`)
            -> Outcome                     rows and figures, for the folder of the run
 """
 
@@ -21,33 +21,22 @@ from experiments.measures import (
     index_scale,
     latency,
     layers,
-    load,
     observe,
     pairs,
     parity,
     payback,
-    poisoning,
     policies,
     prefix,
     prefix_limit,
     ray_replicas,
-    restart,
     second_pass,
     serve,
-    serve_chat,
-    serve_hits,
-    serve_kill,
     serve_load,
     serve_soak,
-    serve_timing,
     service,
     set_rates,
     sharing,
-    simulation,
     store_faults,
-    store_kill,
-    store_remote,
-    store_workers,
     sweep,
     trust,
 )
@@ -61,44 +50,41 @@ class Measure:
 
     settings: type[Experiment]
     run: Callable[[Any, Folders], Outcome]  # `(experiment, folders) -> outcome`
+    details: tuple[str, ...] = ()  # figures that no page reads, by dotted key: they are kept with the rows alone
+
+
+#: Of each point of a curve.
+POINT_DETAILS = tuple(
+    f"points.{name}" for name in ("accuracy_nocache", "accuracy_ci", "changed_per_hit", "extras", "hits_by_rung")
+)
+TRUST_DETAILS = tuple(f"points.{name}" for name in ("accuracy", "accuracy_drop_ci", "by_intent", "changed_answers_ci"))
 
 
 MEASURES: Mapping[str, Measure] = {
     "serve": Measure(serve.Serve, serve.run),
     "observe": Measure(observe.Observe, observe.run),
-    "sweep": Measure(sweep.Sweep, sweep.run),
+    "sweep": Measure(sweep.Sweep, sweep.run, ("nocache", "summary", *POINT_DETAILS)),
     "layers": Measure(layers.Layers, layers.run),
     "latency": Measure(latency.Latency, latency.run),
     "compiled": Measure(compiled.Compiled, compiled.run),
-    "trust": Measure(trust.Trust, trust.run),
+    "trust": Measure(trust.Trust, trust.run, ("nocache", "summary", *POINT_DETAILS, *TRUST_DETAILS)),
     "bound": Measure(bound.Bound, bound.run),
-    "adversaries": Measure(adversaries.Adversaries, adversaries.run),
-    "drift": Measure(drift.Drift, drift.run),
-    "embeddings": Measure(embeddings.Embeddings, embeddings.run),
+    "adversaries": Measure(adversaries.Adversaries, adversaries.run, ("settings",)),
+    "drift": Measure(drift.Drift, drift.run, ("runs",)),
+    "embeddings": Measure(embeddings.Embeddings, embeddings.run, ("nocache", "points")),
     "index_scale": Measure(index_scale.IndexScale, index_scale.run),
-    "pairs": Measure(pairs.Pairs, pairs.run),
-    "poisoning": Measure(poisoning.Poisoning, poisoning.run),
+    "pairs": Measure(pairs.Pairs, pairs.run, ("ways",)),
     "payback": Measure(payback.Payback, payback.run),
-    "service": Measure(service.Service, service.run),
-    "load": Measure(load.Load, load.run),
+    "service": Measure(service.Service, service.run, ("ways",)),
     "serve_load": Measure(serve_load.ServeLoad, serve_load.run),
-    "serve_hits": Measure(serve_hits.ServeHits, serve_hits.run),
-    "serve_chat": Measure(serve_chat.ServeChat, serve_chat.run),
-    "serve_kill": Measure(serve_kill.ServeKill, serve_kill.run),
     "ray_replicas": Measure(ray_replicas.RayReplicas, ray_replicas.run),
     "serve_soak": Measure(serve_soak.ServeSoak, serve_soak.run),
-    "serve_timing": Measure(serve_timing.ServeTiming, serve_timing.run),
-    "set_rates": Measure(set_rates.SetRates, set_rates.run),
-    "second_pass": Measure(second_pass.SecondPass, second_pass.run),
+    "set_rates": Measure(set_rates.SetRates, set_rates.run, ("ways",)),
+    "second_pass": Measure(second_pass.SecondPass, second_pass.run, ("ways",)),
     "prefix": Measure(prefix.Prefix, prefix.run),
     "policies": Measure(policies.Policies, policies.run),
-    "prefix_limit": Measure(prefix_limit.PrefixLimit, prefix_limit.run),
-    "restart": Measure(restart.Restart, restart.run),
-    "store_kill": Measure(store_kill.StoreKill, store_kill.run),
+    "prefix_limit": Measure(prefix_limit.PrefixLimit, prefix_limit.run, ("ways.times",)),
     "store_faults": Measure(store_faults.StoreFaults, store_faults.run),
-    "store_remote": Measure(store_remote.StoreRemote, store_remote.run),
-    "store_workers": Measure(store_workers.StoreWorkers, store_workers.run),
-    "simulation": Measure(simulation.Simulation, simulation.run),
     "sharing": Measure(sharing.Sharing, sharing.run),
     "decode": Measure(decode.Decode, decode.run),
     "parity": Measure(parity.Parity, parity.run),

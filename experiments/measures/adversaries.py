@@ -23,10 +23,8 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.replay.serving import asking
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration, split
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.request.observation import Observation
+from llmcache import Calibration
+from llmcache.lab import CalibratedReuse, Observation, RiskTarget, split
 
 Gate = bool | dict[str, Any]
 

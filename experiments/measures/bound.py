@@ -32,9 +32,8 @@ from experiments.metrics.metrics import share_interval
 from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, choose_limit, n_tested, try_limits
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
+from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, choose_limit, n_tested, try_limits
 
 
 class Bound(LearningExperiment):

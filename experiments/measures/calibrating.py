@@ -6,8 +6,8 @@ from experiments.methods.cached import configure
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
-from llmcache import ConfigError, LLMCache
-from llmcache.calibration.calibration import Calibration, check_size
+from llmcache import Calibration, ConfigError, LLMCache
+from llmcache.lab import check_size
 
 
 def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:

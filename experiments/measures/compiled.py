@@ -23,7 +23,8 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.bench.latency import BANKS, by_host, ratios, rotated
+from experiments.measures.bench.latency import BANKS
+from experiments.measures.bench.rounds import by_host, ratios, rotated
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Dtype, Requests, build, check, check_target
 from experiments.models.loading import find

@@ -29,10 +29,7 @@ from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
 from llmcache import ConfigError, LLMCache
-from llmcache.arrays import Floats
-from llmcache.calibration.calibration import split
-from llmcache.calibration.drift import DriftDetector, Marks, Profile
-from llmcache.calibration.risk_target import RiskTarget, Sources
+from llmcache.lab import DriftDetector, Floats, Marks, Profile, RiskTarget, Sources, split
 
 Late = Literal["any", "alike"]
 

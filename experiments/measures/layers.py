@@ -26,8 +26,7 @@ from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
 from llmcache import ConfigError, Stats
-from llmcache.arrays import Floats
-from llmcache.models.adapters import locate, unpack
+from llmcache.lab import Floats, locate, unpack
 
 FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it
 

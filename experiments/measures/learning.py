@@ -16,11 +16,8 @@ from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig, CalibrationError, ConfigError
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration, check_size, split
-from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
-from llmcache.request.observation import Observation
+from llmcache import CacheConfig, Calibration, CalibrationError, ConfigError
+from llmcache.lab import CalibratedReuse, MetricName, Observation, RiskTarget, Sources, check_size, split
 
 
 class LearningExperiment(CacheExperiment):

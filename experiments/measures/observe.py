@@ -21,8 +21,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig
-from llmcache.policies import POLICIES
+from llmcache import POLICIES, CacheConfig
 
 
 class Observe(CacheExperiment):

@@ -32,7 +32,7 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.tasks.embedding import ALIKE, Embedding
 from llmcache import CacheConfig, ConfigError
-from llmcache.calibration.risk_target import RiskTarget
+from llmcache.lab import RiskTarget
 
 
 class Pairs(Experiment):

@@ -30,7 +30,7 @@ from experiments.metrics.metrics import Times, expected_speedup, speed, summary
 from experiments.metrics.trace import Trace
 from experiments.support.folders import Folders
 from experiments.tasks.workload import Workload
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 #: What a large model is held against: misses that cost 3 % more, hits that cost 2 %, nine tenths of what that gives.
 MISS, HIT, SHARE = 1.03, 0.02, 0.9

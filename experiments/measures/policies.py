@@ -15,7 +15,7 @@ from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache import POLICIES, Policy
-from llmcache.registry import Component, Registry
+from llmcache.lab import Component, Registry
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 BEST = "best possible"

@@ -23,7 +23,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.bench.latency import rotated
+from experiments.measures.bench.rounds import rotated
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Requests, build, check
 from experiments.models.loading import find

@@ -27,12 +27,12 @@ from experiments.measures.over_http.exposition import hits, scrape
 from experiments.measures.over_http.loops import OK, Limit, Load, Times, closed_loop, open_loop, run_loop
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, order_of, serving
 from experiments.measures.over_http.processes import ServerError
+from experiments.measures.over_http.traffic import PREDICT
 from experiments.support.folders import Folders
 from experiments.support.progress import Progress
 from experiments.support.section import ONE_OR_MORE
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
-PREDICT = "/predict"
 CACHE = "cache"  # the server that others are compared with
 N_WARM = 30  # requests before each load, which are none of the stream
 LEAST = 200  # requests of a load

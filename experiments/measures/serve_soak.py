@@ -7,13 +7,7 @@ may have another label as often as was allowed. Memory and queue are looked at w
 """
 
 import math
-import random
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
-from time import perf_counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -21,30 +15,25 @@ from pydantic import Field
 
 from experiments.data.labelled import Labelled
 from experiments.data.streams.arrivals import ARRIVALS
-from experiments.data.streams.support_desk import support_desk
 from experiments.measures.base import Outcome
 from experiments.measures.over_http.answers import Best, best_of
 from experiments.measures.over_http.client import Client, post
 from experiments.measures.over_http.exposition import hits, scrape, total
+from experiments.measures.over_http.looks import looking, memory
 from experiments.measures.over_http.loops import OK, Load, closed_loop, open_loop, run_loop
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, serving
 from experiments.measures.over_http.processes import SERVERS as ALL_SERVERS
 from experiments.measures.over_http.processes import Running
+from experiments.measures.over_http.traffic import Asked, Traffic, mixed
 from experiments.measures.serve_load import CACHE, N_WARM, PREDICT
 from experiments.support.folders import Folders
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 STREAM = "support_desk"
-WAITING = "llmcache_num_requests_waiting"
 SERVERS: Mapping[str, str] = {CACHE: f"{ALL_SERVERS[CACHE]} --reveal-hits --max-queue {{max_queue}}"}
 KEEP = 100  # of the answers every hundredth is held against the model
 EQUAL = 1e-4  # of a probability: rows that are computed with others round otherwise
-APPROXIMATE = ("semantic", "student", "paper")  # rungs whose answers may differ
-
-SHARE_LONG, TEXTS_LONG = 0.05, 4  # requests of several texts in one, and how many
-SHARE_BATCH, TEXTS_BATCH = 0.1, 8  # requests of several inputs
-#: Inputs that are several texts in one.
-LONG_INPUTS = SHARE_LONG / (1 + SHARE_BATCH * (TEXTS_BATCH - 1))
+APPROXIMATE = ("semantic", "paper")  # rungs whose answers may differ
 
 
 class ServeSoak(ServingExperiment):
@@ -67,10 +56,7 @@ class ServeSoak(ServingExperiment):
 
     def learned_texts(self, requests: Sequence[Labelled]) -> list[str]:
         """Inputs as they are in the traffic: on others a calibration does not hold."""
-        texts, rng = iter([one.text for one in requests]), random.Random(self.seed)
-        return [
-            " ".join([text, *islice(texts, TEXTS_LONG - 1)]) if rng.random() < LONG_INPUTS else text for text in texts
-        ]
+        return mixed([one.text for one in requests], self.seed)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -81,31 +67,10 @@ class ServeSoak(ServingExperiment):
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request of one text or several."""
-
-    texts: tuple[str, ...]
-
-    @property
-    def request(self) -> bytes:
-        """As text-embeddings-inference takes it: a list of texts would be a pair."""
-        return post(PREDICT, {"inputs": self.texts[0] if len(self.texts) == 1 else [[text] for text in self.texts]})
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The server at one time."""
-
-    at_s: float
-    rss: int
-    waiting: float | None  # requests that wait to be computed; None where it does not tell
-
-
 def run(experiment: ServeSoak, folders: Folders) -> Outcome:
     """Load the server, and look at it."""
     with made(experiment, folders) as found:
-        traffic = Traffic(experiment)
+        traffic = Traffic(experiment.task.data.limit or 0, experiment.seed)
         (server,) = experiment.servers
         with serving(experiment, server, found, max_queue=str(experiment.max_queue_s)) as process:
             warm = [post(PREDICT, {"inputs": one.text}) for one in found.known[:N_WARM]]
@@ -151,66 +116,12 @@ def run(experiment: ServeSoak, folders: Folders) -> Outcome:
     return Outcome(rows, metrics)
 
 
-class Traffic:
-    """What the support desk is asked after the requests that head and calibration know, mixed."""
-
-    def __init__(self, experiment: ServeSoak) -> None:
-        self._seed, self._taken = experiment.seed, experiment.task.data.limit or 0
-        self._rng = random.Random(experiment.seed)
-
-    def take(self, n: int) -> list[Asked]:
-        """The next `n` requests."""
-        sizes = [self._rng.random() for _ in range(n)]
-        most = n * max(TEXTS_LONG, TEXTS_BATCH)
-        mean = 1 + SHARE_LONG * (TEXTS_LONG - 1) + SHARE_BATCH * (TEXTS_BATCH - 1)
-        texts = iter(self._texts(min(most, math.ceil(1.2 * mean * n) + 1000)))
-        return [self._one(size, texts) for size in sizes]
-
-    def _one(self, size: float, texts: Iterator[str]) -> Asked:
-        if size < SHARE_LONG:
-            return Asked((" ".join(next(texts) for _ in range(TEXTS_LONG)),))
-        n = TEXTS_BATCH if size < SHARE_LONG + SHARE_BATCH else 1
-        return Asked(tuple(next(texts) for _ in range(n)))
-
-    def _texts(self, n: int) -> list[str]:
-        stream = support_desk(self._taken + n, self._seed)[self._taken :]
-        self._taken += n
-        return [one.text for one in stream]
-
-
 def _capacity(experiment: ServeSoak, process: Running, traffic: Traffic) -> float:
     """Requests a second that are answered while clients always wait."""
     asked = [one.request for one in traffic.take(math.ceil(2000 * experiment.capacity_s))]
     client = Client(process.port)
     load = run_loop(closed_loop(client, asked, experiment.at_once, seconds=experiment.capacity_s, keep=0), client)
     return int((load.status == OK).sum()) / load.wall_s
-
-
-@contextmanager
-def looking(process: Running, every_s: float = 1.0) -> Iterator[list[Look]]:
-    """Within: the server is looked at every so often."""
-    looks: list[Look] = []
-    is_over, started = threading.Event(), perf_counter()
-
-    def look() -> None:
-        while not is_over.wait(every_s):
-            waiting = total(scrape(process.port), WAITING)
-            looks.append(Look(perf_counter() - started, process.rss, waiting))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield looks
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def memory(looks: Sequence[Look], seconds: float) -> dict[str, float | None]:
-    """Resident memory after a third of the time, when it is warm, and in the last tenth: medians, MB."""
-    parts = {"rss_warm_mb": (0.3, 0.4), "rss_end_mb": (0.9, 1.01)}
-    found = {name: [one.rss for one in looks if a <= one.at_s / seconds < b] for name, (a, b) in parts.items()}
-    return {name: float(np.median(some)) / 1e6 if some else None for name, some in found.items()}
 
 
 def check(made: Made, load: Load, asked: Sequence[Asked]) -> dict[str, Any]:

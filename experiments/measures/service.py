@@ -33,10 +33,8 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
-from llmcache import LLMCache
-from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.request.observation import Observation
+from llmcache import Calibration, LLMCache
+from llmcache.lab import Observation, RiskTarget
 
 CACHE = "llmcache"
 AS_BY_DEFAULT = {"auto_bypass": True, "audit_in_background": True}  # elsewhere experiments turn these off

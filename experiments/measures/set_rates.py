@@ -22,8 +22,8 @@ from experiments.measures.base import Outcome
 from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Workload
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
+from llmcache.lab import RiskTarget
 
 
 class SetRates(service.Service):

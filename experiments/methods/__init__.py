@@ -19,7 +19,7 @@ from experiments.methods.nocache import NoCache
 from experiments.methods.responses import ExactResponse, SemanticResponse
 from experiments.support.section import Section, choose
 from experiments.tasks.workload import Workload
-from llmcache.errors import ConfigError, LLMCacheError
+from llmcache import ConfigError, LLMCacheError
 
 NOCACHE = "nocache"
 

@@ -8,8 +8,7 @@ import torch
 from experiments.methods.cached import Cached
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.request.observation import Observation
+from llmcache.lab import Observation, RiskTarget
 
 
 class Calibrated(Cached):

@@ -18,8 +18,8 @@ from experiments.models.loading import Inputs, token_rows
 from experiments.support.nearest import Nearest, nbytes_of, unit
 from experiments.support.section import Section
 from experiments.tasks.workload import Answer, Workload
-from llmcache.errors import ConfigError
-from llmcache.models.adapters import locate, special_ids
+from llmcache import ConfigError
+from llmcache.lab import locate, special_ids
 
 
 @dataclass(frozen=True, slots=True)

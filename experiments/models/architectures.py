@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import ConfigError
-from llmcache.models.adapters import locate
-from llmcache.models.loading import asking, cause, quiet
+from llmcache.lab import asking, cause, locate, quiet
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 

@@ -18,8 +18,8 @@ from experiments.data.labelled import Labelled
 from experiments.models.loading import Loaded
 from experiments.support.progress import tracked
 from experiments.support.section import Section
-from llmcache.errors import ConfigError
-from llmcache.models.loading import quiet
+from llmcache import ConfigError
+from llmcache.lab import quiet
 
 _BATCH = 32
 _MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely those of something else

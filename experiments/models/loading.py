@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from llmcache.errors import ConfigError
-from llmcache.models.loading import MINILM, Loaded, check_causal, find_folder, load_pretrained, packaged_minilm
+from llmcache import ConfigError
+from llmcache.lab import MINILM, Loaded, check_causal, find_folder, load_pretrained, packaged_minilm
 
 UNTRAINED = "untrained"
 SMOLLM2 = "smollm2"

@@ -16,8 +16,8 @@ from experiments.prepare.training import Order, as_words, begin, finish
 from experiments.support.environment import describe
 from experiments.support.files import write_whole, written_by_others
 from experiments.support.lock import held
-from llmcache.errors import ConfigError
-from llmcache.models.loading import quiet
+from llmcache import ConfigError
+from llmcache.lab import quiet
 
 Recipe = Callable[[Order], tuple[Loaded, dict[str, Any]]]
 

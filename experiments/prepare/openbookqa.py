@@ -10,7 +10,7 @@ from experiments.models.loading import Loaded, load
 from experiments.prepare.training import Order, Schedule, train
 from experiments.support.progress import tracked
 from experiments.tasks.openbookqa import OpenBookQA
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 MAX_LENGTH = 64
 

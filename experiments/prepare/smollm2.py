@@ -16,8 +16,8 @@ import transformers
 
 from experiments.models.loading import Loaded
 from experiments.prepare.training import Order
-from llmcache.errors import ConfigError
-from llmcache.models.loading import asking, cause
+from llmcache import ConfigError
+from llmcache.lab import asking, cause
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -18,7 +18,7 @@ from experiments.prepare.training import Order, Padding, Schedule, train
 from experiments.support.progress import tracked
 from experiments.tasks.scorers.squad_v2 import f1
 from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, figures, in_context
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 MAX_LENGTH = 384
 TRAIN_LENGTH = 256

@@ -12,7 +12,7 @@ from torch import nn
 
 from experiments.support.files import write_whole
 from experiments.support.progress import Progress
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 CHECKPOINTS = "checkpoints"
 SAVE_EVERY = 200  # steps: little work is lost with an interrupted run, and little time goes into saving

@@ -17,15 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.replay.replay import Replay, Units, replay
-from llmcache.calibration.calibration import (
-    HoldoutOutcome,
-    OperatingPoint,
-    candidate_limits,
-    choose_limit,
-    split,
-    try_limits,
-)
-from llmcache.calibration.risk_target import RiskTarget
+from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, candidate_limits, choose_limit, split, try_limits
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]

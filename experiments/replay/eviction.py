@@ -9,14 +9,8 @@ from math import inf
 import torch
 
 from experiments.data.streams.keys import Asked
-from llmcache.banks.bank import Bank
-from llmcache.banks.entry import Entry
-from llmcache.banks.memory import Memory
-from llmcache.policies import Policy
-from llmcache.request.prefill import Link
-from llmcache.request.rows import Scope
-from llmcache.reuse.prefix.block import Block
-from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache import Policy
+from llmcache.lab import Bank, Block, BlockPool, Entry, Link, Memory, Scope
 
 _NOWHERE = torch.device("meta")  # tensors that have a size and hold nothing
 _SCOPE = Scope("default", "weights", "float32", "sdpa")

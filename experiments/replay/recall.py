@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache.arrays import Floats
-from llmcache.fingerprint import Fingerprint
-from llmcache.models.adapters import locate
+from llmcache import Fingerprint
+from llmcache.lab import Floats, locate
 
 _MOST_FITS = 40  # of some 5 MB each
 

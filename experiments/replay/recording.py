@@ -20,11 +20,8 @@ from experiments.replay.recall import Outputs, have_same_layers, recall_layers
 from experiments.replay.replay import Replay, Units
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
-from llmcache.arrays import Floats
-from llmcache.config import CacheConfig
-from llmcache.fingerprint import FINGERPRINTS, Fingerprint, ShingleMinHash, View
-from llmcache.matching.index.lsh import share_equal
-from llmcache.models.adapters import Trunk, first_attention, locate, special_ids, unpack
+from llmcache import FINGERPRINTS, CacheConfig, Fingerprint, View
+from llmcache.lab import Floats, ShingleMinHash, Trunk, first_attention, locate, share_equal, special_ids, unpack
 
 MOST_KEPT = 65_536  # bytes; larger outputs are computed again when they are needed
 N_LARGE = 64  # of those, the latest stay

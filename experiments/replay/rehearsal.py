@@ -19,12 +19,8 @@ from experiments.methods.cached import configure
 from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
-from llmcache import LLMCache
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.calibration.training import Found
-from llmcache.request.observation import Observation
+from llmcache import Calibration, LLMCache
+from llmcache.lab import CalibratedReuse, Found, Observation, RiskTarget
 
 
 class Rehearsal:

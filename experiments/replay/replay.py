@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.methods.base import BYPASSED, COMPUTED, is_hit
-from llmcache.arrays import Floats
+from llmcache.lab import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from experiments.methods.base import COMPUTED
 from experiments.models.loading import encode
 from experiments.tasks.workload import Answer, Request, Workload
 from llmcache import LLMCache
-from llmcache.audit.alarm import Alarm
-from llmcache.calibration.risk_target import RiskTarget
+from llmcache.lab import Alarm, RiskTarget
 
 
 @dataclass(frozen=True, slots=True)

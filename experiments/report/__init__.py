@@ -13,7 +13,7 @@ from experiments.report.markdown import number, percent, table
 from experiments.report.verdict import Judgement, Verdict
 from experiments.runs.read import Figures, Run, groups, read_runs, unfinished
 from experiments.support.files import write_whole
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 REPORT = "REPORT.md"
 
@@ -41,19 +41,14 @@ ABOUT: Mapping[str, str] = {
     "trust_bound_time": "Whether it does where requests have an order in time.",
     "trust_drift": "Streams whose intents change after the calibration, and streams that do not change.",
     "trust_adversaries": "Requests that are edited to mislead, with and without the content gate.",
-    "trust_poisoning": "Near-duplicates with another answer, planted before the requests that they are about.",
     "trust_paws": "Pairs of sentences that share their words, of the same and of another meaning.",
     "trust_embeddings": "Embeddings instead of classes: what a calibration serves, and what a search still finds.",
     "service_small": "Whole passes of a service with a small model.",
     "service_exact": "Whole passes of a service that learns nothing: repeats alone are served.",
     "service_second_pass": "Texts that are embedded again, with the default settings of the cache.",
     "serve_load": "Goodput over HTTP: with a calibrated cache, without, and the server that people write themselves.",
-    "serve_hits": "What the socket costs: repeats alone, in a closed loop, the server on one core.",
-    "serve_chat": "Conversations over HTTP: time to first token with the cache and without.",
     "serve_soak": "More traffic than the server can answer, for minutes: errors, answers, memory and queue.",
-    "serve_kill": "A server that is killed at any moment: what the next start has of its last save.",
     "ray_replicas": "Replicas on Ray Serve of which some are killed during load: what fails, and whether hits go on.",
-    "serve_timing": "Whether a tenant can tell from latencies what another one has asked.",
     "index_scale": "Indexes by number of entries: time, memory and what they overlook.",
     "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",
     "mooncake_sharing": "How much of that trace is known, as it came and as it is drawn and cut.",
@@ -61,12 +56,7 @@ ABOUT: Mapping[str, str] = {
     "prefix_system_prompt": "Time to first token of many users after one system prompt.",
     "prefix_nothing_shared": "What prefixes cost where no two prompts begin alike.",
     "prefix_limit": "Time to first token where a share of the prompt is known, beside the least that it can take.",
-    "restart": "Time to first token of known conversations in a new process, from the disk store and without.",
-    "store_kill": "A process that is killed while it writes to the disk store: what the next one has of it.",
     "store_faults": "Faults of a shared Redis and of workers: wrong answers, what was purged and served, crashes.",
-    "store_remote": "What a hit in a shared Redis costs, what one that stopped costs, and when news arrive.",
-    "store_workers": "Hit rates of workers that share a Redis, of workers that do not, and of one that sees all.",
-    "simulation": "1 to 256 workers, simulated: separate, routed and shared banks, and where each stops to scale.",
     "prefix_decode": "Generation, to its first token and after, in each way that one would serve it.",
     "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
     "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",

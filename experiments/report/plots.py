@@ -6,14 +6,12 @@ from typing import Any
 
 from experiments.metrics import paper
 from experiments.metrics.frontier import curves, of_curve
-from experiments.report.load import PICTURE
-from experiments.report.simulation import PICTURE as WORKERS
 from experiments.runs.read import Figures, Run, at, by_size, groups, label_of, read_runs, varied
+from llmcache import ConfigError
 from llmcache.cli.output import naming
-from llmcache.errors import ConfigError
 
 CURVES, LAYERS = "curves.png", "layers.png"  # in the folder of a run
-DPI = 110
+DPI = 80
 
 
 def require_matplotlib() -> None:
@@ -63,6 +61,11 @@ def draw_all(folders: Sequence[Path]) -> list[Path]:
     return [path for _, runs in groups(read_runs(folders)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
 
 
+def pictured(runs: Sequence[Run]) -> list[Run]:
+    """One run of each stream: that of its first seed."""
+    return list({run.task: run for run in reversed(runs)}.values())[::-1]
+
+
 def _nothing(runs: Sequence[Run]) -> Iterator[Path]:
     return iter(())
 
@@ -91,7 +94,7 @@ def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
 
 def _trust(runs: Sequence[Run]) -> Iterator[Path]:
     """Precision against hit rate of every way; and what hits cost, in hindsight and with a limit chosen in advance."""
-    for run in runs:
+    for run in pictured(runs):
         figure, (left, right) = _panels(2)
         for name in curves(run.metrics["points"]):
             points = sorted(of_curve(run.metrics["points"], name), key=lambda point: point["hit_rate"])
@@ -156,92 +159,6 @@ def _observe(runs: Sequence[Run]) -> Iterator[Path]:
     yield _save(figure, runs[0], runs[0].path.parent / f"{runs[0].group}.png")
 
 
-def _load(runs: Sequence[Run]) -> Iterator[Path]:
-    """Latency by offered load, a panel for each way in which requests arrive."""
-    for run in runs:
-        points = [point for point in run.metrics["points"] if point["threads"] == run.metrics["points"][0]["threads"]]
-        ways = list(dict.fromkeys(point["arrivals"] for point in points))
-        figure, panels = _panels(len(ways))
-        for way, axes in zip(ways, panels, strict=True):
-            rows = [point for point in points if point["arrivals"] == way]
-            for who, what, colour in (("plain", "model alone", "C0"), ("cache", "llmcache", "C1")):
-                for name, style in (("p50", "-"), ("p99", "--")):
-                    y = [row[who][name] for row in rows]
-                    axes.plot([row["load"] for row in rows], y, colour + style, marker=".", label=f"{what}, {name}")
-            axes.set_yscale("log")
-            axes.set_title(f"{way} arrivals", fontsize=9)
-            _label(axes, "offered load (of what the model alone answers)", "arrival to answer (ms)")
-            axes.legend(fontsize=8)
-        yield _save(figure, run, run.path / PICTURE)
-
-
-def _simulation(runs: Sequence[Run]) -> Iterator[Path]:
-    """Hit rate by number of workers, and how busy the Redis is, a panel for each stream."""
-    for run in runs:
-        points = run.metrics["summary"]
-        streams = list(dict.fromkeys(point["stream"] for point in points))
-        figure, panels = _panels(len(streams))
-        for stream, axes in zip(streams, panels, strict=True):
-            of_stream = [point for point in points if point["stream"] == stream]
-            for colour, design in enumerate(dict.fromkeys(point["design"] for point in of_stream)):
-                rows = [point for point in of_stream if point["design"] == design]
-                workers, rates = [row["workers"] for row in rows], [100 * row["hit_rate"] for row in rows]
-                axes.plot(workers, rates, f"C{colour}-", marker=".", label=f"{design}: hit rate")
-                if any(row["redis_busy"] for row in rows):
-                    busy = [100 * row["redis_busy"] for row in rows]
-                    axes.plot(workers, busy, f"C{colour}--", marker=".", label=f"{design}: Redis busy")
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:,.0f}")
-            axes.set_ylim(-5, 105)
-            axes.set_title(stream, fontsize=9)
-            _label(axes, "workers", "%")
-            axes.legend(fontsize=8)
-        yield _save(figure, run, run.path / WORKERS)
-
-
-def _index_scale(runs: Sequence[Run]) -> Iterator[Path]:
-    """Figures of every index against entries: full lines are the narrowest vectors, of the kind that came first."""
-    figure, panels = _panels(len(SCALES))
-    series: dict[tuple[str, int, str], list[Figures]] = {}
-    for run in sorted(runs, key=lambda run: (run.task, run.config["dim"], run.config["n"])):
-        for row in run.metrics["summary"]:
-            series.setdefault((row["drawn"], row["dim"], row["index"]), []).append(row)
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(index for _, _, index in series))}
-    ways = dict.fromkeys((drawn, dim) for drawn, dim, _ in series)
-    styles = dict(zip(ways, ("-", "--", ":", "-."), strict=False))
-    for axes, (key, (what, is_log)) in zip(panels, SCALES.items(), strict=True):
-        for (drawn, dim, index), rows in series.items():
-            axes.plot(
-                [row["n"] for row in rows],
-                [row[key] for row in rows],
-                marker=".",
-                color=colours[index],
-                linestyle=styles.get((drawn, dim), "-"),
-                label=f"{index}, {dim}, {drawn}",
-            )
-        axes.set_xscale("log")
-        if is_log:
-            axes.set_yscale("log")
-        _label(axes, "entries", what)
-    panels[0].legend(fontsize=6)
-    figure.suptitle(f"{runs[0].group}: indexes by number of entries")
-    path = runs[0].path.parent / f"{runs[0].group}.png"
-    with naming(path):
-        figure.savefig(path, dpi=DPI, metadata={"Software": None})
-    yield path
-
-
-#: Panels: what is told on the other axis, and whether that is logarithmic.
-SCALES: Mapping[str, tuple[str, bool]] = {
-    "search_p50_ms": ("one search, p50 (ms)", True),
-    "search_p99_ms": ("one search, p99 (ms)", True),
-    "recall": ("recall@1", False),
-    "inserts_per_s": ("inserts a second", True),
-    "removes_per_s": ("removals a second", True),
-    "bytes_per_entry": ("bytes an entry", False),
-}
-
-
 def _panels(n: int) -> tuple[Any, Sequence[Any]]:
     from matplotlib.figure import Figure
 
@@ -268,8 +185,5 @@ PLOTS: Mapping[str, Callable[[Sequence[Run]], Iterator[Path]]] = {
     "sweep": _sweep,
     "layers": _layers,
     "observe": _observe,
-    "index_scale": _index_scale,
     "trust": _trust,
-    "load": _load,
-    "simulation": _simulation,
 }

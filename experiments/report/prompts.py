@@ -1,12 +1,10 @@
 """The tables of prompts: time to first token, generation token by token, and parity."""
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
 from experiments.measures.decode import KINDS
-from experiments.measures.prefix import ceiling_of_known
 from experiments.report.markdown import (
     Cell,
     by_events,
@@ -64,21 +62,12 @@ FIRST_TOKEN: Mapping[str, Cell] = {
     "of ceiling": of(percent, "of_ceiling"),
     "median of prompts": of(spread, "ratio_median"),
     "prompts with known tokens": of(spread, "known"),
-    "their ceiling": lambda row: number(ceiling_of(row["run"], row["label"])["known_ceiling"], 2),
+    "their ceiling": lambda row: number(row["known_ceiling"], 2),
     "latter half": of(speed, "latter_half"),
     "same first token": lambda row: f"{row['n_same']:,} of {row['run'].metrics['n']:,}",
     "held": of(size, "bytes"),
     "n": lambda row: f"{row['run'].metrics['n']:,} x {row['run'].metrics['rounds']}",
 }
-
-
-def ceiling_of(run: Run, label: str) -> Figures:
-    """What is known of the prompts that know anything, and what that allows; of older runs from their rows."""
-    row: Figures = run.metrics["methods"][label]
-    if "known_ceiling" in row or row["known"] is None:
-        return {name: row.get(name) for name in ("known_n", "known_share", "known_ceiling")}
-    with (run.path / "rows.csv").open(encoding="utf-8") as file:
-        return ceiling_of_known(shown for shown in csv.DictReader(file) if shown["method"] == label)
 
 
 def _times(values: Mapping[str, float | None]) -> tuple[str, str]:
@@ -145,29 +134,10 @@ def prefix_limit(runs: Sequence[Run]) -> Iterator[str]:
     )
 
 
-def restart(runs: Sequence[Run]) -> Iterator[str]:
-    """Time to first token after a restart, with the store that was left and without."""
-    yield columns(RESTART, [row for run in runs for row in run.metrics["summary"]])
-    yield (
-        "Milliseconds to the first token, medians over processes. Rebooted: the store's files are read from the disk, "
-        "not from the memory of the operating system. Ratio: cold over restarted."
-    )
-
-
 def _ms(name: str) -> Cell:
     return lambda row: "" if row[name] is None else number(row[name])
 
 
-RESTART: Mapping[str, Cell] = {
-    "model": itemgetter("model"),
-    "conversation, tokens": of(count, "length"),
-    "asked": lambda row: {"repeated": "again", "next_turn": "with a new question"}[row["kind"]],
-    "cold, ms": _ms("cold_ms"),
-    "restarted": _ms("restarted_ms"),
-    "rebooted": _ms("rebooted_ms"),
-    "ratio": lambda row: number(row["speedup"], 1),
-    "same tokens": lambda row: "yes" if row["n_other_tokens"] == 0 else f"{row['n_other_tokens']} others",
-}
 LIMIT: Mapping[str, Cell] = {
     "model": itemgetter("model"),
     "tokens": of(count, "length"),

@@ -8,7 +8,6 @@ from experiments.metrics.frontier import Curve, best, curves, of_curve
 from experiments.report.calls import compiled, latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.eviction import policies
-from experiments.report.load import load
 from experiments.report.markdown import (
     Cell,
     bounded,
@@ -24,19 +23,13 @@ from experiments.report.markdown import (
     table,
 )
 from experiments.report.plots import CURVES, LAYERS
-from experiments.report.prompts import decode, parity, prefix, prefix_limit, restart, sharing
+from experiments.report.prompts import decode, parity, prefix, prefix_limit, sharing
 from experiments.report.serving import (
     ray_replicas,
-    serve_chat,
-    serve_hits,
-    serve_kill,
     serve_load,
     serve_soak,
-    serve_timing,
-    store_kill,
+    store_faults,
 )
-from experiments.report.simulation import simulation
-from experiments.report.stores import store_faults, store_remote, store_workers
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
@@ -241,31 +234,20 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "bound": bound,
     "adversaries": told,
     "pairs": told,
-    "poisoning": told,
     "drift": drift,
     "embeddings": told,
     "index_scale": told,
     "payback": payback,
     "service": told,
-    "load": load,
     "serve_load": serve_load,
-    "serve_hits": serve_hits,
-    "serve_timing": serve_timing,
-    "serve_chat": serve_chat,
     "serve_soak": serve_soak,
-    "serve_kill": serve_kill,
     "ray_replicas": ray_replicas,
     "set_rates": told,
     "second_pass": told,
     "prefix": prefix,
     "policies": policies,
     "prefix_limit": prefix_limit,
-    "restart": restart,
-    "store_kill": store_kill,
     "store_faults": store_faults,
-    "store_remote": store_remote,
-    "store_workers": store_workers,
-    "simulation": simulation,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,

@@ -21,7 +21,7 @@ from experiments.report.markdown import (
     speed,
     table,
 )
-from experiments.report.plots import CURVES
+from experiments.report.plots import CURVES, pictured
 from experiments.report.told import told
 from experiments.runs.read import Figures, Run
 
@@ -45,7 +45,7 @@ def trust(runs: Sequence[Run]) -> Iterator[str]:
     )
     yield from (
         f"![Precision and hit rate of {run.task}, seed {run.config['seed']}]({run.group}/{run.path.name}/{CURVES})"
-        for run in runs
+        for run in pictured(runs)
     )
 
 

@@ -1,8 +1,10 @@
-"""Where results lie: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, rows.csv, metrics.json}`.
+"""Where results lie: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, metrics.json}`.
 
 The run id is the readable name and a hash of all settings, so the path is the configuration: the same settings meet the
-same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last. While a run is
-measured, a lock file in `<results-dir>` keeps other processes away from it.
+same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last: the figures that
+pages are made from. All figures, and the rows, one a request or one a point of a curve, go to
+`<results-dir>/raw/<experiment>/<run-id>.{json, csv}`, which git ignores. While a run is measured, a lock file in
+`<results-dir>` keeps other processes away from it.
 """
 
 import csv
@@ -20,12 +22,14 @@ import yaml
 from experiments.runs.grid import Named
 from experiments.support.files import write_together
 from experiments.support.lock import held
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 Row = Mapping[str, Any]
 
 METRICS = "metrics.json"
+RAW = "raw"  # folder of what git ignores
 _NAME_LENGTH = 150  # file systems take names of 255 bytes; hash and lock file need some of them
+_LINE_LENGTH = 120  # of JSON
 
 
 class RunFolder:
@@ -34,6 +38,7 @@ class RunFolder:
     def __init__(self, results_dir: Path, run: Named) -> None:
         self._config = run.experiment.to_dict()
         self.path = results_dir / run.group / run_id(run.name, self._config)
+        self._raw = results_dir / RAW / run.group / self.path.name
         self._lock = results_dir / f".{run.group}.{self.path.name}.lock"
 
     @property
@@ -54,15 +59,19 @@ class RunFolder:
         """Keep other processes away from this run; see `experiments.support.lock.held`."""
         return held(self._lock)
 
-    def write(self, env: Mapping[str, Any], rows: Sequence[Row], metrics: Mapping[str, Any]) -> None:
-        """Write everything, or nothing, in place of what an earlier run left."""
+    def write(
+        self, env: Mapping[str, Any], rows: Sequence[Row], metrics: Mapping[str, Any], details: Sequence[str] = ()
+    ) -> None:
+        """Write everything, or nothing, in place of what an earlier run left; `details` are no part of metrics.json."""
         texts = {
             self.path / "config.yaml": yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True),
-            self.path / "env.json": _json(env),
-            self.path / "rows.csv": _csv(rows),
-            self._metrics: _json(metrics),
+            self.path / "env.json": as_json(env),
+            self._raw.with_name(f"{self.path.name}.csv"): _csv(rows),
+            self._raw.with_name(f"{self.path.name}.json"): as_json(metrics),
+            self._metrics: as_json(without(metrics, details)),
         }
-        self.path.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path, self._raw.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         try:
             write_together(texts)
         except BaseException:
@@ -76,11 +85,11 @@ class RunFolder:
 
 
 def write_figures(folder: Path, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Write what a command measured that is no experiment: the same files as of a run, but for its rows."""
+    """Write what a command measured that is no experiment: the same files as of a run, without rows."""
     folder.mkdir(parents=True, exist_ok=True)
     config_text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     write_together(
-        {folder / "config.yaml": config_text, folder / "env.json": _json(env), folder / METRICS: _json(metrics)}
+        {folder / "config.yaml": config_text, folder / "env.json": as_json(env), folder / METRICS: as_json(metrics)}
     )
 
 
@@ -90,8 +99,33 @@ def run_id(name: str, config: Mapping[str, Any]) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._=+-]+', '_', name)[:_NAME_LENGTH]}-{digest[:8]}"
 
 
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+def without(values: Any, keys: Sequence[str]) -> Any:
+    """Plain values without those at some dotted keys; a key goes through every element of a list."""
+    if isinstance(values, list | tuple):
+        return [without(value, keys) for value in values]
+    if not isinstance(values, Mapping):
+        return values
+    below = {name: [key.partition(".")[2] for key in keys if key.startswith(f"{name}.")] for name in values}
+    return {name: without(value, below[name]) for name, value in values.items() if name not in keys}
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """JSON in lines: what fits into one stands in one."""
+    return f"{_lines(values)}\n"
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    line = json.dumps(value, allow_nan=False)
+    if len(indent) + len(line) <= _LINE_LENGTH or not isinstance(value, Mapping | list | tuple):
+        return line
+    deeper = f"{indent}  "
+    if isinstance(value, Mapping):
+        parts = [f"{json.dumps(name)}: {_lines(part, deeper)}" for name, part in value.items()]
+    else:
+        parts = [_lines(part, deeper) for part in value]
+    opening, closing = "{}" if isinstance(value, Mapping) else "[]"
+    inner = ",\n".join(f"{deeper}{part}" for part in parts)
+    return f"{opening}\n{inner}\n{indent}{closing}"
 
 
 def _csv(rows: Sequence[Row]) -> str:

@@ -15,8 +15,8 @@ from experiments.measures import MEASURES
 from experiments.measures.base import Experiment
 from experiments.support.section import choose
 from experiments.tasks import TASKS
-from llmcache.errors import ConfigError
-from llmcache.yaml_file import parse_yaml, read_yaml
+from llmcache import ConfigError
+from llmcache.lab import parse_yaml, read_yaml
 
 LISTS = (
     "task.data.path",
@@ -28,7 +28,6 @@ LISTS = (
     "gates",
     "audits",
     "hit_rates",
-    "loads",
     "rates",
     "arrivals",
     "indexes",
@@ -48,11 +47,6 @@ LISTS = (
     "dtypes",
     "banks",
     "generate",
-    "conversations",
-    "workers",
-    "simulated",
-    "designs",
-    "prompt_blocks",
 )
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from experiments.runs.folder import METRICS, RunFolder
 from experiments.runs.runner import load_all
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 Figures = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ from experiments.runs.folder import RunFolder
 from experiments.runs.grid import Named, load_experiments
 from experiments.support.environment import describe
 from experiments.support.folders import Folders
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Finished:
 
     run: Named
     path: Path
-    metrics: Mapping[str, Any]  # its figures; beside those of its measure `seconds`, the wall time that it took
+    metrics: Mapping[str, Any]  # its figures, and `seconds`, the wall time; of an earlier run those of metrics.json
     is_new: bool  # measured now, not found from before
 
 
@@ -34,16 +34,19 @@ def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named
 
 def run_one(run: Named, results_dir: Path, folders: Folders, force: bool = False) -> Finished:
     """Measure a run, unless it is there. One that is refused or interrupted leaves what was there before."""
-    folder, is_new = RunFolder(results_dir, run), False
+    folder, measured = RunFolder(results_dir, run), None
     if force or not folder.is_done:
         with folder.held():
-            is_new = force or not folder.is_done  # another process may have finished it just now
-            if is_new:
-                _measure(run, folder, folders)
-    return Finished(run, folder.path, folder.metrics, is_new)
+            if force or not folder.is_done:  # another process may have finished it just now
+                measured = _measure(run, folder, folders)
+    return Finished(run, folder.path, folder.metrics if measured is None else measured, measured is not None)
 
 
-def _measure(run: Named, folder: RunFolder, folders: Folders) -> None:
+def _measure(run: Named, folder: RunFolder, folders: Folders) -> Mapping[str, Any]:
+    """Measure, write, and return all figures."""
     env, started = describe(run.experiment.seed), perf_counter()
-    outcome = MEASURES[run.experiment.measure].run(run.experiment, folders)
-    folder.write(env, outcome.rows, {"seconds": round(perf_counter() - started, 3), **outcome.metrics})
+    measure = MEASURES[run.experiment.measure]
+    outcome = measure.run(run.experiment, folders)
+    metrics = {"seconds": round(perf_counter() - started, 3), **outcome.metrics}
+    folder.write(env, outcome.rows, metrics, measure.details)
+    return metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from llmcache.errors import LLMCacheError
+from llmcache import LLMCacheError
 
 
 class InUseError(LLMCacheError):

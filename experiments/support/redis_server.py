@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 _PATIENCE_S = 30.0
 
@@ -80,12 +80,6 @@ class RedisServer:
 
     def names(self, pattern: str = "*") -> list[str]:
         return sorted(name.decode() for name in self.do("KEYS", pattern))
-
-    def remove_values(self) -> None:
-        """What caches stored and announced; not the numbers of namespaces, by which a save is known to be current."""
-        for name in self.names():
-            if not name.endswith(":generations"):
-                self.do("DEL", name)
 
     def reset_connections(self) -> None:
         """All that are open, of whomever."""

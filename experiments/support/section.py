@@ -6,8 +6,8 @@ from typing import Any, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from llmcache.config import explain
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
+from llmcache.lab import explain
 
 #: Of a setting with several values: one alone may be given as it is.
 ONE_OR_MORE = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))

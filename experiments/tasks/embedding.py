@@ -16,7 +16,7 @@ from experiments.models.loading import Loaded, encode
 from experiments.support.nearest import unit
 from experiments.tasks.plain import Plain
 from experiments.tasks.workload import Request
-from llmcache.arrays import Floats
+from llmcache.lab import Floats
 
 ALIKE = 0.98  # cosine under which the library calls an embedding another answer
 DEPTH = 10  # texts that are looked at

@@ -15,7 +15,7 @@ from experiments.models.loading import check_length, load
 from experiments.support.folders import Folders
 from experiments.tasks import stream
 from experiments.tasks.split import split
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 class Settings(stream.Settings):

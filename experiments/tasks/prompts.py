@@ -20,8 +20,8 @@ from experiments.support.folders import Folders
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
 from experiments.tasks.workload import Answer, Request
-from llmcache.errors import ConfigError
-from llmcache.models.loading import asking, cause
+from llmcache import ConfigError
+from llmcache.lab import asking, cause
 
 TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # files of the data folder
 

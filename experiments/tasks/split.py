@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from experiments.data.labelled import Labelled
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:

@@ -21,7 +21,7 @@ from experiments.tasks.plain import Plain
 from experiments.tasks.settings import TaskSettings
 from experiments.tasks.split import split
 from experiments.tasks.workload import Request
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 class Settings(TaskSettings):

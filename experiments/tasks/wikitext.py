@@ -26,7 +26,7 @@ from experiments.support.section import Section
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
 from experiments.tasks.workload import Request
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

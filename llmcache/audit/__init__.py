@@ -5,5 +5,4 @@ later    -> idle_worker   computes them again when nobody else computes (recompu
 verdict  -> account       a changed answer quarantines its source, and counts (rate, alarm)
 alarm    -> calibration   the first halves what is served, the second ends it
 requests -> marking       compared with those of the calibration; renewal: the newest calibrate anew
-others   -> pooling       caches that share a calibration on a store keep one account (tally, shared_calibration)
 """

@@ -7,29 +7,19 @@ changed answers without bias, misses and exact repeats included.
 A hit that was drawn and is never audited counts against the claim: as changed for the upper limit from the moment
 that it is drawn, and to the alarm once computing it has failed, or it has waited for longer than the queue is. Who
 could not look must not be taken for one who found nothing.
-
-Caches that serve by one calibration keep one account: each counts its own requests, and reports its counts to the
-others now and then. When it does hangs on how many requests it had, never on what was found in them: else good news
-would come late, and all that is known at some moment would be worse than the truth. Whether the alarm rings is asked of
-what was reported alone, in the order of the store, which is the same for all: so it is one alarm, with one `alpha`.
 """
 
 import random
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from llmcache.arrays import Floats
 from llmcache.audit.alarm import Alarm
 from llmcache.audit.rate import Rate
-from llmcache.audit.tally import FIGURES, Tally
 
 N_FIRST = 500  # requests at the beginning of an account: what does not hold mostly does not from the start
 _FIRST = 5  # times the floor, with which they are audited
-N_REPORT = 50  # requests between two reports of a cache, at least; later a share of all that it had
-_REPORT_SHARE = 64
-_FINE = 4  # steps of a share
 MOST_WAITING = 1000  # hits that wait to be audited; with more, hits that are drawn are computed in their calls
 _MOST_OPEN = MOST_WAITING + 200  # some are under way, or were drawn by calls that asked before: what is older is lost
 
@@ -49,7 +39,7 @@ class Audited:
     """A row whose own answer the audit wants to know."""
 
     sample: AuditSample | None  # None for a row that nothing was found for
-    source: str  # key of the stored request that is to blame if the answer is another; "" where none is
+    source: str  # key of the stored request that is to blame if the answer is another; "" without a hit
     answer: Floats | None  # signature (S,) of that request's answer, at that time
     stands_for_all: bool  # drawn with the probability that all rows have, hits and misses
 
@@ -57,16 +47,14 @@ class Audited:
 class AuditAccount:
     """Draws hits, and keeps the account of their verdicts. The caller holds a lock."""
 
-    def __init__(self, limit: float, floor: float, alpha: float, seed: int | str = 0) -> None:
+    def __init__(self, limit: float, floor: float, alpha: float, seed: int = 0) -> None:
         """`limit` and `floor` are as of `Alarm`; `alpha` is the chance of a false alarm, ever, and of a wrong limit."""
         self.limit = limit
-        self.tally = Tally()
-        self.is_shared = False  # its alarm rings for what was reported
-        self._others: dict[str, Tally] = {}
-        self.rate = Rate(floor, self.tally, self._others)
-        self.alarm = Alarm(limit, floor, alpha, self.tally)
+        self.rate = Rate(floor)
+        self.alarm = Alarm(limit, floor, alpha)
+        #: `n_drawn`, `n_recomputed`, `n_lost` and `n_changed`, as of `AuditStats`.
+        self.counts: Counter[str] = Counter()
         self.has_rung = False
-        self._report_at, self._reported = N_REPORT, Tally()
         self._floor = floor
         self._alpha = alpha
         self._random = random.Random(seed)
@@ -85,12 +73,10 @@ class AuditAccount:
         number = self.alarm.see()
         if share is None:
             return None
-        if self.is_shared:  # few weights, so that reports are short
-            share = ceil(_FINE * share) / _FINE
         chance = min(1.0, floor * (1 + share))
         if not self.toss(chance):
             return None
-        self.tally.figures["n_drawn"] += 1
+        self.counts["n_drawn"] += 1
         sample = AuditSample(self, number, 1 / chance, ease)
         self.rate.draw(sample.weight, ease)
         self._open[number] = sample
@@ -101,8 +87,8 @@ class AuditAccount:
 
     def settle(self, sample: AuditSample, is_changed: bool) -> bool:
         """Take in the verdict on a sample of this account; whether the alarm rings, which it does once."""
-        self.tally.figures["n_recomputed"] += 1
-        self.tally.figures["n_changed"] += is_changed
+        self.counts["n_recomputed"] += 1
+        self.counts["n_changed"] += is_changed
         self.rate.settle(sample.weight, is_changed, sample.ease)
         was_open = self._open.pop(sample.number, None) is not None  # else it counts as changed already
         return is_changed and was_open and self._strikes(sample)
@@ -111,7 +97,7 @@ class AuditAccount:
         """A sample will never be audited; whether the alarm rings, to which it counts as changed."""
         if self._open.pop(sample.number, None) is None:
             return False
-        self.tally.figures["n_lost"] += 1
+        self.counts["n_lost"] += 1
         return self._strikes(sample)
 
     def lose_overdue(self) -> bool:
@@ -124,45 +110,21 @@ class AuditAccount:
     def withdraw(self, sample: AuditSample) -> None:
         """The hit was not served after all, so nobody got another answer for it."""
         self._open.pop(sample.number, None)
-        self.tally.figures["n_drawn"] -= 1
+        self.counts["n_drawn"] -= 1
         self.rate.settle(sample.weight, has_event=False, ease=sample.ease)
-
-    def report(self, is_asked: bool) -> Tally | None:
-        """What is to be reported, as it is now; None where it is not time to, unless `is_asked`, or nothing is new."""
-        n = self.tally.n
-        if n < self._report_at and not is_asked:
-            return None
-        self._report_at = n + max(N_REPORT, n // _REPORT_SHARE)
-        now = Tally.total([self.tally])
-        is_new, self._reported = now != self._reported, now
-        return now if is_new else None
 
     def _strikes(self, sample: AuditSample) -> bool:
         """Tell the alarm of a changed answer; whether it rings for the first time."""
         self.alarm.found(sample.number, sample.weight)
-        rings = not (self.is_shared or self.has_rung) and self.alarm.rings([self.tally])
-        self.has_rung |= rings
-        return rings
-
-    def hear(self, others: Mapping[str, Tally], told: Tally | None) -> bool:
-        """Take in the latest reports of other caches, by name; whether the alarm rings, which it does once.
-
-        `told` is the latest of this cache's own that the store has told to all; None while it tells nothing: then this
-        cache asks what it knows itself.
-        """
-        self.is_shared = True
-        self._others.update(others)
-        self.alarm.n_elsewhere = sum(one.n for one in self._others.values())
-        rings = not self.has_rung and self.alarm.rings([*self._others.values(), told or self.tally])
+        rings = not self.has_rung and self.alarm.rings()
         self.has_rung |= rings
         return rings
 
     def figures(self) -> dict[str, Any]:
         """What `AuditStats` tells of it; the limits hold at all times but for a chance of `alpha` each."""
-        counted = Tally.total([self.tally, *self._others.values()]).figures
         return {
             "n_requests": self.rate.n,
-            **{name: counted[name] for name in FIGURES},
+            **self.counts,
             "rate": self.rate.mean,
             "lower": self.rate.lower(self._alpha),
             "upper": self.rate.upper(self._alpha),

@@ -3,17 +3,17 @@
 Sizes: E gamblers, J bets each.
 """
 
-from collections.abc import Iterable
+from collections import Counter
 from math import ceil, log, log1p
 
 import numpy as np
 
 from llmcache.arrays import Doubles
-from llmcache.audit.tally import Tally, is_told
 from llmcache.calibration.bounds import mixed, stakes
 
 EPOCH = 500  # requests between two gamblers: how late, at most, the next one sets out after the rate has changed
 _STEADY = 100  # epochs of that length; later ones are each a hundredth of what came before
+_RECENT, _THINNED = 128, 16  # of older epochs, one of so many has a gambler who goes on
 
 
 def epoch_of(n: int) -> int:
@@ -31,40 +31,32 @@ class Alarm:
     the rate changes late. So one sets out with every epoch, number e with a share 1 / (e (e + 1)) of the money,
     which is 1 for all of them together. The caller holds a lock.
 
-    Stakes are fixed, so wealth depends on counts alone. Where several caches serve by one calibration, the counts of
-    all are added up, and each request is of the epoch that all of them together were in, as far as its cache knew. That
-    is known before the request, as a bet has to be. Most old gamblers give up what they have, which is never to their
-    advantage: so little has to be told of old epochs.
+    Stakes are fixed, so wealth depends on counts alone. Most old gamblers give up what they have, which is never to
+    their advantage.
     """
 
-    def __init__(self, limit: float, floor: float, alpha: float, tally: Tally | None = None) -> None:
+    def __init__(self, limit: float, floor: float, alpha: float) -> None:
         """Begin without requests.
 
         Args:
             limit: The largest rate in order.
             floor: The least probability with which an event is looked for.
             alpha: Chance of ringing while the rate is in order.
-            tally: Where requests and events are counted.
         """
-        self.tally = Tally() if tally is None else tally
-        self.n_elsewhere = 0  # requests of other caches
+        self.n = 0  # requests
+        self._by_epoch: Counter[int] = Counter()  # requests
+        self._found: Counter[tuple[int, float]] = Counter()  # events, by epoch and weight
         self._limit = limit
         self._floor = floor
         self._alpha = alpha
         self._stakes = stakes(limit * floor / 4)  # the best one at a rate a quarter over the limit
         self._lost = np.log1p(-self._stakes)
-        self._n = 0
-
-    @property
-    def n(self) -> int:
-        """Requests, those of other caches included."""
-        return self._n + self.n_elsewhere
 
     def see(self) -> int:
         """Take in a request, which counts 0 until an event is found in it, and return its number."""
         number = self.n
-        self.tally.by_epoch[epoch_of(number)] += 1
-        self._n += 1
+        self._by_epoch[epoch_of(number)] += 1
+        self.n += 1
         return number
 
     def found(self, number: int, weight: float) -> None:
@@ -72,28 +64,28 @@ class Alarm:
 
         It may be found long after: what is not audited yet counts as 0, which is never to a gambler's advantage.
         """
-        self.tally.struck[epoch_of(number), weight] += 1
+        self._found[epoch_of(number), weight] += 1
 
-    def rings(self, tallies: Iterable[Tally]) -> bool:
-        """Whether it rings over what was counted, by this cache or by several."""
-        return mixed(self.wealth(tallies).ravel(), len(self._stakes)) >= log(1 / self._alpha)
+    def rings(self) -> bool:
+        """Whether it rings over what was counted until now."""
+        return mixed(self.wealth().ravel(), len(self._stakes)) >= log(1 / self._alpha)
 
-    def wealth(self, tallies: Iterable[Tally]) -> Doubles:
+    def wealth(self) -> Doubles:
         """Logarithm of what each bet of each gambler has become (E, J), of the money of all."""
-        counted = Tally.total(tallies)
-        n_epochs = counted.latest + 1
+        latest = max(self._by_epoch, default=0)
+        n_epochs = latest + 1
         n_bets, gained = np.zeros((n_epochs, 1)), np.zeros((n_epochs, len(self._stakes)))
-        for epoch, n in counted.by_epoch.items():
+        for epoch, n in self._by_epoch.items():
             n_bets[epoch] += n
-        struck = np.array([(*kind, n) for kind, n in counted.struck.items()], np.float64).reshape(-1, 3)
-        won = np.log(1 - self._stakes + self._stakes * struck[:, 1:2] / self._limit) - self._lost
-        np.add.at(gained, struck[:, 0].astype(np.int64), struck[:, 2:] * won)
+        found = np.array([(*kind, n) for kind, n in self._found.items()], np.float64).reshape(-1, 3)
+        won = np.log(1 - self._stakes + self._stakes * found[:, 1:2] / self._limit) - self._lost
+        np.add.at(gained, found[:, 0].astype(np.int64), found[:, 2:] * won)
         n_bets, gained = (
             np.cumsum(one[::-1], axis=0)[::-1] for one in (n_bets, gained)
         )  # of an epoch, and of later ones
         e = np.arange(1, n_epochs + 1)[:, None]
         wealth: Doubles = gained + n_bets * self._lost - np.log(e * (e + 1.0))
-        return wealth[[is_told(epoch, counted.latest) for epoch in range(n_epochs)]]
+        return wealth[[epoch > latest - _RECENT or epoch % _THINNED == 0 for epoch in range(n_epochs)]]
 
     def needed(self, rate: float) -> int | None:
         """Requests after which it can be expected to ring once the rate has risen now; None where no bet grows.

@@ -12,17 +12,14 @@ Beside that, requests are compared with those of the calibration. That computes 
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, get_args
-
-from torch import Tensor
+from collections.abc import Collection, Mapping, Sequence
+from typing import get_args
 
 from llmcache.audit.account import MOST_WAITING, AuditAccount, Audited
 from llmcache.audit.idle_worker import IdleWorker, Job
 from llmcache.audit.marking import Marking
 from llmcache.audit.recomputer import Recomputer
 from llmcache.audit.renewal import RenewalBuffer
-from llmcache.audit.tally import Tally
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.drift import DriftDetector
 from llmcache.calibration.risk_target import MetricName
@@ -37,11 +34,6 @@ class Audit:
     """Looks into approximate hits of calibrated reuse. Thread-safe; what fails is counted and costs the look."""
 
     def __init__(self, recomputer: Recomputer, config: CacheConfig) -> None:
-        self.name = ""  # among the caches that share a calibration: no two are to draw alike
-        #: Whether others keep the account of a calibration, too.
-        self.is_shared: Callable[[Calibration], bool] = lambda made: False
-        #: Told of a source that was quarantined.
-        self.on_quarantine: Callable[[str], object] = lambda key: None
         self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
         self._recomputer = recomputer
         self._banks = recomputer.banks
@@ -108,9 +100,7 @@ class Audit:
             if sample is not None and hit is not None:
                 # Of all hits alike: those that were drawn more often for their risk, or early, are thinned out again.
                 stands_for_all = account.toss(ease * self._floor * sample.weight)
-                # An example of an answer is not to blame for the forecast that chose it.
-                source = "" if hit.rung == "student" else hit.key
-                call.plan.audited[row.number] = Audited(sample, source, hit.answer, stands_for_all)
+                call.plan.audited[row.number] = Audited(sample, hit.key, hit.answer, stands_for_all)
             elif row.number not in call.plan.reused and hit is None and account.toss(ease * self._floor):
                 call.plan.audited[row.number] = Audited(None, "", None, True)
         self._hear(account, account.lose_overdue())
@@ -156,26 +146,6 @@ class Audit:
         """More is lost than a calibration allows, as was found here or elsewhere."""
         self._n_alarms += 1
         self._calibrated.alarm(made)
-
-    def report(self, made: Calibration, is_asked: bool) -> Tally | None:
-        """What the account of a calibration is to report to others; see `AuditAccount.report`."""
-        with self._lock:
-            return self._account.report(is_asked) if self._account is not None and self._made is made else None
-
-    def read(self, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]) -> Tally:
-        """What another reported; see `Tally.unpack`."""
-        return Tally.unpack(tensors, figures, self._floor)
-
-    def hear(self, made: Calibration, others: Mapping[str, Tally], told: Tally | None) -> bool:
-        """Take in what others reported of a calibration, and follow the alarm; whether it has an account here.
-
-        See `AuditAccount.hear`.
-        """
-        with self._lock:
-            if self._account is None or self._made is not made:
-                return False
-            self._hear(self._account, self._account.hear(others, told))
-            return True
 
     # -- from time to time ---------------------------------------------------------------------------------------------
 
@@ -238,9 +208,8 @@ class Audit:
             with self._lock:
                 made = self._made
                 self._hear(account, account.settle(drawn.sample, is_changed))
-            if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
+            if is_changed and made is not None and made.metric in get_args(MetricName):
                 self._banks.quarantine(drawn.source, case.scope.namespace)
-                self.on_quarantine(drawn.source)
         if drawn.stands_for_all:
             self._gather(case)
 
@@ -262,7 +231,7 @@ class Audit:
             if not self._calibrated.remaining([case]):
                 return
             self._fresh.add(case)
-            is_due = self._account is not None and self._fresh.is_due(self._account.tally.n) and not self._is_renewing
+            is_due = self._account is not None and self._fresh.is_due(self._account.rate.n) and not self._is_renewing
             self._is_renewing |= is_due
         if is_due:
             self.worker.add(Job(Audit._renew, is_short=False))  # seconds, which no call is to wait for
@@ -312,10 +281,8 @@ class Audit:
             self._made, self._n_accounts, self._process = made, self._n_accounts + 1, os.getpid()
             self._account = self._likeness = None
             if self._floor:
-                seed = f"{self.name} {self._process} {self._n_accounts}" if self.name else self._n_accounts
-                self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, seed)
-                self._account.is_shared = self.is_shared(made)
-            if made.is_certified and made.watch.profile is not None and made.watch.compares:
+                self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, self._n_accounts)
+            if made.is_certified and made.watch.profile is not None:
                 self._likeness = DriftDetector(made.watch.profile)
             self._marking.forget()
             self._fresh.begin(made)

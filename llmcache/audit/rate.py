@@ -1,13 +1,11 @@
 """A rate that is watched without end, with limits that hold at every moment at once: by betting, as in `bounds`."""
 
 from collections import Counter
-from collections.abc import Mapping
 from math import log
 
 import numpy as np
 
 from llmcache.arrays import Doubles
-from llmcache.audit.tally import Tally
 from llmcache.calibration.bounds import edge, mixed, stakes
 
 _STAKES = stakes(1e-5)  # the least: stakes of what is watched without end may not follow the number of observations
@@ -23,86 +21,72 @@ class Rate:
     be lower for some (`ease`), if it is fixed before the request: each factor is fair, given what was before. In the
     mean that the limits are of, such requests then count less, about as `ease` says; the estimate counts all alike.
 
-    The stakes are fixed, so limits depend on counts alone: those of all caches that serve by one calibration are added
-    up, where several do.
+    The stakes are fixed, so limits depend on counts alone.
 
     A sample of which nothing is known yet, or ever, counts as an event for the upper limit and as none for the lower,
     so neither is wrong because samples wait. The caller holds a lock.
     """
 
-    def __init__(self, floor: float, tally: Tally | None = None, others: Mapping[str, Tally] | None = None) -> None:
-        """Begin without requests.
-
-        Args:
-            floor: The least probability with which events are looked for, where nothing is eased, over 0.
-            tally: Where requests and samples are counted.
-            others: What other caches reported, by name: it is theirs, and counts as well.
-        """
-        self.tally = Tally() if tally is None else tally
-        self._others = {} if others is None else others
+    def __init__(self, floor: float) -> None:
+        """Begin without requests; `floor`, over 0, is the least probability with which events are looked for."""
         self._floor = floor
+        self._by_ease: Counter[float] = Counter()  # requests, by what their least probability was multiplied by
+        self._open: Counter[tuple[float, float]] = Counter()  # samples without a verdict, by weight and ease
+        self._found: Counter[tuple[float, float]] = Counter()  # samples with an event, likewise
 
     @property
     def n(self) -> int:
-        return self.tally.n + sum(one.n for one in self._others.values())
+        """Requests."""
+        return self._by_ease.total()
 
     @property
     def mean(self) -> float | None:
         """Estimated rate; None without requests."""
-        counted = self._counted()
-        found = sum(weight * n for (weight, _), n in counted.found.items())
-        return found / counted.n if counted.n else None
+        found = sum(weight * n for (weight, _), n in self._found.items())
+        return found / self.n if self.n else None
 
     def see(self, ease: float = 1.0) -> None:
         """Take in a request, for which the least probability is the usual one times `ease`, over 0, at most 1."""
-        self.tally.by_ease[ease] += 1
+        self._by_ease[ease] += 1
 
     def draw(self, weight: float, ease: float = 1.0) -> None:
         """The last request is audited, which had the probability 1 / `weight`."""
-        self.tally.open[weight, ease] += 1
+        self._open[weight, ease] += 1
 
     def settle(self, weight: float, has_event: bool, ease: float = 1.0) -> None:
         """What was found in a request that had been drawn so."""
-        self.tally.open[weight, ease] -= 1
-        self.tally.found[weight, ease] += has_event
+        self._open[weight, ease] -= 1
+        self._found[weight, ease] += has_event
 
     def lower(self, alpha: float) -> float:
         """The rate is at least this at all times, but for a chance of `alpha`."""
-
-        counted = self._counted()
-        weights, eases, counts = _columns(counted.found)
+        weights, eases, counts = _columns(self._found)
 
         def lost(ease: float | Doubles) -> Doubles:
             """Logarithm of what a request without an event leaves of a unit (J,)."""
             left: Doubles = np.log1p(-_STAKES * self._floor * ease)
             return left
 
-        idle = sum((n * lost(ease) for ease, n in counted.by_ease.items()), np.zeros(len(_STAKES)))
+        idle = sum((n * lost(ease) for ease, n in self._by_ease.items()), np.zeros(len(_STAKES)))
 
         def is_possible(rate: float) -> bool:
             """Whether no gambler on a larger rate got rich."""
             won = np.log1p(_STAKES * self._floor * eases * (weights / rate - 1))
             return mixed(idle + (counts * (won - lost(eases))).sum(axis=0)) < log(1 / alpha)
 
-        return edge(is_possible, 0.0, 1.0) if counted.found.total() else 0.0
+        return edge(is_possible, 0.0, 1.0) if self._found.total() else 0.0
 
     def upper(self, alpha: float) -> float:
         """The rate is at most this at all times, but for a chance of `alpha`."""
-        counted = self._counted()
-        weights, eases, counts = _columns(counted.found + counted.open)
+        weights, eases, counts = _columns(self._found + self._open)
 
         def is_refuted(rate: float) -> bool:
             """Whether a gambler on a smaller rate got rich."""
-            wealth = sum(
-                (n * self._kept(rate, 0.0, ease) for ease, n in counted.by_ease.items()), np.zeros(len(_STAKES))
-            )
+            wealth = sum((n * self._kept(rate, 0.0, ease) for ease, n in self._by_ease.items()), np.zeros(len(_STAKES)))
             kept = self._kept(rate, weights, eases) - self._kept(rate, 0.0, eases)
             return mixed(wealth + (counts * kept).sum(axis=0)) >= log(1 / alpha)
 
-        return edge(is_refuted, 0.0, 1.0) if counted.n else 1.0
-
-    def _counted(self) -> Tally:
-        return Tally.total([self.tally, *self._others.values()])
+        return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
 
     def _kept(self, rate: float, weight: float | Doubles, ease: float | Doubles) -> Doubles:
         """Logarithm of what bets on less than `rate` make of a unit (J,), at a request that counted `weight`."""

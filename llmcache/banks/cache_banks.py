@@ -104,10 +104,6 @@ class CacheBanks:
     def fingerprint(self) -> Fingerprint | None:
         return self._index.fingerprint
 
-    @property
-    def fits_any_length(self) -> bool:
-        return self._index.fits_any_length
-
     def known(self, row: Row, key: str = "") -> bool:
         """Whether the very same request is stored, under its own key or another; of the same key alone it is not."""
         with self._lock:
@@ -285,8 +281,8 @@ class CacheBanks:
         with self._lock:
             return dict(self._quarantined)
 
-    def stand(self, row: Row, vector: Floats | None, is_pinned: bool = False) -> bool:
-        """Let others find a stored request by its fingerprint (F,), if any, and pin it; whether it is there.
+    def stand(self, row: Row, vector: Floats, is_pinned: bool = False) -> bool:
+        """Let others find a stored request by its fingerprint (F,), and pin it if asked to; whether it is there.
 
         What is pinned leaves by `purge`, `clear` and `search_by` alone.
         """
@@ -294,9 +290,8 @@ class CacheBanks:
             request = self._requests.get(row.key)
             if request is None:
                 return False
-            if vector is not None:
-                vectors = dict.fromkeys(self.layers, vector)
-                self._index.put(request.scope, row, None, vectors, self.layer_banks.layers_of(row.key))
+            vectors = dict.fromkeys(self.layers, vector)
+            self._index.put(request.scope, row, None, vectors, self.layer_banks.layers_of(row.key))
             if is_pinned:
                 self._pin(row.key, request)
             return True

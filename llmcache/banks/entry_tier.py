@@ -10,10 +10,8 @@ import torch
 
 from llmcache.banks.entry import Entry
 from llmcache.banks.kv import is_held
-from llmcache.banks.memory import copy_owned
 from llmcache.banks.records import SavedRequest, StoredRequest
 from llmcache.banks.stores.base import Bytes, StoreKey
-from llmcache.banks.stores.seal import Opened
 from llmcache.banks.tier import Tier
 from llmcache.matching.partition import IndexSlot
 from llmcache.request.rows import Scope
@@ -70,7 +68,7 @@ class EntryTier:
                 continue
             layout, dtype = about[-1]["layout"], getattr(torch, about[-1]["dtype"])
             # Padding of two layouts must not be taken for one: of each layer the store keeps the first that came.
-            entries = {n: _copied(value) for n, value in found.items() if value.about["layout"] == layout}
+            entries = {n: Entry(value.tensors) for n, value in found.items() if value.about["layout"] == layout}
             yield SavedRequest(one.key, scope, one.ids, dtype, entries, (), layout=bytes.fromhex(layout))
 
     def paying(self, wanted: Sequence[Wanted]) -> list[Wanted]:
@@ -114,11 +112,6 @@ class EntryTier:
 
     def hear_again(self) -> None:
         self._tier.hear_again()
-
-
-def _copied(value: Opened) -> Entry:
-    """An entry that hangs on no file."""
-    return Entry({name: copy_owned(tensor, tensor.device) for name, tensor in value.tensors.items()})
 
 
 def request_of(at: StoreKey) -> str:

@@ -97,7 +97,6 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
         slots[int(i)].append(IndexSlot(None if layer < 0 else int(layer), int(length), vector, int(slot)))
     ends = np.cumsum(arrays["n_id_bytes"])
     ids = arrays["ids"].tobytes()
-    layouts, before = arrays.get("layouts"), arrays.get("block.before")  # older saves have none
     keys = [key.tobytes().decode() for key in arrays["keys"]]
     for i, end in enumerate(ends):
         yield SavedRequest(
@@ -110,8 +109,8 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
             tuple(slots[i]),
             None if np.isnan(arrays["answers"][i]).any() or not arrays["answers"].shape[1] else arrays["answers"][i],
             bool(arrays["is_kept"][i]),
-            b"" if layouts is None or not layouts[i].any() else layouts[i].tobytes(),
-            None if before is None else _place(int(before[i]), bool(arrays["block.is_tail"][i]), keys),
+            arrays["layouts"][i].tobytes() if arrays["layouts"][i].any() else b"",
+            _place(int(arrays["block.before"][i]), bool(arrays["block.is_tail"][i]), keys),
         )
 
 

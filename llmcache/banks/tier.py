@@ -29,7 +29,7 @@ from torch import Tensor
 from llmcache.banks.generations import Generations
 from llmcache.banks.stores import Bytes, Store, StoreKey
 from llmcache.banks.stores.base import MOST_NOTED
-from llmcache.banks.stores.seal import MismatchError, Opened, Seal
+from llmcache.banks.stores.seal import FORMAT, MismatchError, Opened, Seal
 from llmcache.banks.write_behind import Job, WriteBehind
 from llmcache.counters import Counters
 from llmcache.request.rows import Scope
@@ -203,10 +203,6 @@ class Tier:
         """Count a value that was there and is not used; see `TierStats.n_mismatched`."""
         self._mismatched[reason] += 1
 
-    def opened(self, key: StoreKey, note: Bytes) -> Opened | None:
-        """What was announced, checked."""
-        return self._open(key, note)
-
     def remove(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Purge a namespace, None: all, from the store and from memory.
 
@@ -220,6 +216,18 @@ class Tier:
                 self._forget(namespace, forget)
         self.follow(forget)  # with what others did
         self.hear_again()
+
+    def discard(self, namespace: str) -> None:
+        """Remove from the store what lies in a namespace of this cache's own, of which nothing is in memory.
+
+        Raises:
+            StoreError: The store could not.
+        """
+        try:
+            self._store.discard(namespace)
+        finally:
+            with self._following:
+                self._forget(namespace, lambda name: None)
 
     def held(self, scope: Scope, names: Sequence[str]) -> int:
         """How many of these values the store has, from the first on."""
@@ -238,7 +246,7 @@ class Tier:
         self._read_s += perf_counter() - started
         for key, value in zip(keys, values or [None] * len(keys), strict=True):
             started = perf_counter()
-            opened = None if value is None or monotonic() >= deadline else self._open(key, value)
+            opened = None if value is None or monotonic() >= deadline else self.opened(key, value)
             self._counts["found"] += opened is not None
             self._read_s += perf_counter() - started
             yield opened
@@ -352,11 +360,12 @@ class Tier:
         if (digest := self._scopes.get(scope)) is None:
             if len(self._scopes) >= 1024:  # a namespace for each session, say
                 self._scopes.clear()
-            digest = hashlib.sha256(scope.key + self._settings.encode()).hexdigest()
+            digest = hashlib.sha256(scope.key + f"{FORMAT} {self._settings}".encode()).hexdigest()
             self._scopes[scope] = digest
         return StoreKey(scope.namespace, digest, name)
 
-    def _open(self, key: StoreKey, value: Bytes) -> Opened | None:
+    def opened(self, key: StoreKey, value: Bytes) -> Opened | None:
+        """What is in a value, or was announced, checked."""
         try:
             return self._seal.open(key, value)
         except MismatchError as error:
@@ -395,7 +404,7 @@ class Tier:
                 self._behind.failed(what, error)
             return None
         if not self._behind.breaker.is_open:  # else the thread that writes pings first
-            self._behind.breaker.n_failed = 0
+            self._behind.breaker.succeeded()
         return said
 
 

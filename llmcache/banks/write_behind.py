@@ -41,46 +41,33 @@ class Job:
     nbytes: int
     is_note: bool = False
 
-    def put(self, seal: Seal) -> Put:
-        """What is put, sealed."""
-        sealed = seal.close(self.key, self.tensors, self.about)
-        if self.is_note:
-            return Put(self.key, b"", self.generation, bytes(sealed))
-        return Put(self.key, sealed, self.generation)
-
 
 @dataclass(slots=True)
 class Breaker:
-    """Whether a store may be asked: not after some failures in a row."""
+    """Whether a store may be asked: not after some failures in a row, and then again after a rest, longer each time."""
 
     n_failed: int = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may not."""
-        return self.n_failed >= _FAILURES
-
-
-@dataclass(slots=True)
-class Rest:
-    """When something that failed may be tried again: later and later."""
-
     _rest_s: float = 0.0
     _until: float = 0.0
 
     @property
+    def is_open(self) -> bool:
+        """Whether it failed that often."""
+        return self.n_failed >= _FAILURES
+
+    @property
     def left_s(self) -> float:
-        """Seconds until then; 0 if it may be."""
+        """Seconds until it may be tried again; 0 if it may be."""
         return max(0.0, self._until - monotonic())
 
-    def begin(self) -> None:
-        """It failed, again if it was tried after a rest."""
-        self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S) or _REST_S
-        self._until = monotonic() + self._rest_s
+    def failed(self) -> None:
+        self.n_failed += 1
+        if self.is_open:
+            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S) or _REST_S
+            self._until = monotonic() + self._rest_s
 
-    def end(self) -> None:
-        """It succeeded."""
-        self._rest_s = self._until = 0.0
+    def succeeded(self) -> None:
+        self.n_failed, self._rest_s, self._until = 0, 0.0, 0.0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -88,7 +75,7 @@ class WriteBehind:
     """Jobs that wait for a store, and the thread that does them. Thread-safe.
 
     It holds nothing of the cache, which may go while it works. What calls wait for may be late on a store that takes
-    writes, so the `breaker` of those is another one than the rest between writes.
+    writes, so that has a `breaker` of its own.
     """
 
     store: Store
@@ -99,12 +86,10 @@ class WriteBehind:
     n_dropped: int = 0
     is_closed: bool = False
     _jobs: deque[Job] = field(default_factory=deque)
-    _tasks: deque[Callable[[], bool]] = field(default_factory=deque)
+    _tasks: deque[tuple[str, Callable[[], object]]] = field(default_factory=deque)
     _nbytes: int = 0
     _dropped: dict[StoreKey, None] = field(default_factory=dict)  # the latest at the end
-    _n_failed: int = 0  # writes and tasks in a row
-    _rest: Rest = field(default_factory=Rest)  # of writes and tasks
-    _ping_rest: Rest = field(default_factory=Rest)
+    _writing: Breaker = field(default_factory=Breaker)  # of writes and tasks
     _is_busy: bool = False
     _changed: threading.Condition = field(default_factory=lambda: forkable(threading.Condition()))
     _thread: threading.Thread | None = None
@@ -138,33 +123,23 @@ class WriteBehind:
 
     def do(self, what: str, task: Callable[[], object]) -> None:
         """Have something done after what waits, once the store answers; what fails is a failure of the store."""
-
-        def act() -> bool:
-            try:
-                task()
-            except Exception as error:
-                self.counters.error(what, error)
-                return False
-            return True
-
         with self._changed:
             if not self.is_closed:
-                self._tasks.append(act)
+                self._tasks.append((what, task))
                 self._rouse()
 
     def failed(self, what: str, error: Exception) -> None:
         """Count a failure of what calls wait for; after some, the thread looks when the store answers again."""
         self.counters.error(what, error)
         with self._changed:
-            self.breaker.n_failed += 1
+            self.breaker.failed()
             if self.breaker.is_open and not self.is_closed:
-                self._ping_rest.begin()
                 self._rouse()
 
     @property
     def is_resting(self) -> bool:
         """Whether writes failed, and are not tried again yet."""
-        return self._n_failed >= _FAILURES and self._rest.left_s > 0
+        return self._writing.left_s > 0
 
     def drain(self) -> None:
         """Wait until all that waited is written or dropped, for a minute at most."""
@@ -191,8 +166,8 @@ class WriteBehind:
     @property
     def _wait_s(self) -> float | None:
         """After how many seconds to look again though nobody said anything; None: not at all."""
-        ends = [self._ping_rest.left_s] if self.breaker.is_open else []
-        ends += [self._rest.left_s] if self._tasks else []
+        ends = [self.breaker.left_s] if self.breaker.is_open else []
+        ends += [self._writing.left_s] if self._tasks else []
         return min(ends, default=None)
 
     def _begin_anew(self) -> None:
@@ -220,10 +195,16 @@ class WriteBehind:
             for some in _portions(jobs):
                 self._write(some)
             while self._tasks and not self.is_resting:
-                if not self._tasks.popleft()():
-                    self._count(has_succeeded=False)
-            if self.breaker.is_open and not self._ping_rest.left_s:
+                self._do(*self._tasks.popleft())
+            if self.breaker.is_open and not self.breaker.left_s:
                 self._ping()
+
+    def _do(self, what: str, task: Callable[[], object]) -> None:
+        try:
+            task()
+        except Exception as error:
+            self.counters.error(what, error)
+            self._writing.failed()
 
     def _write(self, jobs: Sequence[Job]) -> None:
         """Write jobs together; tried again a moment later where that fails, and dropped where it goes on to fail."""
@@ -231,12 +212,12 @@ class WriteBehind:
             try:
                 n_written = self._put(jobs)
             except Exception as error:
-                self._count(has_succeeded=False)
-                if self._n_failed >= _FAILURES or self._has_closed_within(_REST_S):
+                self._writing.failed()
+                if self._writing.is_open or self._has_closed_within(_REST_S):
                     self.counters.error("write to the store", error)
                     break
             else:
-                self._count(has_succeeded=True)
+                self._writing.succeeded()
                 with self._changed:
                     self.n_written += n_written
                     self._nbytes -= sum(job.nbytes for job in jobs)
@@ -259,19 +240,12 @@ class WriteBehind:
 
     def _sealed(self, job: Job) -> Put | None:
         with self.counters.guard("seal a value"):  # it will not do so next time either
-            return job.put(self.seal)
+            sealed = self.seal.close(job.key, job.tensors, job.about)
+            value, note = (b"", sealed) if job.is_note else (sealed, b"")
+            return Put(job.key, value, job.generation, note)
         with self._changed:
             self.n_dropped += 1
         return None
-
-    def _count(self, has_succeeded: bool) -> None:
-        """Take note how a write or task went."""
-        with self._changed:
-            self._n_failed = 0 if has_succeeded else self._n_failed + 1
-            if has_succeeded:
-                self._rest.end()
-            elif self._n_failed >= _FAILURES:
-                self._rest.begin()
 
     def _drop(self, jobs: Sequence[Job]) -> None:
         """The caller holds the lock."""
@@ -287,10 +261,9 @@ class WriteBehind:
         try:
             self.store.ping()
         except Exception:
-            self._ping_rest.begin()
+            self.breaker.failed()
         else:
-            self._ping_rest.end()
-            self.breaker.n_failed = 0
+            self.breaker.succeeded()
 
 
 def _portions(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -5,5 +5,5 @@ requests -> observer            what the model answered to each
          -> calibration         the largest risk that the target allows, measured on part C (bounds)
          -> calibrated_reuse    who may serve whom from now on
 drift: whether later requests are still found like those of part C
-published: what other caches need to decide alike
+published: what other caches need to decide alike; sharing: how they get it on a store
 """

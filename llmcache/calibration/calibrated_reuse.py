@@ -11,9 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import replace
-from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -56,7 +54,6 @@ class CalibratedReuse:
         self.fitter = fitter
         self.chooser = fitter.chooser
         self.calibration: Calibration | None = None
-        self.tightened: ContextVar[float] = ContextVar("llmcache_tightened", default=inf)
         #: Told of a calibration that an alarm or drift has changed, as it is then.
         self.on_void: Callable[[Calibration], object] = lambda made: None
         #: Scope of the sources, and the generation of their namespace; None where they differ, or it is not known.
@@ -92,8 +89,7 @@ class CalibratedReuse:
         """
         if not self.is_serving(scope.weights):
             return {}
-        least = self.tightened.get()
-        return self._limits if least == inf else {layer: min(limit, least) for layer, limit in self._limits.items()}
+        return self._limits
 
     def is_serving(self, weights: str) -> bool:
         """Whether anything may be reused approximately by a trunk of these weights."""
@@ -111,7 +107,6 @@ class CalibratedReuse:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
             self._limits, self.calibration, self.namespaces, self.origin = {}, None, set(), None
-            self.chooser.forget()
             self._banks.search_by(None)
 
     def forget(self, namespace: str | None = None) -> None:
@@ -236,8 +231,7 @@ class CalibratedReuse:
             return "tightened"
         if made.sources == "growing":
             return "growing"
-        is_compared = made.watch is not None and made.watch.compares
-        return "certified" if self._is_watched and is_compared else "unwatched"
+        return "certified" if self._is_watched else "unwatched"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
         """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.
@@ -319,7 +313,6 @@ class CalibratedReuse:
                 self.chooser.restore(below("trust.", published.learned))
                 self.fitter.resume()
                 self._banks.stand_all(published.sources)
-                self.chooser.present((one.scope, one.key, one.answer) for one in published.examples)
             except Exception:
                 self.end()
                 raise
@@ -334,10 +327,9 @@ class CalibratedReuse:
             if made is None or origin is None:
                 return None
             held = [one for one in self._banks.records() if one.scope == origin[0] and (one.is_pinned or one.slots)]
-            by_key = {one.key: one for one in held}
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"trust.{name}": array for name, array in self.state().items()}
-            return Published(made, learned, held, [by_key[key] for key in self.chooser.examples])
+            return Published(made, learned, held)
 
     def _serve(self, calibration: Calibration) -> None:
         self.calibration, limit = calibration, calibration.limit

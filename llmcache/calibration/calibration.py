@@ -55,17 +55,12 @@ class AlarmLevels:
             is another one, an upper limit of the share that was seen on C.
         tighter: The limit after a first alarm: at most half of the approximate hits on C were within it.
         profile: What requests are compared with, to tell whether they are still like those of C; None of growing
-            sources, and where it was not saved.
+            sources.
     """
 
     most_changed: float
     tighter: float
     profile: Profile | None = None
-
-    @property
-    def compares(self) -> bool:
-        """Whether requests can be compared with those of C; early saves do not tell what of C repeats were."""
-        return self.profile is not None and self.profile.n_repeats is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +201,9 @@ def watch(trial: HoldoutOutcome, point: OperatingPoint, max_changed: float | Non
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:
-    return draws_needed(max_drop, delta) if isinstance(metric, str) else _draws_of(metric, max_drop, delta)
-
-
-def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:
-    """Least number of requests, none of which loses anything, that bound a metric's mean loss: within a hundredth."""
+    """Least number of requests of C that carry a claim if none loses anything; of a mean, within a hundredth."""
+    if isinstance(metric, str):
+        return draws_needed(max_drop, delta)
     span = metric.high - metric.low
     n = draws_needed(min(max_drop / span, 0.5), delta)
     while mean_upper(np.zeros(n), -span, span, delta) > max_drop:

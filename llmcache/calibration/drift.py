@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf, isfinite, isnan
+from math import inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -63,8 +63,7 @@ def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
     expected = -1 if forecast is None else int(forecast.argmax())
     if choice is None:
         return Marks(inf, -1.0, expected)
-    similarity = choice.neighbour.similarity  # of an example of an answer it is not known
-    return Marks(choice.at_first, -1.0 if isnan(similarity) else similarity, expected)
+    return Marks(choice.at_first, choice.neighbour.similarity, expected)
 
 
 def marks_of_source(forecast: Floats | None) -> Marks:
@@ -79,7 +78,7 @@ class Profile:
     classes: tuple[int, ...]  # forecasts, the rarest first; empty where nothing is forecast
     edges: tuple[tuple[float, ...], ...]  # by kind of mark: risks, similarities, places of the class in each order
     counts: tuple[tuple[int, ...], ...]  # how many marks are at most each edge
-    n_repeats: int | None = None  # sources that came again; None of early saves, with which nothing can be compared
+    n_repeats: int  # sources that came again
 
 
 def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) -> Profile:
@@ -136,9 +135,8 @@ class DriftDetector:
     """Compares requests with one profile. The caller holds a lock."""
 
     def __init__(self, profile: Profile) -> None:
-        """Begin without requests; the profile must say how many sources came again."""
+        """Begin without requests."""
         n, n_repeats = profile.n, profile.n_repeats
-        assert n_repeats is not None, "it is not known what of it repeats were"
         at_most = np.concatenate([np.array(counts, np.int64) for counts in profile.counts])
         shown = np.concatenate([at_most, n - at_most])  # a mark is at most an edge, or beyond it
         delta = _ERROR / (len(shown) + 1)

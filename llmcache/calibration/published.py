@@ -26,7 +26,7 @@ from llmcache.banks.serialization import arrays_to_tensors, pack_requests, unpac
 from llmcache.calibration.calibration import Calibration
 from llmcache.request.rows import Scope
 
-FORMAT = 1
+FORMAT = 2
 _MOST_VERSION = 0xFFFFFF
 _CALIBRATION = TypeAdapter(Calibration)
 
@@ -90,25 +90,18 @@ class Published:
         calibration: As it was made.
         learned: What fingerprint (`fingerprint.`) and decision (`trust.`) learned, by name.
         sources: Requests that serve, all of one scope, with or without their states.
-        examples: Those of these by which a forecast is answered, in order.
     """
 
     calibration: Calibration
     learned: Mapping[str, Floats]
     sources: Sequence[SavedRequest]
-    examples: Sequence[SavedRequest]
 
     def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Named tensors and plain values, without states."""
         bare = [replace(one, entries={}) for one in self.sources]
         tensors = pack_requests(bare, [bare[0].scope])
         tensors |= {f"learned.{name}": tensor for name, tensor in arrays_to_tensors(self.learned).items()}
-        calibration = _CALIBRATION.dump_python(self.calibration, mode="json")
-        return tensors, {
-            "format": FORMAT,
-            "calibration": calibration,
-            "examples": [one.key for one in self.examples],
-        }
+        return tensors, {"format": FORMAT, "calibration": _CALIBRATION.dump_python(self.calibration, mode="json")}
 
     @classmethod
     def unpack(cls, tensors: Mapping[str, Tensor], about: Mapping[str, Any], scope: Scope) -> Self:
@@ -125,8 +118,7 @@ class Published:
         sources = list(unpack(copies, {}, [scope]))
         if not sources or not all(np.isfinite(slot.vector).all() for one in sources for slot in one.slots):
             raise ValueError("no sources, or a fingerprint that is no number")
-        by_key = {one.key: one for one in sources}
-        return cls(calibration, learned, sources, [by_key[key] for key in about["examples"]])
+        return cls(calibration, learned, sources)
 
 
 def digest_of(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:

@@ -3,9 +3,7 @@
 from llmcache.calibration.calibration import check_size
 from llmcache.config import CacheConfig
 from llmcache.errors import CalibrationError, ConfigError, UnsafeReuseError
-from llmcache.matching.answers import Answers
 from llmcache.models.heads import Head
-from llmcache.models.payloads import Payload
 from llmcache.policies import POLICIES, Policy
 
 
@@ -35,6 +33,10 @@ def check_settings(head: Head, config: CacheConfig) -> None:
         raise ConfigError(
             f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
         )
+    if (name := config.fingerprint_component.name) != "learned":
+        raise ConfigError(
+            f"fingerprint={name!r}: a calibration compares requests by 'learned'; leave it out, or set tau instead"
+        )
     refuse_unsafe("a calibration", head, config)
     if head.name == "multiple-choice head":
         raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
@@ -62,30 +64,6 @@ def check_settings(head: Head, config: CacheConfig) -> None:
         raise ConfigError(
             f"max_entries={config.max_entries}: some of the learn={config.learn} requests would have left before they "
             "could serve; raise it, or lower learn"
-        )
-
-
-def check_student(payload: Payload, answers: Answers, config: CacheConfig) -> None:
-    """Refuse settings under which a forecast alone (`decide='student'`) could serve nothing, or past a gate."""
-    if config.fingerprint_component.name != "learned":
-        raise ConfigError(
-            f"decide='student' with fingerprint={config.fingerprint.name!r}, which forecasts nothing: use 'learned' or "
-            "'auto'"
-        )
-    if not answers.is_discrete:
-        raise ConfigError(
-            f"decide='student' with answer={answers.name!r}: an example stands for an answer that different requests "
-            "have, a class or a set of labels; use decide='risk'"
-        )
-    if not payload.fits_any_length:
-        raise ConfigError(
-            f"decide='student' with payload={payload.name!r}: an example of an answer has another length than "
-            "the request; use decide='risk', or a payload that fits any length"
-        )
-    if config.gate is not False:
-        raise ConfigError(
-            f"decide='student' with gate={config.gate}: the gate compares a request with the one that serves it, and "
-            "here none is like it; use decide='risk' or 'combined', or leave the gate out"
         )
 
 

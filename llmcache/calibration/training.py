@@ -19,11 +19,12 @@ from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source
 from llmcache.calibration.observer import outputs, targets
 from llmcache.calibration.risk_target import Metric, MetricName
 from llmcache.errors import CalibrationError
-from llmcache.fingerprint import Fingerprint
+from llmcache.fingerprint import Learned
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
 from llmcache.request.observation import Observation
 from llmcache.reuse.chooser import Choice, NeighbourChooser
+from llmcache.reuse.semantic import Semantic
 
 N_TURNS = 5
 
@@ -41,11 +42,11 @@ class CalibrationFitter:
     """Of one wrapped model. One thread at a time."""
 
     banks: CacheBanks
-    fingerprint: Fingerprint
-    tokens: TokenVectors | None  # where the fingerprint takes vectors of tokens from
+    fingerprint: Learned
+    tokens: TokenVectors  # where the fingerprint takes vectors of tokens from
     chooser: NeighbourChooser
     answers: Answers
-    _forecasts: dict[str, tuple[Floats, Floats | None]] = field(init=False, default_factory=dict)  # as it is now
+    _forecasts: dict[str, tuple[Floats, Floats]] = field(init=False, default_factory=dict)  # as it is now
 
     def fit(self, cases: Sequence[Observation]) -> Doubles:
         """Fit the fingerprint, teach the decision, and let the requests, which all differ, serve; they stay.
@@ -53,8 +54,7 @@ class CalibrationFitter:
         Returns limits worth trying, strictest first (K,): the risks of serving them, each looked up among others.
         """
         self.chooser.learn(cases)
-        if self.tokens is not None:
-            self.tokens.frame(cases[0].row, cases[0].features)
+        self.tokens.frame(cases[0].row, cases[0].features)
         looks = []
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
@@ -74,7 +74,6 @@ class CalibrationFitter:
         )
         self.resume()
         self.stand(cases, is_pinned)
-        self._present(cases)
 
     def resume(self) -> None:
         """Let requests be found by the fingerprint, which was just fitted or restored."""
@@ -121,45 +120,34 @@ class CalibrationFitter:
         if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
             own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
-            loss = losses(metric, own, outputs, labels, numbers)
             span = metric.high - metric.low
-            return HoldoutOutcome(risk, loss, -span, span, is_share=False)
-        pairs = list(zip(cases, served_by, strict=True))
+            return HoldoutOutcome(risk, losses(metric, own, outputs, labels, numbers), -span, span, is_share=False)
         counts = self._is_changed if metric == "changed" else self._goes_wrong
-        return HoldoutOutcome(
-            risk, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
-        )
+        loss = [source is not None and counts(case, source) for case, source in zip(cases, served_by, strict=True)]
+        return HoldoutOutcome(risk, np.array(loss, np.float64))
 
     def restart(self, cases: Sequence[Observation]) -> None:
         """Let these requests serve, and no others; what was learned stays."""
         self.banks.search_by(self.fingerprint)
         self.stand(cases)
-        self._present(cases)
 
     def stand(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
         """Let requests serve, too; those that are pinned do not leave until the next calibration, and must be held."""
         self._hold(cases)
         for case in cases:
-            vector = self._forecast(case)[0] if self.chooser.searches else None
-            if not self.banks.stand(case.row, vector, is_pinned) and is_pinned:
+            if not self.banks.stand(case.row, self._forecast(case)[0], is_pinned) and is_pinned:
                 raise CalibrationError(
                     "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
                 )
 
-    def _present(self, cases: Sequence[Observation]) -> None:
-        """Choose examples of answers among requests that serve. They stay, also where others may leave."""
-        examples = set(self.chooser.present((case.scope, case.row.key, case.answer) for case in cases))
-        self.stand([case for case in cases if case.row.key in examples], is_pinned=True)
-
     def _choose(self, case: Observation) -> Choice | None:
         vector, forecast = self._forecast(case)
-        forecasts = None if forecast is None else forecast[None]
-        (choice,) = self.chooser.choose(case.scope, [case.row], vector[None], forecasts)
+        (choice,) = self.chooser.choose(case.scope, [case.row], vector[None], forecast[None])
         return choice
 
     def _find(self, case: Observation) -> Found:
         choice = self._choose(case)
-        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, choice.rung)
+        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, Semantic.name)
 
     def _hold(self, cases: Sequence[Observation]) -> None:
         for case in cases:
@@ -175,10 +163,9 @@ class CalibrationFitter:
         right = np.array([case.label], np.float32)
         return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
 
-    def _forecast(self, case: Observation) -> tuple[Floats, Floats | None]:
-        """Fingerprint (F,) of a request, and the forecast of its output (C,), or None."""
-        key = case.row.key
-        if key not in self._forecasts:
-            vectors, forecasts = self.fingerprint.project_with_forecast(case.features[None])
-            self._forecasts[key] = vectors[0], None if forecasts is None else forecasts[0]
-        return self._forecasts[key]
+    def _forecast(self, case: Observation) -> tuple[Floats, Floats]:
+        """Fingerprint (F,) of a request, and the forecast of its output (C,)."""
+        if case.row.key not in self._forecasts:
+            (vector,), (forecast,) = self.fingerprint.project_with_forecast(case.features[None])
+            self._forecasts[case.row.key] = vector, forecast
+        return self._forecasts[case.row.key]

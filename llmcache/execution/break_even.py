@@ -42,7 +42,7 @@ def measure(trunk: Trunk, tier: Tier, keeps_tokens: bool) -> BreakEven:
     try:
         reading = {size: _read(tier, size) for size in (_SMALL_BYTES, _LARGE_BYTES)}
     finally:
-        tier.remove(_SCOPE.namespace, lambda namespace: None)
+        tier.discard(_SCOPE.namespace)
     fixed_s, large_s = reading.values()
     if fixed_s is None or large_s is None:
         return BreakEven(token_s=token_s)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llmcache.audit.audit import Audit
-from llmcache.audit.shared_calibration import SharedCalibration
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
 from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.cost import CostModel
@@ -38,7 +38,6 @@ class Calibrated:
 
     Attributes:
         fingerprint: Not fitted yet.
-        attention: The first layer's self-attention where the fingerprint reads it, else None.
         observer: Reads the model's answers.
         calibrated: Not calibrated yet.
         audit: Looks into what it will serve.
@@ -46,7 +45,6 @@ class Calibrated:
     """
 
     fingerprint: Fingerprint
-    attention: nn.Module | None
     observer: Observer
     calibrated: CalibratedReuse
     audit: Audit
@@ -54,7 +52,7 @@ class Calibrated:
 
     def add_to(self, parts: "Components") -> None:
         """Serve calls with it from now on. Nothing is reused approximately until it is calibrated."""
-        parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
+        parts.fingerprint, parts.observer = self.fingerprint, self.observer
         parts.rungs = [*parts.rungs, Semantic(parts.banks, self.calibrated.chooser, self.calibrated)]
         parts.calibrated, parts.audit, parts.sharing = self.calibrated, self.audit, self.sharing
         if self.sharing is not None and parts.cost is not None:

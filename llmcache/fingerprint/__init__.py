@@ -40,5 +40,4 @@ FINGERPRINTS: Registry[Fingerprint] = Registry(
         "attention": AttentionMean,
         "learned": Learned,
     },
-    renamed={"foresee": "project_with_forecast"},
 )

@@ -8,14 +8,13 @@ answers: when two answers of the model are the same
 """
 
 from llmcache.matching.decision import Consensus, Decision, Evidence, Threshold
-from llmcache.matching.risk import Combined, Risk, Student
+from llmcache.matching.risk import Risk
 from llmcache.registry import Registry
 
-__all__ = ["DECISIONS", "Combined", "Consensus", "Decision", "Evidence", "Risk", "Student", "Threshold"]
+__all__ = ["DECISIONS", "Consensus", "Decision", "Evidence", "Risk", "Threshold"]
 
 DECISIONS: Registry[Decision] = Registry(
     "decide",
     Decision,
-    {"threshold": Threshold, "consensus": Consensus, "risk": Risk, "student": Student, "combined": Combined},
-    renamed={"most": "max_risk", "doubts": "risk_range"},
+    {"threshold": Threshold, "consensus": Consensus, "risk": Risk},
 )

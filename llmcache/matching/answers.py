@@ -30,7 +30,6 @@ class Answers(ABC):
 
     name: str  # in settings
     reads_payload = False  # it is made of the state that an entry keeps, not of the model's output
-    is_discrete = False  # different requests have the very same one, so that an example can stand for it
 
     @abstractmethod
     def sign(self, output: Tensor) -> Tensor:
@@ -62,7 +61,6 @@ class Classes(Answers):
     """One of C classes: that with the largest logit."""
 
     name = "class"
-    is_discrete = True
 
     def sign(self, output: Tensor) -> Tensor:
         return output.argmax(dim=-1, keepdim=True).float()
@@ -84,7 +82,6 @@ class Labels(Answers):
     """Any of C labels: those with a logit over 0."""
 
     name = "labels"
-    is_discrete = True
 
     def sign(self, output: Tensor) -> Tensor:
         return (output > 0).float()

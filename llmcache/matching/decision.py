@@ -2,12 +2,11 @@
 
 A decision looks at the nearest stored requests and says which of them would serve best, and how risky that is. The
 request is served if the risk is within a limit. What the risk is, is the decision's own affair: a negated similarity,
-or the estimated chance that reuse changes the answer. Two decisions may also choose the answer that the forecast of the
-request favours, whoever the neighbours are (`Student`, `Combined`).
+or the estimated chance that reuse changes the answer.
 
 Numbers are plain ones, of one request at a time: for so few, arrays cost ten times what is computed with them.
 
-Sizes: n neighbours that were found, at most k; F features; M answers that could be given.
+Sizes: n neighbours that were found, at most k.
 """
 
 from abc import ABC, abstractmethod
@@ -27,14 +26,11 @@ class Evidence:
         agree: Which pairs of them have the same answer (n, n); one without an answer agrees with none, not even itself.
             Empty where answers are not read.
         favour: How much the forecast of the request speaks for the answer of each (n,); zero without one.
-        lead: How far the forecast favours one answer above all that could be given (`lead_of`); empty where no answer
-            is read from it.
     """
 
     similarity: Sequence[float]
     agree: Sequence[Sequence[bool]] = ()
     favour: Sequence[float] = ()
-    lead: Sequence[float] = ()
 
 
 class Decision(ABC):
@@ -43,16 +39,14 @@ class Decision(ABC):
     Settings become keyword arguments of the constructor, checked against its annotations.
 
     Attributes:
-        k: How many it looks at; 0: none are searched for.
+        k: How many it looks at.
         reads_answers: It compares their answers, so entries without one are never served.
-        reads_lead: It may choose the answer that the forecast favours.
         max_risk: The largest risk that a calibration may allow.
         risk_range: Least and largest risk of one that may serve; by default those of similarities, negated.
     """
 
     k: int = 1
     reads_answers: bool = False
-    reads_lead: bool = False
     max_risk: float = inf
     risk_range: tuple[float, float] = (-1.0, 1.0)
 
@@ -60,10 +54,8 @@ class Decision(ABC):
     def choose(self, seen: Evidence) -> tuple[int, float]:
         """The number of the neighbour that would serve, and how risky that is; infinite where none may serve.
 
-        The number n is that of the answer which the forecast favours.
-
         Args:
-            seen: Of one neighbour at least, or with a lead.
+            seen: Of one neighbour at least.
         """
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
@@ -71,8 +63,7 @@ class Decision(ABC):
 
         Args:
             seen: Of N requests.
-            is_right: Whether each of their neighbours has the request's own answer, N times (n,), or (n + 1,) with a
-                lead: whether the answer that the forecast favours is the request's own comes last.
+            is_right: Whether each of their neighbours has the request's own answer, N times (n,).
         """
 
     def state(self) -> dict[str, Floats]:

@@ -41,10 +41,6 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
         # By key: partition and slot, in turn. Flat, since a pair of its own would take 70 bytes a request.
         self._found_at: dict[str, tuple[Any, ...]] = {}
 
-    @property
-    def fits_any_length(self) -> bool:
-        return not self._by_length
-
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int, layer: int | None
     ) -> list[list[Neighbour]]:

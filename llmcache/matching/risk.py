@@ -1,13 +1,13 @@
-"""Decisions whose risk is a chance: that reuse changes the answer, estimated from neighbours, a forecast, or both.
+"""The decision whose risk is a chance: that reuse changes the answer, estimated from neighbours and a forecast.
 
-Sizes: n neighbours that were found, at most k; F features; M answers that could be given.
+Sizes: n neighbours that were found, at most k; F features.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from math import exp, inf, log, log1p
-from operator import itemgetter, mul
+from math import exp, inf, log
+from operator import mul
 
 import numpy as np
 
@@ -15,32 +15,10 @@ from llmcache.arrays import Floats
 from llmcache.matching.decision import Decision, Evidence
 
 _HIGHEST = 700.0  # odds, as a logarithm: of more `exp` is no number
-_SHARPNESS = np.array([[1.0], [2.0], [4.0]], np.float32)  # at which the rivals of an answer are summed
-_LEAST = 1e-9  # of such a sum, before its logarithm
-
-
-class _Chance(Decision):
-    """Its risk is a chance, that of a logistic regression with `weights`: of the features (F,), and the constant."""
-
-    weights: Sequence[float] = ()  # until learned
-    reads_answers = True
-    max_risk = 0.5  # what more likely changes than not is not served, be it so rare that the bound would allow it
-    risk_range = (0.0, 1.0)
-
-    def state(self) -> dict[str, Floats]:
-        return {"weights": np.array(self.weights, np.float32)}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        self.weights = _rounded(state["weights"])
-
-    def _learn(self, told: Sequence[tuple[Sequence[float], bool]]) -> None:
-        """Learn from features, and whether the answer changed, of each that is told of."""
-        if told:
-            self.weights = _fitted([features for features, _ in told], [changed for _, changed in told])
 
 
 @dataclass
-class Risk(_Chance):
+class Risk(Decision):
     """The neighbour whose answer has the least risk serves; the risk is the chance that the request's own is another.
 
     Neighbours vote with weights that fall with similarity, and the forecast favours some of their answers. The chance
@@ -57,14 +35,19 @@ class Risk(_Chance):
     width: float = 0.05
     forecast: bool = True
 
+    reads_answers = True
+    max_risk = 0.5  # what more likely changes than not is not served, be it so rare that the bound would allow it
+    risk_range = (0.0, 1.0)
+
     def __post_init__(self) -> None:
+        self._weights: Sequence[float] = ()  # of the features (F,), and the constant; empty until learned
         if not 3 <= self.k <= 64 or not self.width > 0:
             raise ValueError(f"k={self.k}, width={self.width}: k must be from 3 to 64, width over 0")
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
         number, least = 0, inf
-        for candidate, features in self._describe(seen) if self.weights else ():
-            if (risk := _chance(self.weights, features)) < least:
+        for candidate, features in self._describe(seen) if self._weights else ():
+            if (risk := _chance(self._weights, features)) < least:
                 number, least = candidate, risk
         return number, least
 
@@ -74,7 +57,14 @@ class Risk(_Chance):
             for one, right in zip(seen, is_right, strict=True)
             for number, features in self._describe(one)
         ]
-        self._learn(told)
+        if told:
+            self._weights = _fitted([features for features, _ in told], [changed for _, changed in told])
+
+    def state(self) -> dict[str, Floats]:
+        return {"weights": np.array(self._weights, np.float32)}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        self._weights = _rounded(state["weights"])
 
     def _describe(self, seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Who may serve, and what vote and forecast say of its answer (F,)."""
@@ -105,62 +95,6 @@ class Risk(_Chance):
                     seen.favour[number] if self.forecast else 0.0,
                 ),
             )
-
-
-class Student(_Chance):
-    """The answer that the forecast favours is given; the risk is the chance that the request's own is another.
-
-    No neighbour is searched for. The chance is a logistic regression on how far the forecast favours the answer above
-    others, learned from requests whose own are known: a linear classifier, distilled from the model, that abstains.
-    """
-
-    k = 0
-    reads_lead = True
-
-    def choose(self, seen: Evidence) -> tuple[int, float]:
-        is_ready = self.weights and seen.lead
-        return len(seen.similarity), _chance(self.weights, seen.lead) if is_ready else inf
-
-    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
-        self._learn([(one.lead, not right[-1]) for one, right in zip(seen, is_right, strict=True) if one.lead])
-
-
-class Combined(_Chance):
-    """Whoever is less risky serves: the neighbour that `Risk` chooses, or the answer that `Student` does.
-
-    Both risks are chances of the same thing, so one limit holds for both.
-    """
-
-    reads_lead = True
-
-    def __init__(self, k: int = 8, width: float = 0.05) -> None:
-        self.k = k
-        self._risk = Risk(k, width)
-        self._student = Student()
-
-    def choose(self, seen: Evidence) -> tuple[int, float]:
-        return min(self._risk.choose(seen), self._student.choose(seen), key=itemgetter(1))
-
-    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
-        self._risk.fit(seen, is_right)
-        self._student.fit(seen, is_right)
-
-    def state(self) -> dict[str, Floats]:
-        return {"weights": self._risk.state()["weights"], "lead": self._student.state()["weights"]}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        self._risk.restore(state)
-        self._student.restore({"weights": state["lead"]})
-
-
-def lead_of(favour: Floats, spread: float, n_tokens: int) -> tuple[int, tuple[float, ...]]:
-    """Which answer a forecast favours, given how much it speaks for each (M,), and how far above the others (F,)."""
-    first = int(favour.argmax())
-    rivals = favour - favour[first]
-    rivals[first] = -_HIGHEST  # it is none of its own
-    sums = [log(one + _LEAST) for one in np.exp(_SHARPNESS * rivals).sum(axis=1).tolist()]
-    odds = [log1p(exp(one)) for one in sums]
-    return first, (float(favour[first]), float(rivals.max()), *sums, *odds, spread, n_tokens**0.5)
 
 
 def _chance(weights: Sequence[float], features: Sequence[float]) -> float:

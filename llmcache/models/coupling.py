@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
+from llmcache.models.arguments import Arguments
 from llmcache.models.mark import Mark
 from llmcache.models.twin import make_trial, untouched
 from llmcache.models.weights import Weights
@@ -103,9 +104,10 @@ def _rows(trunk: Trunk) -> Tensor:
 def _run(trial: nn.Module, *rows: Tensor, n_padded: int = 0) -> Tensor:
     """States of some rows, of which the last ends with so many tokens of padding."""
     ids = torch.stack(rows)
-    mask = torch.ones_like(ids)
+    mask = torch.ones(ids.shape, dtype=torch.int64, device="cpu")
     mask[-1, ids.shape[1] - n_padded :] = 0
-    output = trial(input_ids=ids, attention_mask=mask)
+    keeps_no_kv = {"use_cache": False} if "use_cache" in Arguments(trial.forward).names else {}
+    output = trial(input_ids=ids, attention_mask=mask.to(ids.device), **keeps_no_kv)
     states: Tensor = output if isinstance(output, Tensor) else output[0]
     return states
 

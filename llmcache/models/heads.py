@@ -8,12 +8,12 @@ that answers token by token may not: start and end positions would index another
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from llmcache.models.payloads import PAYLOADS, Payload, head_reads_padding
 from llmcache.models.pooling import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
 from llmcache.threads import forkable
+
+#: Makes a call of a copy, and returns all tensors of the output.
+_Ask: TypeAlias = Callable[[Mapping[str, Tensor]], list[Tensor]]
 
 #: One vector a request; an answer per token (span, tag, language model); unknown, so all hidden states.
 Reads = Literal["pooled", "tokens", "states"]
@@ -185,11 +188,12 @@ def observe(model: nn.Module, trunk: Trunk, takes_choices: bool) -> tuple[Payloa
         with untouched(device_of(trunk.module)):
             shown = _Shown(trunk)
             trial = make_trial(model, {trunk.module: shown})
+            ask = _asking(trial)
             cases = []
             for call in _calls(trunk, takes_choices):
                 with suppress(Exception):  # of a call that the model refuses
-                    cases.append((call, _answer(trial, call)))
-            enough = next((name for name in _TRIED if _is_enough(trial, shown, name, cases)), None)
+                    cases.append((call, ask(call)))
+            enough = next((name for name in _TRIED if _is_enough(ask, shown, name, cases)), None)
             return enough or "sequence", enough is None
     except Exception:  # whatever an odd model raises
         return "sequence", True
@@ -229,11 +233,11 @@ class _Shown(nn.Module):
             self.n_placed += 1
 
 
-def _is_enough(trial: nn.Module, shown: _Shown, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]) -> bool:
+def _is_enough(ask: _Ask, shown: _Shown, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]) -> bool:
     """Whether a head answers as before when the trunk's states come from entries with this payload."""
     shown.payload, shown.n_placed = PAYLOADS[name](), 0
     try:
-        found = [tensor for call, _ in cases for tensor in _answer(trial, call)]
+        found = [tensor for call, _ in cases for tensor in ask(call)]
     except Exception:  # of what is not kept, say: int8 layers refuse NaN
         return False
     expected = [tensor for _, answer in cases for tensor in answer]
@@ -255,10 +259,10 @@ def _calls(trunk: Trunk, takes_choices: bool) -> Iterator[dict[str, Tensor]]:
             yield {name: value[None] if takes_choices else value for name, value in call.items()}
 
 
-def _answer(trial: nn.Module, call: Mapping[str, Tensor]) -> list[Tensor]:
-    """All tensors that a model returns, which may take its arguments by name or, as sentence-transformers, as one."""
+def _asking(trial: nn.Module) -> _Ask:
+    """For all tensors that a model returns; it may take its arguments by name or, as sentence-transformers, as one."""
     is_one = "input_ids" not in Arguments(trial.forward).names and is_from(trial, "sentence_transformers")
-    return list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
+    return lambda call: list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:

@@ -13,10 +13,9 @@ class Outcome:
 
     Attributes:
         key: The row's own exact key, under which a miss is stored; "" when the call was bypassed before it was known.
-        rung: What served it: `exact`, `prefix`, `semantic`, `student`, `paper`, or None when it was computed.
+        rung: What served it: `exact`, `prefix`, `semantic`, `paper`, or None when it was computed.
         layer: The deepest layer reused, or None.
-        source: Key of the stored request whose state was reused, or None. Of rung `student` an example of the answer
-            that was forecast, not a request that is like this one.
+        source: Key of the stored request whose state was reused, or None.
         similarity: To that request; of a row that was computed, to the nearest one found, over all searches made for
             it. None when no search was made or nothing was there to be found.
         risk: Risk score of who would serve it approximately, whether that was allowed or not: a hit's is at most

@@ -10,7 +10,6 @@ One file a rung, safest first: a row goes to the first rung that serves it.
 """
 
 from llmcache.banks.cache_banks import CacheBanks
-from llmcache.registry import Registry
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
@@ -19,15 +18,4 @@ from llmcache.reuse.paper import Paper
 from llmcache.reuse.prefix.rung import Prefix
 from llmcache.reuse.semantic import Semantic
 
-__all__ = ["RUNGS", "CacheBanks", "Call", "Exact", "Paper", "Prefix", "Reuse", "Row", "Rung", "Semantic"]
-
-#: Rungs of users, made as `made(banks, **options)` from the setting `rungs`. Our own four are turned on by other
-#: settings and need more than the banks.
-RUNGS: Registry[Rung] = Registry(
-    "rungs",
-    Rung,
-    {},
-    given=("banks",),
-    reserved=(Exact.name, Prefix.name, Semantic.name, Paper.name, "student"),
-    renamed={"asks_at": "applies_at"},
-)
+__all__ = ["CacheBanks", "Call", "Exact", "Paper", "Prefix", "Reuse", "Row", "Rung", "Semantic"]

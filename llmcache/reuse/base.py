@@ -17,8 +17,7 @@ class Rung(ABC):
     Four more, which do nothing here, are for rungs with `serves_calls`: these serve the beginning of a call before
     its layers run, so they see its arguments, its output and its end, not its layers one by one.
 
-    The constructor takes the cache's banks (`llmcache.reuse.CacheBanks`) as its first argument, and settings as keyword
-    arguments, checked against its annotations. `name` and `is_lossless` are set on the class.
+    The constructor takes the cache's banks (`llmcache.reuse.CacheBanks`); the class sets `name` and `is_lossless`.
 
     Attributes:
         name: As outcomes and stats call it.

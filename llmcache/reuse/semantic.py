@@ -65,17 +65,14 @@ class Semantic(Rung):
 
     def _reuse(self, call: Call, row: Row, choice: Choice, limits: Mapping[int, float]) -> Reuse | None:
         near = choice.neighbour
-        is_near = choice.rung == self.name
-        if is_near:
-            call.plan.found(row, near.similarity)
+        call.plan.found(row, near.similarity)
         layer = deepest_layer(choice.risk, limits, self._banks.held(near.key))
         if layer is None:
             return None
         state = self._banks.read(near.key, layer, with_kv=call.progress.kv_cache is not None)
         if state is None:
             return None
-        similarity = near.similarity if is_near else None
-        reuse = Reuse(row.number, layer, choice.rung, state.hidden, state.kv, near.key, similarity)
+        reuse = Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
         reuse.answer, reuse.share = near.answer, share_of(choice.risk, limits[layer])
         return reuse
 

@@ -27,7 +27,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, UnknownMetricFam
 from prometheus_client.registry import Collector
 
 from llmcache.cache import LLMCache
-from llmcache.reuse import RUNGS
 from llmcache.serving.cache_figures import CacheFigures
 from llmcache.serving.route_times import RouteTimes
 from llmcache.serving.tei_answers import ERRORS
@@ -58,7 +57,7 @@ class Metrics(Watcher):
         self.routes = RouteTimes()
         self.n_under_way = 0
         self._model_name = model_name
-        self._rungs = {COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "student", "paper", *RUNGS}
+        self._rungs = {COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "paper"}
         self._results = {"success": 0, "failure": 0}
 
         self._http = self._counter("http_requests", "Requests answered, by route and HTTP status.", "route", "status")

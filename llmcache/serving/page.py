@@ -17,7 +17,7 @@ from llmcache.serving.server import Server
 from llmcache.stats import Stats
 
 #: Rungs that have a colour of their own, and are drawn from below in this order; all others share one.
-RUNGS: Final = ("exact", "prefix", "semantic", "student")
+RUNGS: Final = ("exact", "prefix", "semantic")
 _MOST_ROUTES = 8
 
 

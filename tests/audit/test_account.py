@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.audit.account import N_FIRST, AuditAccount, AuditSample
-from llmcache.audit.alarm import EPOCH, Alarm
+from llmcache.audit.alarm import EPOCH, Alarm, epoch_of
 from llmcache.audit.rate import Rate
 
 # -- Rate --------------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def rings_at(alarm: Alarm, events: Iterator[bool] | np.ndarray, weight: float) -
         number = alarm.see()
         if has_event:
             alarm.found(number, weight)
-            if alarm.rings([alarm.tally]):
+            if alarm.rings():
                 return n
     return None
 
@@ -158,7 +158,14 @@ def test_what_is_found_late_tells_the_same_in_the_end() -> None:
     late.found(EPOCH + 7, 2.0)
     for alarm in (at_once, late):
         alarm.found(3 * EPOCH - 1, 2.0)
-    np.testing.assert_allclose(at_once.wealth([at_once.tally]), late.wealth([late.tally]))
+    np.testing.assert_allclose(at_once.wealth(), late.wealth())
+
+
+def test_epochs_are_longer_the_more_came_before() -> None:
+    numbers = [epoch_of(n) for n in range(0, 400_000, 50)]
+    assert numbers[: 3 * EPOCH // 50] == [n // EPOCH for n in range(0, 3 * EPOCH, 50)]
+    assert set(np.diff(numbers)) == {0, 1}
+    assert epoch_of(10**9) < 1_200
 
 
 # -- Auditor -----------------------------------------------------------------------------------------------------------
@@ -227,6 +234,6 @@ def test_where_looks_wait_fewer_are_drawn_and_count_more() -> None:
     for _ in range(3000):
         usual.see(0.0)
         eased.see(0.0, 0.25)
-    assert 2 * eased.tally.figures["n_drawn"] < usual.tally.figures["n_drawn"]
-    weights = {weight for weight, _ in eased.tally.open}
+    assert 2 * eased.counts["n_drawn"] < usual.counts["n_drawn"]
+    weights = {weight for weight, _ in eased.rate._open}
     assert weights == {1 / (0.2 * 0.25), 1.0 / (5 * 0.2 * 0.25)}

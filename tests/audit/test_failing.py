@@ -74,17 +74,17 @@ def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytes
 def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() -> None:
     account = AuditAccount(0.02, 1.0, 0.05)
     samples = [account.see(0.0) for _ in range(_MOST_OPEN)]
-    assert not account.lose_overdue() and account.tally.figures["n_lost"] == 0
+    assert not account.lose_overdue() and account.counts["n_lost"] == 0
     rings = []
     for _ in range(100):
         samples.append(account.see(0.0))
         rings.append(account.lose_overdue())
-    assert account.tally.figures["n_lost"] == 100 and rings.count(True) == 1  # it rings once
+    assert account.counts["n_lost"] == 100 and rings.count(True) == 1  # it rings once
     assert not account.settle(samples[0], True)  # it counted already
     assert not account.lose(samples[0])
     account.settle(samples[-1], False)
     assert not account.lose(samples[-1])
-    assert account.tally.figures["n_lost"] == 100
+    assert account.counts["n_lost"] == 100
 
 
 def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
@@ -93,7 +93,7 @@ def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
         sample = account.see(0.0)
         account.settle(sample, False) if i % 2 else account.withdraw(sample)
         assert not account.lose_overdue()
-    assert (account.tally.figures["n_lost"], account.tally.figures["n_changed"]) == (0, 0)
+    assert (account.counts["n_lost"], account.counts["n_changed"]) == (0, 0)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_values_of_a_later_format_and_of_other_keys_are_counted_misses(make: Cal
     values = store.place.values
     (a, (generation, first)), (b, (_, second)) = values.items()
     values[a] = generation, second
-    values[b] = generation, second[:4] + b"\2\0" + second[6:]
+    values[b] = generation, second[:4] + b"\3\0" + second[6:]
     assert get(tier, "x", "xy") == []
     assert tier.stats().n_mismatched == {"other_key": 1, "other_format": 1}
     values[a] = generation, first
@@ -467,6 +467,15 @@ def test_a_purge_reaches_the_memory_though_the_store_cannot_tell_of_it(make: Cal
     store.fails, told = True, list[str | None]()
     tier.remove("a", told.append)
     assert told == ["a"] and store.stats().n_values == 0
+
+
+def test_what_is_discarded_is_gone_and_asked_for_anew(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, _ = make()
+    before = tier.generation("a")
+    put(tier, "x")
+    tier.discard("a")
+    assert get(tier, "x") == [] and forgotten(tier) == []  # memory has nothing of it
+    assert tier.generation("a") != before
 
 
 def test_what_was_purged_before_the_store_could_be_asked_is_forgotten(make: Callable[..., tuple[Tier, Frail]]) -> None:

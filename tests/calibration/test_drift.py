@@ -1,6 +1,5 @@
 """Requests that are like those of the calibration pass; others are told, and the certificate with them."""
 
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -214,19 +213,6 @@ def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
                 banks.quarantine(record.key, "default")
         assert "semantic" not in ask(cache, requests(400, seed=7)[0])
         assert known(cache).status == "certified"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_counted", [False, True])
-def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothing(is_counted: bool) -> None:
-    """How many of C were served says nothing of different requests, where some come often."""
-    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
-        asked = often(requests(1500, seed=3)[0], 2200, power=1)
-        made = cache.calibrate(batched(asked[:900]))
-        early = replace(made.watch.profile, n_repeats=None) if is_counted else None
-        cache.calibrated._serve(replace(made, watch=replace(made.watch, profile=early)))
-        assert ask(cache, asked[900:]).count("semantic") > 100
-        assert known(cache).status == "unwatched"
 
 
 @pytest.mark.slow

@@ -139,7 +139,6 @@ def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
     text = reference.render_settings()
     assert re.findall(r"^## `(\w+)`$", text, re.MULTILINE) == list(CacheConfig.model_fields)
     assert "Type `float | dict[int, float] | None`, default `None`." in text
-    assert "Type `list[name | {name, options}]`, default `[]`." in text
     for registry in (POLICIES, STORES, INDEXES, FINGERPRINTS, DECISIONS, CODECS):
         section = text.split(f"## `{registry.kind}`\n")[1].split("\n## ")[0]
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(registry)

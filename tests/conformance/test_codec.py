@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmcache.banks.compression import CODECS, Codec, Half, Int8
-from llmcache.conformance import check_codec
+from llmcache.testing import check_codec
 from tests.conformance.outside import Mirrored
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -158,3 +158,11 @@ def test_what_is_no_row_of_finite_numbers_is_refused(name: str, x: Tensor, messa
     for codec in CODECS[name](), ready(name, 2):  # before a fit and after it
         with pytest.raises(ValueError, match=message):
             codec.encode("hidden", x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_lossless_is_so_at_the_ends_of_the_range(name: str, dtype: torch.dtype) -> None:
+    codec, info = ready(name, 7), torch.finfo(dtype)
+    x = torch.tensor([info.max, -info.max, info.tiny, info.tiny / 4, 0.0, -0.0, 1 + info.eps], dtype=dtype)
+    if codec.is_lossless(dtype):
+        assert torch.equal(there_and_back(codec, x).view(torch.uint8), x.view(torch.uint8))

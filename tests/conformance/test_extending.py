@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +18,6 @@ from llmcache import (
     FINGERPRINTS,
     INDEXES,
     POLICIES,
-    RUNGS,
     STORES,
     Adapter,
     ConfigError,
@@ -26,7 +26,6 @@ from llmcache import (
     UnsupportedModelError,
     register_adapter,
 )
-from llmcache.conformance import check_adapter
 from llmcache.models.adapters import ADAPTERS
 from llmcache.reuse import Call
 from tests.conformance import outside
@@ -42,7 +41,6 @@ REGISTRIES: dict[str, tuple[Any, type]] = {
     "fingerprint": (FINGERPRINTS, outside.Lengths),
     "decide": (DECISIONS, outside.SecondBest),
     "compression": (CODECS, outside.Mirrored),
-    "rungs": (RUNGS, outside.SameTokens),
 }
 
 HEADS = {"bert": CLASSIFIERS["bert"], "gpt2": GENERATORS["gpt2"]}
@@ -170,10 +168,10 @@ def test_a_codec_packs_what_is_stored(register: Callable[..., Any], family: str)
             torch.testing.assert_close(one.values, other.values)
 
 
-def test_a_rung_serves_rows(register: Callable[..., Any]) -> None:
-    mine = register("rungs")
+def test_a_rung_serves_rows() -> None:
+    mine = type("SameTokens", (outside.SameTokens,), {"n_used": 0})
     model, ids = build(CLASSIFIERS["bert"]), tokens(2, 6)
-    cache = wrapped(model, rungs=[{"name": "mine", "least": 6}])
+    cache = wrapped(model, rungs=[partial(mine, least=6)])
     stored = cache(ids).logits
     keys = [outcome.key for outcome in cache.last]
     torch.testing.assert_close(cache(ids.flip(1)).logits, stored)
@@ -189,11 +187,19 @@ def test_a_rung_serves_rows(register: Callable[..., Any]) -> None:
     assert "rungs='exact+same_tokens'" in repr(cache)
 
 
-def test_a_rung_that_cannot_say_where_it_is_asked_is_refused(register: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("instead", "said"),
+    [
+        ({"applies_at": lambda self, layer: 1 / (layer - 2) > 0}, "ZeroDivisionError"),
+        ({"name": None}, "TypeError"),
+        ({"__init__": lambda self: None}, "TypeError"),
+    ],
+)
+def test_a_rung_that_cannot_say_where_it_is_asked_is_refused(instead: dict[str, Any], said: str) -> None:
     """In a call nobody catches what it raises."""
-    register("rungs", type("Mine", (outside.SameTokens,), {"applies_at": lambda self, layer: 1 / (layer - 2) > 0}))
-    with pytest.raises(ConfigError, match=r"rungs: same_tokens\.applies_at\(\) failed: ZeroDivisionError"):
-        wrapped(build(CLASSIFIERS["bert"]), rungs=["mine"])
+    mine = type("Mine", (outside.SameTokens,), instead)
+    with pytest.raises(ConfigError, match=rf"rungs: .*Mine.* makes no rung: {said}"):
+        wrapped(build(CLASSIFIERS["bert"]), rungs=[mine])
 
 
 class Seen(outside.SameTokens):
@@ -229,11 +235,11 @@ class Seen(outside.SameTokens):
 
 @pytest.mark.parametrize("fails", ["", "begin", "store", "abandon"])
 @pytest.mark.parametrize("family", HEADS)
-def test_a_rung_may_serve_whole_calls(register: Callable[..., Any], family: str, fails: str) -> None:
+def test_a_rung_may_serve_whole_calls(family: str, fails: str) -> None:
     model = build(HEADS[family])
     (expected,) = plain(model, tokens(2, 6))
-    mine = register("rungs", type("Mine", (Seen,), {"fails": fails, "steps": []}))
-    cache = wrapped(model, rungs=["mine"])
+    mine: Any = type("Mine", (Seen,), {"fails": fails, "steps": []})
+    cache = wrapped(model, rungs=[mine])
     assert torch.equal(cache(tokens(2, 6)).logits, expected)
     assert mine.steps == ["begin", "complete", "store"]
     assert cache.stats().errors == (fails in mine.steps)
@@ -253,9 +259,13 @@ def test_an_adapter_finds_the_layers(adapter: str) -> None:
         wrapped(model)
     register_adapter(Adapter("tower", ("Tower",), "nowhere"))
     register_adapter(Adapter("tower", ("OtherTower", "Tower"), "tower.stages", norm="top"))  # replaces it
-    check_adapter(model, {"input_ids": ids}, adapter)
     with torch.inference_mode():
         expected = model(ids)
+    for layer in range(3):
+        with wrapped(model, layers=[layer], payload="sequence", adapter=adapter) as cache:
+            for _ in range(2):
+                torch.testing.assert_close(cache(ids), expected)
+            assert cache.stats().hits_by_layer == {layer: 3}
     with wrapped(nn.Sequential(model), payload="mean", adapter=adapter) as cache:
         cache(ids)
         torch.testing.assert_close(cache(ids).mean(1), expected.mean(1))
@@ -281,20 +291,21 @@ def test_a_family_may_be_named_where_the_class_does_not_tell(tmp_path: Path) -> 
 def test_all_at_once_saved_and_loaded(register: Callable[..., Any], tmp_path: Path) -> None:
     made = [register(kind) for kind in REGISTRIES]
     model, ids = build(CLASSIFIERS["bert"]), tokens(3, 6)
-    settings = dict.fromkeys(REGISTRIES, "mine") | {"rungs": ["mine"], "store_least_tokens": 7}
-    with wrapped(model, tau=0.9999, max_entries=3, **settings) as cache:
+    settings: dict[str, Any] = dict.fromkeys(REGISTRIES, "mine") | {"store_least_tokens": 7}
+    with wrapped(model, tau=0.9999, max_entries=3, rungs=[outside.SameTokens], **settings) as cache:
         expected = cache(ids).logits
         keys = [outcome.key for outcome in cache.last]
         cache(tokens(1, 40, seed=1))  # its length is like none: what was stored last leaves for it
         cache.save(tmp_path)
-    with LLMCache.load(model, tmp_path) as cache:
+    with LLMCache.load(model, tmp_path, rungs=[outside.SameTokens]) as cache:
+        assert "same_tokens" in repr(cache)
         for row in 0, 1:
             torch.testing.assert_close(cache(ids[row : row + 1]).logits, expected[row : row + 1])
             assert cache.last[0].rung == "exact"
         cache(ids[2:])
         assert (cache.last[0].rung, cache.last[0].source) == ("semantic", keys[1])
         assert cache.stats().errors == 0
-    assert [one.__name__ for one in made if one.n_used == 0] == ["SameTokens"]
+    assert all(one.n_used for one in made)
 
 
 def without(example: type, *names: str, **instead: Any) -> dict[str, Any]:
@@ -311,7 +322,6 @@ LACKING = {
     "fingerprint": ("project",),
     "decide": ("choose",),
     "compression": ("is_lossless",),
-    "rungs": ("applies_at", "decide", "is_lossless", "name"),
 }
 
 
@@ -347,8 +357,6 @@ def test_what_lacks_something_is_refused_with_its_name(kind: str, register: Call
         ("fingerprint", {"fit": lambda self, features: None}, r"Wrong\.fit.*\(features, targets, outputs\)"),
         ("decide", {"choose": lambda self: None}, r"Wrong\.choose\(self\) .*\(seen\)"),
         ("compression", {"decode": lambda self, name, x: None}, r"Wrong\.decode.*\(name, tensors, dtype\)"),
-        ("rungs", {"decide": lambda self, call, rows: []}, r"Wrong\.decide.*\(call, rows, layer\)"),
-        ("rungs", {"__init__": lambda self: None}, r"Wrong\(\) .*\(banks\)"),
     ],
 )
 def test_what_could_not_be_called_is_refused(kind: str, instead: dict[str, Any], message: str) -> None:
@@ -356,22 +364,6 @@ def test_what_could_not_be_called_is_refused(kind: str, instead: dict[str, Any],
     with pytest.raises(ConfigError, match=f"^{kind}: {message}"):
         registry.register("mine", type("Wrong", (example,), instead))
     assert "mine" not in registry
-
-
-@pytest.mark.parametrize(
-    ("kind", "before", "now"),
-    [
-        ("decide", "most", "max_risk"),
-        ("decide", "doubts", "risk_range"),
-        ("fingerprint", "foresee", "project_with_forecast"),
-        ("rungs", "asks_at", "applies_at"),
-    ],
-)
-def test_a_name_of_an_earlier_version_is_refused_with_the_one_of_now(kind: str, before: str, now: str) -> None:
-    """It would be asked by nobody: of a decision's cap on risk, nothing would be left."""
-    registry, example = REGISTRIES[kind]
-    with pytest.raises(ConfigError, match=rf"^{kind}: Old\.{before} is called {now} now$"):
-        registry.register("mine", type("Old", (example,), {before: 0.5}))
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
@@ -413,17 +405,10 @@ def test_methods_may_be_static_or_take_anything(register: Callable[..., Any]) ->
 @pytest.mark.parametrize("kind", REGISTRIES)
 def test_an_unknown_name_is_told_those_that_there_are(kind: str, register: Callable[..., Any]) -> None:
     register(kind)
-    setting = ["yours"] if kind == "rungs" else "yours"
     with pytest.raises(ConfigError) as refusal:
-        wrapped(build(CLASSIFIERS["bert"]), tau=0.9, **{kind: setting})
+        wrapped(build(CLASSIFIERS["bert"]), tau=0.9, **{kind: "yours"})
     assert f"{kind}: unknown name 'yours'; known: {', '.join(sorted(REGISTRIES[kind][0]))}" in str(refusal.value)
     assert "mine" in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["exact", "prefix", "semantic", "paper", "student"])
-def test_rungs_of_other_settings_are_not_named_again(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rungs: '{name}' is turned on by another setting"):
-        wrapped(build(CLASSIFIERS["bert"]), rungs=[name])
 
 
 @pytest.mark.parametrize(

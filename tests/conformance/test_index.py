@@ -1,6 +1,7 @@
 """Every index against an exact twin (`check_index`), and what is special about each."""
 
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any
 
 import faiss
@@ -10,12 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Floats, Ids
-from llmcache.conformance import IndexTwin, check_index
 from llmcache.matching.index import INDEXES, AutoIndex, HNSWIndex, Index, LSHIndex, RefinedIndex
-from llmcache.matching.index.conformance import signs
 from llmcache.matching.index.inverted_file import Blocks, InvertedFile
 from llmcache.matching.index.lists import MOST
 from llmcache.matching.index.lsh import chance_to_meet
+from llmcache.testing import check_index
 from tests.conformance.outside import Scan
 
 DIM = 32
@@ -30,11 +30,73 @@ def share_equal(a: Floats, b: Floats) -> float:
     return float(np.mean(a == b))
 
 
-class Pair(IndexTwin):
-    """An index and its twin, which compares rows as this index does."""
+class Pair:
+    """An index, and beside it what it must hold, in the plainest way."""
 
     def __init__(self, index: Index) -> None:
-        super().__init__(index, share_equal if isinstance(index, LSHIndex) else np.dot)
+        self.index = index
+        self.rows: dict[int, Floats] = {}
+        self._similarity: Callable[[Floats, Floats], Any] = share_equal if isinstance(index, LSHIndex) else np.dot
+
+    def add(self, ids: Ids, x: Floats) -> None:
+        """Add rows to both."""
+        self.index.add(ids, x)
+        self.rows.update(zip(ids.tolist(), x.copy(), strict=True))
+
+    def remove(self, ids: Ids) -> None:
+        """Forget rows in both."""
+        self.index.remove(ids)
+        for name in ids.tolist():
+            self.rows.pop(name, None)
+
+    def search(self, queries: Floats, k: int) -> Floats:
+        """The similarities that the index finds, which are checked."""
+        ids, similarity = self.index.search(queries, k)
+        assert len(self.index) == len(self.rows)
+        shape = len(queries), min(k, len(self.rows))
+        assert ids.shape == similarity.shape == shape
+        assert ids.dtype == np.int64 and similarity.dtype == np.float32
+        for query, names, claimed in zip(queries, ids.tolist(), similarity, strict=True):
+            found = [name for name in names if name != -1]
+            is_at_end = names == found + [-1] * (len(names) - len(found))
+            assert is_at_end and len({*found}) == len(found)
+            assert {*found} <= {*self.rows}
+            true = [self._similarity(query, self.rows[name]) for name in found]
+            true += [-inf] * (len(names) - len(found))
+            assert np.allclose(claimed, true, rtol=0, atol=1e-6)
+            assert bool((np.diff(claimed[: len(found)]) <= 1e-6).all())
+        return similarity
+
+    def recall(self, queries: Floats, k: int) -> float:
+        """Share of results as similar as those of an exact search."""
+        found = self.search(queries, k)
+        least = np.array([self._best(query, k)[-1] for query in queries])
+        return float((found >= least[:, None] - 1e-6).mean())
+
+    def check_exact(self, queries: Floats, k: int) -> None:
+        """The index finds what an exact search finds. Among equals any order will do."""
+        for query, found in zip(queries, self.search(queries, k), strict=True):
+            assert np.allclose(found, self._best(query, k), rtol=0, atol=1e-6)
+
+    def check_vectors(self) -> None:
+        """The index gives back what was added."""
+        held = np.array([*self.rows], np.int64)
+        got, rows = self.index.vectors(held), [*self.rows.values()]
+        assert got.dtype == np.float32 and got.shape[:1] == held.shape
+        assert all(np.allclose(a, b) for a, b in zip(got, rows, strict=True))
+        with pytest.raises(KeyError):
+            self.index.vectors(np.array([10**15]))
+
+    def _best(self, query: Floats, k: int) -> Floats:
+        """The similarities that an exact search finds."""
+        best = np.sort([self._similarity(query, row) for row in self.rows.values()])[::-1][:k]
+        return np.array(best, np.float32)
+
+
+def signs(rng: np.random.Generator, n: int, dim: int) -> Floats:
+    """Rows (n, dim) of norm 1 that every kind of index holds exactly: each entry is one of two numbers."""
+    made: Floats = ((2 * rng.integers(2, size=(n, dim)) - 1) / np.sqrt(dim)).astype(np.float32)
+    return made
 
 
 def directions(rng: np.random.Generator, n: int, dim: int = DIM) -> Floats:

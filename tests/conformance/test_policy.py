@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from llmcache.banks.bank import Bank
 from llmcache.banks.entry import Entry
 from llmcache.banks.memory import Memory
-from llmcache.conformance import check_policy
 from llmcache.policies import GDSF, LRU, POLICIES, S3FIFO, TTL, Divergence, Policy, Staleness
+from llmcache.testing import check_policy
 from tests.conformance.outside import MostRecent
 
 TTL_S = 10.0

@@ -50,7 +50,6 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "class": Case(0, {"max_drop": 0.05}, n=300),
     "arguments": Case(1, {}, calibrate={"max_drop": 0.03, "delta": 0.2, "seed": 7, "metric": "accuracy"}),
     "batches": Case(2, {"max_drop": 0.1, "delta": 0.01}, n_rows=8),
     "learn": Case(3, {"learn": 200, "max_drop": 0.1}),

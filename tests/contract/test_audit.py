@@ -13,7 +13,7 @@ from torch import nn
 from llmcache import AuditStats, LLMCache
 from tests.contract.streams import ask, batched, calibrated, classifier, requests
 
-FRESH = requests(60, seed=7)[0]
+FRESH = requests(40, seed=7)[0]
 
 
 class Watch:

@@ -8,7 +8,7 @@ from llmcache import CalibrationError, LLMCache
 from tests.contract.decisions import CASES, ROUNDING, check_same, decide, draw, make_model, read_recorded
 
 RECORDED = read_recorded()
-CASE = CASES["class"]
+CASE = CASES["arguments"]
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def busy(cache: LLMCache, n_threads: int = 2) -> Iterator[None]:
             thread.join()
 
 
-def check_children(cache: LLMCache, kind: str, n_children: int = 3) -> None:
+def check_children(cache: LLMCache, kind: str, n_children: int = 2) -> None:
     """Fork while the cache is used, and compare what children and parent answer with the plain model."""
     plain = build(KINDS[kind])
     expected = [ask(plain, **call) for call in CALLS]

@@ -19,7 +19,7 @@ from tests.tiny_models import batch, padded, tokenizer, tokens
 DECODERS = ("gpt2", "llama")
 ENCODER_DECODERS = ("t5", "bart")
 SLIDING = ("mistral", "gemma3")
-OTHERS = ("qwen3", "mixtral", "opt", "marian")
+OTHERS = ("mixtral", "opt", "marian")
 LEFT = padded([9, 5], left=True)
 N_NEW = 5
 
@@ -109,7 +109,7 @@ def check_tokens(family: str, inputs: Any = LEFT, is_served: bool = True, **how:
 @pytest.mark.parametrize(
     ("way", "family"),
     [(way, DECODERS[number % 2]) for number, way in enumerate(WAYS)]
-    + [(way, ENCODER_DECODERS[number % 2]) for number, way in enumerate(WAYS) if number % 3 != 2],
+    + [(way, ENCODER_DECODERS[number // 4 % 2]) for number, way in enumerate(WAYS) if number % 4 == 1],
 )
 def test_every_way_of_decoding(family: str, way: str) -> None:
     """docs/generation.md: transformers' own `generate()` works on a wrapped model, and repeats serve its prefill."""
@@ -182,7 +182,6 @@ DRAFTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("draft", "on"),
     [
-        ("another model", "both"),
         ("another model", "assistant"),
         ("another model, sampling", "both"),
         ("prompt lookup", "model"),

@@ -109,14 +109,11 @@ class MeanPooler(nn.Module):
 
 
 CHOOSERS = {f"electra, {one}": electra(tf.ElectraForMultipleChoice, summary_type=one) for one in
-            ("first", "last", "mean", "cls_index")} | {"bert": bert(tf.BertForMultipleChoice)}  # fmt: skip
+            ("first", "mean", "cls_index")} | {"bert": bert(tf.BertForMultipleChoice)}  # fmt: skip
 HEADS = {
     "bert": bert(),
     "next sentence": bert(tf.BertForNextSentencePrediction),
     "regression": bert(num_labels=1, problem_type="regression"),
-    "several labels": bert(num_labels=3, problem_type="multi_label_classification"),
-    "electra": electra(tf.ElectraForSequenceClassification),
-    "mpnet": lambda: tf.MPNetForSequenceClassification(tf.MPNetConfig(**SIZES)),
     "deberta": lambda: tf.DebertaV2ForSequenceClassification(tf.DebertaV2Config(**SIZES)),
     "modernbert, cls": modern("cls"),
     "modernbert, mean": modern("mean"),

@@ -8,10 +8,8 @@ from typing import Any
 import accelerate
 import numpy as np
 import pytest
-import sentence_transformers
 import torch
 import transformers as tf
-from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from llmcache import LLMCache
@@ -48,10 +46,13 @@ Embedder = Callable[..., Any]
 
 @pytest.fixture
 def embedder(folder: Path) -> Embedder:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
     def make(*after: nn.Module, **pooling: Any) -> Any:
         parts = [modules.Transformer(str(folder)), modules.Pooling(32, **pooling), *after]
         prompts = {"query": "w1 w2 ", "passage": "w3 "}
-        return sentence_transformers.SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
+        return SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
 
     return make
 
@@ -95,15 +96,20 @@ def test_ways_to_encode(embedder: Embedder) -> None:
         assert cache.stats().n_hits > 3 * len(ALIKE)
 
 
+def dense() -> list[nn.Module]:
+    from sentence_transformers.sentence_transformer import modules
+
+    return [modules.Dense(32, 8), modules.Normalize()]
+
+
 POOLINGS: dict[str, tuple[dict[str, Any], Callable[[], list[nn.Module]]]] = {
     "mean": ({"pooling_mode": "mean"}, list),
     "mean, one vector a text": ({"pooling_mode": "mean"}, list),
     "last": ({"pooling_mode": "lasttoken"}, list),
-    "max": ({"pooling_mode": "max"}, list),
     "weighted": ({"pooling_mode": "weightedmean"}, list),
     "two": ({"pooling_mode": ["mean", "cls"]}, list),
     "without the prompt": ({"include_prompt": False}, list),
-    "dense and normalised": ({}, lambda: [modules.Dense(32, 8), modules.Normalize()]),
+    "dense and normalised": ({}, dense),
 }
 
 
@@ -123,11 +129,13 @@ def test_every_pooling(embedder: Embedder, pooling: str) -> None:
 
 def test_cross_encoders(tmp_path: Path) -> None:
     """docs/howto.md: wrap the `CrossEncoder` itself; `predict` and `rank` give what they gave."""
+    from sentence_transformers import CrossEncoder
+
     model = fresh("bert", "classifier")
     model.config.num_labels, model.config.problem_type, model.classifier = 1, None, nn.Linear(32, 1)
     model.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    ranker = sentence_transformers.CrossEncoder(str(tmp_path), device="cpu")
+    ranker = CrossEncoder(str(tmp_path), device="cpu")
     pairs = [("w5 w6", text) for text in TEXTS]
     expected, ranks = vectors(ranker.predict(pairs)), ranker.rank("w5 w6", TEXTS)
     logits = vectors(ranker.predict(pairs, activation_fn=nn.Identity(), batch_size=2))
@@ -140,8 +148,7 @@ def test_cross_encoders(tmp_path: Path) -> None:
 # -- pipelines ---------------------------------------------------------------------------------------------------------
 
 PIPELINES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
-    "text-classification": ("bert", "classifier", TEXTS, {"top_k": None}),
-    "text-classification, in batches": ("distilbert", "classifier", TEXTS, {"batch_size": 2}),
+    "text-classification, in batches": ("distilbert", "classifier", TEXTS, {"batch_size": 2, "top_k": None}),
     "feature-extraction": ("roberta", "bare", TEXTS, {"return_tensors": False}),
     "fill-mask": ("bert", "masked", ["w5 [MASK] w7", "[MASK] w8"], {"top_k": 3}),
     "zero-shot-classification": ("bert", "classifier", TEXTS[:2], {"candidate_labels": ["w20", "w30", "w40"]}),

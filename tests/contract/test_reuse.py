@@ -62,7 +62,7 @@ def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache,
         ask(cache.model, **made(row, taken))
         rungs.append(cache.last[0].rung)
     assert "semantic" in rungs
-    for row in requests(8, seed=8)[0]:
+    for row in requests(5, seed=8)[0]:
         with pytest.raises((IndexError, RuntimeError)) as expected:
             ask(plain, **made(row, refused))
         with pytest.raises(expected.type):

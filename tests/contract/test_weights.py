@@ -83,15 +83,11 @@ def average(model: Any) -> None:
 # What an edit counts in the tensor, or replaces.
 SEEN: dict[str, Edit] = {
     "in place": quietly(lambda m: weight(m).mul_(1.5)),
-    "one number": quietly(lambda m: weight(m).view(-1)[5].fill_(9.0)),
     "load_state_dict": lambda m: m.load_state_dict(another()),
     "load_state_dict, assigned": lambda m: m.load_state_dict(another(), assign=True),
-    "bfloat16": lambda m: m.to(torch.bfloat16),
-    "an embedding made anew": lambda m: nn.init.normal_(m.embeddings.word_embeddings.weight),
     "another parameter": lambda m: setattr(
         m.encoder.layer[0].output.dense, "weight", nn.Parameter(torch.randn(32, 48))
     ),
-    "another module": lambda m: setattr(m.encoder.layer[0], "output", build(BARE["bert"], 5).encoder.layer[0].output),
     "a fused step": step,
     "pruned": lambda m: prune.l1_unstructured(m.encoder.layer[1].output.dense, "weight", amount=0.5),
     "quantised": quietly(lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True)),
@@ -103,14 +99,12 @@ SEEN: dict[str, Edit] = {
 UNCOUNTED: dict[str, Edit] = {
     ".data of one weight, times": lambda m: weight(m).data.mul_(1.5),
     ".data of a bias": lambda m: m.encoder.layer[3].output.dense.bias.data.add_(0.5),
-    ".data of an embedding": lambda m: m.embeddings.word_embeddings.weight.data.mul_(1.5),
     ".data of another": lambda m: setattr(weight(m), "data", torch.randn(32, 48)),
     ".data of all, averaged": average,
     "a NumPy view": lambda m: weight(m).detach().numpy().__imul__(1.5),
     "a vector of all": quietly(
         lambda m: vector_to_parameters(parameters_to_vector(m.parameters()) * 1.1, m.parameters())
     ),
-    "foreach": lambda m: torch._foreach_mul_([p.data for p in m.parameters()], 1.1),
     "memory with another counter": lambda m: alias(weight(m).data).mul_(1.5),
 }
 
@@ -125,7 +119,7 @@ def test_an_edit_between_calls(edit: str) -> None:
     check(cache, **inputs)
 
 
-@pytest.mark.parametrize(("family", "tau"), [("gpt2", None), ("llama", None), ("bert", 0.9)])
+@pytest.mark.parametrize(("family", "tau"), [("gpt2", None), ("bert", 0.9)])
 def test_an_uncounted_edit_of_classifiers(family: str, tau: float | None) -> None:
     """After an edit that leaves no trace neither a repeat nor a similar request is served."""
     cache = LLMCache.wrap(build(CLASSIFIERS[family]), tau=tau)

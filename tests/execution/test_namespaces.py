@@ -171,15 +171,12 @@ _ENTERED = ("builtins", "collections", "functools", "llmcache")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decide", ["risk", "combined"])
-def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purge_leaves_no_key_of_the_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of what was stored, nor of what was compared, noted, audited or learned from."""
     monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.is_cheap", True)
     asked = requests(300, seed=7)[0]
     keys = set()
-    with LLMCache.wrap(
-        classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, decide=decide, audit_in_background=False
-    ) as cache:
+    with LLMCache.wrap(classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, audit_in_background=False) as cache:
         with cache.namespace("tenant"):
             cache.calibrate(batched(requests(500)[0]))
             keys |= {record.key for record in inside.records(cache)}

@@ -8,6 +8,7 @@ from typing import Any
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.report.tables import TABLES
+from experiments.runs.folder import without
 from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
@@ -37,6 +38,6 @@ def measured(values: Values, folders: Folders | None = None, **changes: Any) -> 
 def told(values: Values, outcome: Outcome) -> str:
     """The tables of a run whose figures were kept; all its rows have the same columns."""
     assert len({tuple(row) for row in outcome.rows}) <= 1
-    kept = json.loads(json.dumps(outcome.metrics, allow_nan=False))
+    kept = json.loads(json.dumps(without(outcome.metrics, MEASURES[values["measure"]].details), allow_nan=False))
     run = Run("some", Path("some"), make_experiment(values).to_dict(), {}, kept)
     return "\n".join(TABLES[values["measure"]]([run]))

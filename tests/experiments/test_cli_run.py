@@ -65,7 +65,7 @@ def run(config: Path, *changes: str) -> list[str | Path]:
 
 
 def groups(config: Path) -> list[str]:
-    return [path.name for path in (config.parent / "out").glob("[!.]*")]
+    return [path.name for path in (config.parent / "out").glob("[!.]*") if path.name != "raw"]
 
 
 def folders(config: Path) -> list[Path]:
@@ -78,7 +78,8 @@ def metrics_of(folder: Path) -> dict[str, Any]:
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader((folder / "rows.csv").read_text(encoding="utf-8").splitlines()))
+    path = folder.parents[1] / "raw" / folder.parent.name / f"{folder.name}.csv"
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
 def test_results_are_complete_and_kept_until_forced(
@@ -88,7 +89,7 @@ def test_results_are_complete_and_kept_until_forced(
     (folder,) = folders(config)
     assert f"measured: {folder}" in command.out.replace("\n", "")
     assert "tiny_stream stream-tiny: 60 requests" in command.out
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", "env.json", "rows.csv", "metrics.json"}
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "env.json", "metrics.json"}
     metrics, rows = metrics_of(folder), rows_of(folder)
     assert (metrics["n"], metrics["facts"]["n_fit"], metrics["limit"]) == (60, 60, None)
     assert metrics["seconds"] > 0
@@ -245,9 +246,9 @@ def test_a_sweep_that_was_interrupted_goes_on(config: Path, command: Commands, m
 def test_a_full_disk_ends_a_sweep(config: Path, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would spoil every further run too."""
     config.write_text(STREAM + "seed: [0, 1]\n")
-    fake(monkeypatch, OSError(28, "No space left on device", "rows.csv"))
+    fake(monkeypatch, OSError(28, "No space left on device", "metrics.json"))
     assert command("sweep", config, *options(config.parent)) == 2
-    assert command.err == "llmcache: rows.csv: No space left on device\n"
+    assert command.err == "llmcache: metrics.json: No space left on device\n"
     assert "[2/2]" not in command.out
 
 
@@ -260,7 +261,7 @@ def test_a_sweep_takes_all_configs_but_smoke(
     monkeypatch.setattr("experiments.report.plots.draw_all", lambda results_dir: [])  # there is nothing in them to draw
     expected = {path.stem for path in CONFIGS.glob("*.yaml")} - {"smoke"}
     assert command("sweep") == 0
-    assert {path.name for path in (tmp_path / "results").glob("[!.]*")} == expected
+    assert {path.name for path in (tmp_path / "results").glob("[!.]*")} == {*expected, "raw"}
     monkeypatch.chdir(tmp_path / "results")
     assert "no YAML file in" in command.refused("sweep")
 

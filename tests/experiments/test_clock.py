@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.measures.bench import latency
+from experiments.measures.bench import rounds
 from experiments.support import clock as clocks
 from experiments.support.clock import EVENTS, HOST, Clock
 
@@ -73,6 +73,6 @@ def test_on_a_cpu_the_hosts_clock_is_the_only_one(machine: Machine) -> None:
     clock = Clock("cpu", machine)
     spent, _ = clock.time(lambda: machine.work(30.0))
     assert clock.name == HOST and spent == pytest.approx((1.0, 1.0)) and machine.n_waits == 0
-    assert latency.by_host({"hit": [spent]}, clock) is None
-    told = latency.by_host({"hit": [spent]}, Clock("cuda", machine))
+    assert rounds.by_host({"hit": [spent]}, clock) is None
+    told = rounds.by_host({"hit": [spent]}, Clock("cuda", machine))
     assert told is not None and told["hit_ms"]["median"] == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Measures `adversaries`, `poisoning` and `drift`: what they report is what a cache does with such requests."""
+"""Measures `adversaries` and `drift`: what they report is what a cache does with such requests."""
 
 from typing import Any
 
@@ -73,23 +73,6 @@ def test_edited_requests_are_served_as_a_cache_serves_them(
 
 def test_gates_are_named_by_their_options() -> None:
     assert [name_of(gate) for gate in (False, True, {}, {"max_idf": 6.0})] == ["off", "on", "on", "max_idf=6.0"]
-
-
-def test_only_sources_that_grow_are_poisoned_and_fewer_where_every_hit_is_audited() -> None:
-    asked = {"n_targets": 12, "n_others": 20, "repeats": 3}
-    values = learning("poisoning", gates=[False], audits=[0.0, 1.0], sources=["growing", "frozen"], **asked)
-    poisoned = measured(values)
-    rows = {(row["sources"], row["audit"]): row for row in poisoned.rows}
-    assert set(rows) == {(sources, audit) for sources in ("growing", "frozen") for audit in (0.0, 1.0)}
-    for (sources, _), row in rows.items():
-        assert row["n"] == 12 * 3 + 20
-        if sources == "frozen":
-            assert row["captured"] == row["targets_captured"] == row["others_captured"] == 0
-    open_to, watched = rows["growing", 0.0], rows["growing", 1.0]
-    assert open_to["n_stored"] > 0 and open_to["targets_captured"] > 0
-    assert open_to["changed_answers"] > 0
-    assert watched["captured"] < open_to["captured"]
-    assert told(values, poisoned).count("| support_desk | 0 |") == len(poisoned.metrics["summary"])
 
 
 def test_half_of_the_intents_come_after_the_change(rehearsal: Rehearsal) -> None:

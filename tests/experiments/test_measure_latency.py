@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers as tf
 
-from experiments.measures.bench import generation, latency, service_rounds
+from experiments.measures.bench import generation, latency, rounds, service_rounds
 from experiments.measures.latency import SHOWN
 from experiments.models import architectures as bench_models
 from experiments.support.clock import Clock
@@ -162,7 +162,7 @@ def test_a_block_whose_calls_are_of_another_kind_stops_the_benchmark(folders: Fo
 
 
 def test_ratios_are_those_of_one_round() -> None:
-    found = latency.ratios({"base": [1.0, 2.0, 4.0], "other": [3.0, 4.0, 4.0]}, "base")
+    found = rounds.ratios({"base": [1.0, 2.0, 4.0], "other": [3.0, 4.0, 4.0]}, "base")
     assert found == {"other/base": {"median": 2.0, "p5": pytest.approx(1.1), "p95": pytest.approx(2.9)}}
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.data.mooncake import FILE
-from experiments.data.streams.arrivals import fixed, mooncake
 from experiments.measures.over_http.capacity import largest_rate
-from experiments.measures.over_http.client import Client, Reply, get, post
+from experiments.measures.over_http.client import Client, get, post
 from experiments.measures.over_http.exposition import hits, parse, scrape, total
 from experiments.measures.over_http.loops import Limit, Load, closed_loop, open_loop, run_loop
 from experiments.measures.over_http.made import labels_of, made
 from experiments.measures.over_http.processes import Running, ServerError, running
-from experiments.measures.serve_kill import Answered, surely_saved
 from experiments.measures.serve_load import LEAST
-from experiments.models.loading import load as load_model
 from experiments.report.pages import serving
 from experiments.report.pages.files import MISSING
 from experiments.runs.folder import write_figures
@@ -151,18 +146,6 @@ def test_hits_are_those_between_two_looks() -> None:
     assert total(after, "llmcache_requests_total") == 23 and total(after, "llmcache") is None
 
 
-def test_arrivals_at_equal_distances_and_within_the_steps_of_a_trace(tmp_path: Path) -> None:
-    assert fixed(3, None, np.random.default_rng(0)).tolist() == [0, 1, 2]
-    path = tmp_path / FILE
-    path.parent.mkdir()
-    times = [0, 0, 0, 3000, 6000, 6000]
-    path.write_text("\n".join(json.dumps({"timestamp": time, "hash_ids": [0]}) for time in times))
-    found = mooncake(6, tmp_path, np.random.default_rng(0))
-    assert found[0] == 0 and np.diff(found).mean() == pytest.approx(1) and (np.diff(found) > 0).all()
-    with pytest.raises(ConfigError, match="the trace of mooncake has 6 arrivals"):
-        mooncake(7, tmp_path, np.random.default_rng(0))
-
-
 TINY = learning("serve_load", task=TASK | {"limit": LEARN + LEAST, "data": {"path": "support_desk", "limit": 900}})
 SERVERS = {"cache": f"{STUB} --ms 3 --label order_status", "no_cache": f"{STUB} --ms 12 --silent"}
 
@@ -226,30 +209,6 @@ def test_a_server_that_answers_nothing_is_told(folders: Folders) -> None:
         measured(TINY, folders, servers={"broken": f"{STUB} --fail-every 1"}, hold_s=0.2)
 
 
-def test_repeats_of_one_client_and_of_many(folders: Folders) -> None:
-    values = TINY | {"measure": "serve_hits", "servers": SERVERS, "n": 40, "n_computed": 10, "at_once": 4, "rounds": 1}
-    outcome = measured(values, folders)
-    assert [(row["server"], row["what"], row["n_ok"]) for row in outcome.rows] == [
-        (server, what, n)
-        for server, n in (("cache", 40), ("no_cache", 10))
-        for what in ("floor", "one client", "4 clients")
-    ]
-    assert outcome.rows[1]["hit_rate"] == 1 and outcome.rows[4]["p50_ms"] >= 12
-    assert "| cache | 4 clients |" in told(values, outcome)
-
-
-def test_conversations_and_their_first_tokens() -> None:
-    model = str(Path(sys.executable).parent)  # any folder: the servers here load nothing
-    values = {"measure": "serve_chat", "model": model, "sessions": 2, "turns": 3, "rounds": 1}
-    values["servers"] = {"cache": STUB, "no_cache": STUB}
-    outcome = measured(values)
-    cache, plain = outcome.metrics["points"]
-    assert cache["n"] == plain["n"] == cache["n_same"] == 6 and cache["cached"] == 0.8
-    assert cache["gain"] == pytest.approx(plain["ttft_p50_ms"] / cache["ttft_p50_ms"]) and cache["ttft_p50_ms"] > 0
-    assert [row["text"] for row in outcome.rows[:3]] == ["Youasked2.", "Youasked4.", "Youasked6."]
-    assert "| 6 of 6 |" in told(values, outcome)
-
-
 def test_a_soak_counts_what_failed_and_holds_answers_against_the_model(folders: Folders) -> None:
     stream = TASK | {"limit": LEARN + LEAST, "data": {"path": "support_desk", "limit": 900}}
     values = TINY | {"measure": "serve_soak", "task": stream, "seconds": 2.5, "capacity_s": 0.3, "at_once": 4}
@@ -263,30 +222,6 @@ def test_a_soak_counts_what_failed_and_holds_answers_against_the_model(folders: 
     assert exact.metrics["n_unequal"] == exact.metrics["n_checked"] > 0 and exact.metrics["n_failed"] > 0
     with pytest.raises(ConfigError, match="a stream without an end"):
         make_experiment(values | {"task": stream | {"data": {"path": "a.csv"}}})
-
-
-def test_a_server_that_is_killed_starts_again_with_its_last_save(tmp_path: Path) -> None:
-    made = load_model("untrained")
-    made.model.save_pretrained(tmp_path)
-    made.tokenizer.save_pretrained(tmp_path)
-    values = {"measure": "serve_kill", "model": str(tmp_path), "kills": 1, "span_s": 1.0, "save_every_s": 0.05}
-    outcome = measured(values)
-    by_moment = {point["moment"]: point for point in outcome.metrics["points"]}
-    assert list(by_moment) == ["starting", "answering", "saving", "stopping"]
-    for point in by_moment.values():
-        assert (point["n"], point["n_missed"], point["n_wrong"], point["n_lost"]) == (1, 0, 0, 0)
-    assert by_moment["saving"]["n_answered"] > 0 and sum(point["n_held"] for point in by_moment.values()) > 0
-    assert "| saving | 1 |" in told(values, outcome)
-
-
-def test_what_a_save_has_to_hold_was_answered_two_saves_before() -> None:
-    def answered(text: str, inode: int | None) -> Answered:
-        return Answered(text, Reply(200, b""), None if inode is None else (inode, 0))
-
-    seen = [answered("a", None), answered("b", 1), answered("c", 1), answered("d", 2)]
-    assert surely_saved(seen, (2, 0)) == {"a"}
-    assert surely_saved(seen, (3, 0)) == {"a", "b", "c"}
-    assert surely_saved([], None) == surely_saved(seen[:1], None) == set()
 
 
 def test_the_command_loads_a_server_that_runs(command: Commands, tmp_path: Path) -> None:
@@ -304,10 +239,10 @@ def test_the_command_loads_a_server_that_runs(command: Commands, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["nothing"], "'nothing' is nothing to measure; known: load, hits, chat, soak"),
-        (["hits", "--url", "http://127.0.0.1:1"], "--url: a server that runs already"),
+        (["nothing"], "'nothing' is nothing to measure; known: load, soak"),
+        (["soak", "--url", "http://127.0.0.1:1"], "--url: a server that runs already"),
         (["--url", "127.0.0.1:1", "--stream", "support_desk"], "give http://HOST:PORT"),
-        (["chat", "--servers", "baseline"], "--servers: baseline is none of cache, no_cache"),
+        (["soak", "--servers", "baseline"], "--servers: baseline is none of cache"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_measure(command: Commands, options: list[str], error: str) -> None:

@@ -1,18 +1,14 @@
 """Measures `prefix`, `decode` and `parity`: their figures follow from times and tokens, and wrong tokens are seen."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from experiments.data.streams.prompts.pieces import BLOCK
-from experiments.measures.bench import rebuild
 from experiments.measures.bench.generation import Times
 from experiments.measures.parity import difference
 from experiments.measures.prefix import ceiling_of_known
-from experiments.report.prompts import ceiling_of
-from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from llmcache.reuse.prefix.kv_fill import Pieces, fill
@@ -75,7 +71,7 @@ def test_time_to_first_token_is_compared(folders: Folders) -> None:
     assert figures["bytes"] > 0
 
 
-def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out(tmp_path: Path) -> None:
+def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out() -> None:
     rows = [
         {"method": "llmcache", "n_tokens": "100", "n_known": "0", "n_reused": "0"},
         {"method": "llmcache", "n_tokens": "100", "n_known": "80", "n_reused": "90"},  # part of a block was served
@@ -83,10 +79,6 @@ def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out(tmp_p
     ]
     assert ceiling_of_known(rows) == {"known_n": 2, "known_share": 0.85, "known_ceiling": 200 / 30}
     assert ceiling_of_known(rows[:1]) == {"known_n": 0, "known_share": None, "known_ceiling": None}
-    lines = [rows[0].keys(), *(row.values() for row in rows), ("other", "100", "80", "80")]
-    (tmp_path / "rows.csv").write_text("".join(",".join(line) + "\n" for line in lines))
-    older = Run("some", tmp_path, {}, {}, {"methods": {"llmcache": {"known": {"median": 2.0}}}})
-    assert ceiling_of(older, "llmcache") == ceiling_of_known(rows)
 
 
 def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
@@ -194,9 +186,3 @@ def test_generation_is_timed_by_token(folders: Folders) -> None:
 def test_what_cannot_be_measured_is_refused(folders: Folders, values: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         measured(values, folders)
-
-
-def test_both_ways_back_to_kv_are_timed() -> None:
-    (row,) = rebuild.measure({"tiny": rebuild.Shape(hidden=8, heads=2, width=3)}, n_tokens=8, size=4, rounds=2)
-    assert (row["K/V, bytes a token"], row["input, bytes a token"]) == (48, 32)
-    assert row["laid out, ms"] > 0 < row["projected, ms"]

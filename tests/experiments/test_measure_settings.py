@@ -10,7 +10,7 @@ from tests.experiments.measuring import TASK, learning
 
 TRUST = learning("trust", taus=[0.8])
 PAIRS = {name: value for name, value in learning("pairs", model="untrained").items() if name != "task"}
-OTHERS = map(learning, ("bound", "adversaries", "drift", "poisoning", "embeddings", "payback", "service"))
+OTHERS = map(learning, ("bound", "adversaries", "drift", "embeddings", "payback", "service"))
 
 
 @pytest.mark.parametrize("values", [TRUST, PAIRS, *OTHERS], ids=lambda values: values["measure"])
@@ -38,7 +38,6 @@ def test_a_claim_that_cannot_be_shown(values: dict[str, Any], changes: dict[str,
         ("bound", {"draws": 0}, "draws"),
         ("adversaries", {"gates": ["maybe"]}, "gates"),
         ("adversaries", {"gates": []}, "gates"),
-        ("poisoning", {"n_targets": 0}, "n_targets"),
         ("drift", {"window": 0}, "window"),
         (
             "embeddings",

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.measures import trust
+from experiments.measures import trust, trust_figures
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
 from experiments.replay.rehearsal import Frozen, Rehearsal, grow
@@ -21,7 +21,7 @@ from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
-PARTS = ("neighbours", "student", "combined")
+PARTS = ("neighbours", "student")
 VALUES = learning("trust", max_drops=[*DROPS], decisions=[*PARTS], taus=[0.8, 0.95], n_limits=4, encoder="untrained")
 
 
@@ -131,7 +131,7 @@ def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> Non
     one = max(set(names), key=names.count)
     answers = [(answer + 1) % 5 if name == one else answer for answer, name in zip(base, names, strict=True)]
     served = np.where(np.array(names) == one, "semantic", "computed")
-    found = trust.by_intent(counted, base, answers, served)
+    found = trust_figures.by_intent(counted, base, answers, served)
     assert found is not None
     changed = sum(a != b for a, b in zip(base, answers, strict=True))
     assert (found["worst"]["n"], found["worst"]["n_changed"]) == (names.count(one), changed)

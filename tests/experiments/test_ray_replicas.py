@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from experiments.measures.over_http.client import Reply
-from experiments.measures.ray_replicas import AFTER, BEFORE, MISSING, PHASES, UPDATE, Asked, Span, point, row_of
+from experiments.measures.over_http.killing import AFTER, BEFORE, MISSING, PHASES, UPDATE, Asked, Span
+from experiments.measures.ray_replicas import point, row_of
 from experiments.models.loading import load as load_model
 from experiments.support.redis_server import check_installed
 from llmcache.errors import ConfigError

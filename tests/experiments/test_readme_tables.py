@@ -1,6 +1,5 @@
 """Tables of the pages on calibrated reuse, from small folders of results that were made up; what is absent says so."""
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,13 +121,9 @@ def test_limits_tell_how_soon_a_change_is_told_and_how_often_without_one(
         {"gate": gate, "edit": "all", "asked: changed": 0.02, "with another answer": 0.1, "hit rate": 0.5}
         for gate in ("off", "on")
     ]
-    planted = [
-        {"sources": sources, "gate": gate, "audit": audit, "targets captured": 0.1}
-        for sources, gate, audit in itertools.product(("frozen", "growing"), ("off", "on"), (0.0, 0.05))
-    ]
     cosine = [{"asked: changed": asked, "hit rate": 0.3, "lost": 0.1} for asked in (0.1, None)]
     for task in TASKS:
-        for measure, summary in (("adversaries", gates), ("poisoning", planted), ("embeddings", cosine)):
+        for measure, summary in (("adversaries", gates), ("embeddings", cosine)):
             write(tmp_path, f"trust_{measure}", task, measure=measure, summary=summary)
         write(tmp_path, "trust_drift", task, measure="drift", **drifted)
     assert [line.split("|")[2].strip() for line in limits.limits(tmp_path).splitlines()[-3:]] == shown

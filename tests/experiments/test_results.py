@@ -16,7 +16,7 @@ import yaml
 from experiments.measures import Measure
 from experiments.measures.base import Outcome
 from experiments.runs import runner
-from experiments.runs.folder import RunFolder
+from experiments.runs.folder import RunFolder, as_json, without
 from experiments.runs.grid import Named, make_experiment
 from experiments.runs.runner import Finished, run_one
 from experiments.support import environment
@@ -27,7 +27,7 @@ from experiments.support.lock import InUseError, held
 from llmcache.errors import ConfigError
 from tests.experiments.test_config import LEAST, ROOT
 
-FILES = {"config.yaml", "env.json", "rows.csv", "metrics.json"}
+FILES = {"config.yaml", "env.json", "metrics.json"}
 RUN = Named("group", "name", make_experiment(LEAST))
 N_TURNS = 200
 Measured = Callable[..., Finished]
@@ -41,14 +41,16 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     def measure(experiment: Any, folders: Folders) -> Outcome:
         if isinstance(value, BaseException):
             raise value
-        return Outcome([{"id": "a", "x": value, "y": None}, {"id": "b", "x": value, "y": "1,5"}], {"value": value})
+        return Outcome(
+            [{"id": "a", "x": value, "y": None}, {"id": "b", "x": value, "y": "1,5"}], {"value": value, "points": [1]}
+        )
 
     def run(found: Any, force: bool = False) -> Finished:
         nonlocal value
         value = found
         return run_one(RUN, tmp_path, Folders(), force)
 
-    monkeypatch.setattr(runner, "MEASURES", {"serve": Measure(type(RUN.experiment), measure)})
+    monkeypatch.setattr(runner, "MEASURES", {"serve": Measure(type(RUN.experiment), measure, ("points",))})
     return run
 
 
@@ -56,15 +58,26 @@ def everything(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("[!.]*") if path.is_file()}
 
 
-def test_a_run_leaves_four_files(measured: Measured, tmp_path: Path) -> None:
+def test_a_run_leaves_three_files_and_its_rows_apart(measured: Measured, tmp_path: Path) -> None:
     done = measured(3)
     assert done.is_new and {path.name for path in done.path.iterdir()} == FILES
-    assert [path.name for path in tmp_path.glob("[!.]*")] == ["group"]
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"group", "raw"}
     assert yaml.safe_load((done.path / "config.yaml").read_text()) == RUN.experiment.to_dict()
-    assert (done.path / "rows.csv").read_text() == 'id,x,y\na,3,\nb,3,"1,5"\n'
+    assert (tmp_path / "raw" / "group" / f"{done.path.name}.csv").read_text() == 'id,x,y\na,3,\nb,3,"1,5"\n'
     assert json.loads((done.path / "env.json").read_text())["seed"] == 0
     figures = json.loads((done.path / "metrics.json").read_text())
-    assert figures == done.metrics and figures["value"] == 3 and figures["seconds"] >= 0
+    assert figures == {key: value for key, value in done.metrics.items() if key != "points"}
+    assert figures["value"] == 3 and figures["seconds"] >= 0
+    raw = tmp_path / "raw" / "group" / f"{done.path.name}.json"
+    assert json.loads(raw.read_text()) == done.metrics and done.metrics["points"] == [1]
+
+
+def test_details_are_left_out_by_dotted_keys_and_lines_are_short() -> None:
+    values = {"a": 1, "b": [{"c": 2, "d": [3]}, {"c": 4, "d": []}], "e": {"c": 5, "f": ["long"] * 40}}
+    assert without(values, ["a", "b.c", "e.f"]) == {"b": [{"d": [3]}, {"d": []}], "e": {"c": 5}}
+    text = as_json(values)
+    assert json.loads(text) == values and '  "b": [{"c": 2, "d": [3]}, {"c": 4, "d": []}],' in text.splitlines()
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_what_is_there_is_kept_until_forced(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +103,7 @@ def test_a_run_that_does_not_end_leaves_what_was_there(
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("name", [*sorted(FILES), ".csv", ".json"])
 def test_a_full_disk_leaves_what_was_there(
     name: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +118,7 @@ def test_a_full_disk_leaves_what_was_there(
     def fails(value: int) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(Path, "write_text", full)
-            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*/{name}'"):
+            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*{name}'"):
                 measured(value, force=True)
 
     fails(1)

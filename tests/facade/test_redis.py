@@ -204,7 +204,7 @@ def test_values_of_others_are_counted_misses(
     for wrong, reason in (
         (b"theirs", "damaged"),
         (value[: len(value) // 2], "damaged"),
-        (value[:4] + b"\2\0" + value[6:], "other_format"),
+        (value[:4] + b"\3\0" + value[6:], "other_format"),
         (value[:20] + bytes(20) + value[40:], "other_key"),
     ):
         server.do("SET", name, wrong, "EX", 60)

@@ -13,6 +13,7 @@ import torch
 from llmcache import ConfigError, LLMCache, StoreError
 from llmcache.banks.stores import Bytes, Store, StoreKey
 from llmcache.calibration.published import FORMAT, Standing
+from llmcache.request.rows import Scope
 from tests import inside
 from tests.inside import components, partition
 from tests.redis_server import redis_server, wait_until
@@ -103,6 +104,11 @@ def alarm(cache: LLMCache, reading: Reading, seed: int) -> None:
     raise AssertionError("no alarm")
 
 
+def place_of(scope: Scope) -> dict[str, Any]:
+    """What an announcement tells of where it belongs."""
+    return {"scope": [scope.weights, scope.dtype, scope.attention]}
+
+
 def status(cache: LLMCache) -> str:
     """As it stands when a call has begun."""
     cache(**STREAM[0])
@@ -163,7 +169,7 @@ def test_one_of_another_secret_is_passed_over_and_said_so_once(
 def test_a_damaged_body_is_passed_over_and_computed(start: Start, store: dict[str, Any]) -> None:
     first = start()
     parts = components(first)
-    standing, place = parts.sharing._word
+    _, standing, place = parts.sharing._shared
     key = parts.tier._key(place.scope, f"b{place.by}.{standing.body}")
     first.unwrap()
     other = LLMCache.wrap(classifier(), store=store, **SETTINGS)
@@ -183,8 +189,8 @@ def test_a_damaged_body_is_passed_over_and_computed(start: Start, store: dict[st
 def test_one_of_a_later_format_is_passed_over(start: Start) -> None:
     one, other = start(), start()
     parts = components(one)
-    standing, place = parts.sharing._word
-    about = {**standing.about(), **place.about, "format": FORMAT + 1, "version": standing.version + 1}
+    _, standing, place = parts.sharing._shared
+    about = {**standing.about(), **place_of(place.scope), "format": FORMAT + 1, "version": standing.version + 1}
     parts.tier.announce(place.scope, f"c{place.by}.00000f.{standing.body}.00", {}, about, place.generation)
     one.drain()
     assert status(other) == "certified"
@@ -194,10 +200,11 @@ def test_one_of_a_later_format_is_passed_over(start: Start) -> None:
 def test_sealed_by_us_but_of_no_use_it_is_passed_over(start: Start) -> None:
     one, other = start(), start()
     parts = components(one)
-    standing, place = parts.sharing._word
+    _, standing, place = parts.sharing._shared
     bad = Standing(standing.version + 1, "f" * 24)
     parts.tier.put(place.scope, f"b{place.by}.{bad.body}", {"x": torch.ones(2)}, {"calibration": 3}, place.generation)
-    parts.tier.announce(place.scope, f"c{place.by}.{bad.name}", {}, {**bad.about(), **place.about}, place.generation)
+    about = {**bad.about(), **place_of(place.scope), "format": FORMAT}
+    parts.tier.announce(place.scope, f"c{place.by}.{bad.name}", {}, about, place.generation)
     one.drain()
     for _ in range(3):
         begin(other)
@@ -417,67 +424,35 @@ def test_one_made_while_the_store_did_not_answer_stays_the_workers_own(
             made = one.calibrate(batched(requests(N_CALIBRATED)[0]))
         wait_until(lambda: components(begin(one)).tier.is_answering)
         assert begin(two).calibration is None and one.calibration == made
-        assert components(one).sharing._shared is None  # nor does it wait for reports of others
+        assert components(one).sharing._shared is None
         alarm(one, reading, seed=61)
         assert one.calibration.n_alarms == 1
 
 
-@pytest.mark.slow
-def test_a_worker_whose_reports_are_not_passed_on_uses_its_own_counts(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading = Reading()
-    one, other = start(reading=reading), start()
-    used = components(one).tier
-    announce = used.announce
-    monkeypatch.setattr(used, "announce", lambda scope, name, *rest: name[0] == "a" or announce(scope, name, *rest))
-    alarm(one, reading, seed=52)
-    assert known(one).status == status(other) == "tightened"
-
-
-# -- one account -------------------------------------------------------------------------------------------------------
+# -- each on its own account -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_counts_of_all_are_added_up_whenever_they_are_heard(start: Start) -> None:
-    one, other = start(), start()
-    for cache, asked in ((one, STREAM), (other, OTHERS)):
-        ask(cache, asked)
-        cache.drain()
-    for cache in (one, other):
-        begin(cache)
-    told = [known(cache) for cache in (one, other)]
-    assert told[0].n_drawn == told[1].n_drawn > 40
-    assert told[0].n_changed == told[1].n_changed
-    assert told[0].n_requests >= len(STREAM) + len(OTHERS)
-    notes = list(store_of(one).notes("default"))
-    for again in (notes, notes[::-1]):  # in whatever order, however often
-        components(other).sharing.hear(again)
-        begin(other)
-        assert known(other).n_drawn == told[1].n_drawn
-    late = begin(start())
-    assert known(late).n_drawn == told[0].n_drawn
-
-
-def test_a_quarantined_source_serves_in_no_cache(start: Start) -> None:
+def test_each_counts_its_own_requests_and_quarantines_its_own_sources(start: Start) -> None:
     reading = Reading()
     one, other = start(reading=reading), start()
-    one_hit = next(x for x in STREAM if rungs_of(one, [x]) == ["semantic"])
+    n_before = known(other).n_requests
+    hit = next(x for x in STREAM if rungs_of(one, [x]) == ["semantic"])
     (source,) = [outcome.source for outcome in one.last]
     reading.drifts = True
     one.drain()
-    assert source in inside.banks(one).quarantined
-    rungs_of(other, OTHERS[:1])
-    assert source in inside.banks(other).quarantined
-    assert rungs_of(other, [one_hit]) != ["semantic"]
-    assert source in inside.banks(start()).quarantined
+    assert known(one).n_changed == 1 and source in inside.banks(one).quarantined
+    assert rungs_of(other, [hit]) == ["semantic"]
+    other.drain()
+    assert (known(other).n_requests - n_before, known(other).n_changed) == (1, 0)
+    assert source not in inside.banks(other).quarantined
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "broken", [("put_many",), ("events", "get_many", "put_many", "contains_prefix", "ping", "generation")]
 )
-def test_a_worker_that_is_cut_off_uses_its_own_counts(
+def test_an_alarm_while_the_store_does_not_answer_is_heard_of_later(
     start: Start, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...]
 ) -> None:
     reading = Reading()

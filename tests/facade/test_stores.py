@@ -1,7 +1,6 @@
 """A cache with a store behind its memory: a restart serves what was there, and nothing wrong ever."""
 
 import errno
-import json
 import random
 import shutil
 import threading
@@ -565,24 +564,7 @@ def test_what_was_purged_since_a_save_is_not_served_from_it(
     cache.unwrap()
 
 
-@pytest.mark.parametrize("has_store", [False, True])
-def test_a_calibration_of_a_former_format_is_not_served_beside_a_store(has_store: bool, tmp_path: Path) -> None:
-    """It does not say which namespaces it rests on, so that no purge would end it; without a store one does."""
-    settings: dict[str, Any] = {"max_drop": 0.05, "auto_bypass": False, "sources": "growing"}
-    if has_store:
-        settings["store"] = {"name": "disk", "folder": str(tmp_path / "store")}
-    with LLMCache.wrap(classifier(), **settings) as cache:
-        assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).chosen is not None
-        cache.save(tmp_path / "save")
-    path = tmp_path / "save" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    assert manifest.pop("rests_on") == ["default"] and manifest.pop("generations")
-    path.write_text(json.dumps(manifest | {"format": 8}))
-    with LLMCache.load(classifier(), path.parent) as cache:
-        assert (cache.calibration is None) == has_store
-
-
-@pytest.mark.parametrize("case", ["not asked", "store lost", "former format"])
+@pytest.mark.parametrize("case", ["not asked", "store lost"])
 def test_a_save_of_which_nobody_knows_what_was_purged_since_is_not_served(
     started: Callable[..., LLMCache], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -595,10 +577,6 @@ def test_a_save_of_which_nobody_knows_what_was_purged_since_is_not_served(
         cache.unwrap()
     if case == "store lost":
         shutil.rmtree(tmp_path / "store")
-    if case == "former format":
-        manifest = json.loads(path.read_text())
-        assert manifest.pop("generations")["default"] > 0
-        path.write_text(json.dumps(manifest | {"format": 8}))
     with LLMCache.load(build(ENCODERS["bert"]), path.parent) as cache:
         assert len(components(cache).banks) == 0
         cache(ids)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from llmcache import LLMCache
-from llmcache.conformance import check_fingerprint
 from llmcache.fingerprint import FINGERPRINTS, MeanEmbedding, PCAEmbedding, ShingleMinHash, SimHash, View
+from llmcache.testing import check_fingerprint
 from tests.tiny_models import CLASSIFIERS, build, padded, tokens
 
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from llmcache.arrays import Floats
-from llmcache.conformance import check_fingerprint
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import Learned, View
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.models.adapters import locate
 from llmcache.models.payloads import PAYLOADS
 from llmcache.request.rows import Row
+from llmcache.testing import check_fingerprint
 from tests.tiny_models import BARE, STRANGERS, VOCABULARY, build
 
 D = 12

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf, isnan
 
 import numpy as np
 import pytest
 
-from llmcache.conformance import check_decision
 from llmcache.errors import ConfigError
 from llmcache.matching import DECISIONS, Consensus, Evidence, Risk, Threshold
-from llmcache.matching.decision import deepest_layer, share_of, thresholds
+from llmcache.matching.decision import Decision, deepest_layer, share_of, thresholds
 from llmcache.registry import Component
 
 
@@ -36,9 +36,46 @@ def taught(k: int = 8, n: int = 600, seed: int = 1) -> Risk:
     return risk
 
 
+def drawn(decision: Decision, rng: np.random.Generator, n: int) -> tuple[Evidence, list[bool]]:
+    """Neighbours, likelier right the more alike, some without an answer; and which of them are right."""
+    similarity = np.sort(rng.uniform(0.2, 1, n))[::-1]
+    is_right = rng.random(n) < similarity**2
+    answers = np.where(is_right, 0, rng.integers(-1, 3, n))  # -1: none
+    agree = ((answers[:, None] == answers) & (answers >= 0)).tolist() if decision.reads_answers else ()
+    seen = Evidence(similarity.tolist(), agree, rng.normal(is_right, 0.5).tolist())
+    return seen, is_right.tolist()
+
+
+def check_choices(decision: Decision, asked: Sequence[Evidence]) -> list[tuple[int, float]]:
+    chosen = []
+    for seen in asked:
+        n = len(seen.similarity)
+        if not n:
+            continue  # it is not asked then
+        number, risk = decision.choose(seen)
+        assert decision.choose(seen) == (number, risk)
+        assert not isnan(risk)
+        if risk < inf:
+            least, most = decision.risk_range
+            assert least - 1e-9 <= risk <= most + 1e-9
+            assert 0 <= number < n
+            assert not decision.reads_answers or seen.agree[number][number]
+        chosen.append((number, risk))
+    return chosen
+
+
 @pytest.mark.parametrize("name", DECISIONS)
 def test_every_decision_keeps_the_rules(name: str) -> None:
-    check_decision(DECISIONS[name])
+    """Neighbours of every number up to `k`, before and after it could learn; and its state in a second one."""
+    decision, rng = DECISIONS[name](), np.random.default_rng(0)
+    check_choices(decision, [drawn(decision, rng, n)[0] for n in range(decision.k + 1) for _ in range(20)])
+    seen, is_right = zip(*(drawn(decision, rng, decision.k) for _ in range(300)), strict=True)
+    decision.fit(seen, is_right)
+    asked = [drawn(decision, rng, n)[0] for n in range(decision.k + 1) for _ in range(20)]
+    chosen = check_choices(decision, asked)
+    other = DECISIONS[name]()
+    other.restore(decision.state())
+    assert check_choices(other, asked) == chosen
 
 
 def test_threshold_doubts_less_what_is_more_alike() -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from experiments.data import mooncake as trace_of_mooncake
 from experiments.data.azure import read_arrivals
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 Times = NDArray[np.float64]
 

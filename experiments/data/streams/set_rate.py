@@ -2,7 +2,7 @@
 
 import random
 
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 def with_repeats(n_pool: int, hit_rate: float, n: int, rng: random.Random) -> list[int]:

@@ -19,7 +19,7 @@ from experiments.measures.over_http.client import Client, post
 from experiments.measures.over_http.loops import Limit, open_loop, run_loop
 from experiments.measures.serve_load import PREDICT
 from experiments.support.folders import Folders
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.measures.bench.latency import BANKS, ratios, rotated
+from experiments.measures.bench.latency import BANKS
+from experiments.measures.bench.rounds import ratios, rotated
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Requests, build, check, check_target
 from experiments.models.loading import find

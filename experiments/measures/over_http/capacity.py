@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 MOST_RATES = 40
 

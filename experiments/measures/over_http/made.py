@@ -27,12 +27,11 @@ from experiments.support.files import written_by_others
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.held_out import divide
-from llmcache import CacheConfig
-from llmcache.errors import ConfigError
-from llmcache.models.loading import quiet
+from llmcache import CacheConfig, ConfigError
+from llmcache.lab import quiet
 
 if TYPE_CHECKING:
-    from llmcache.serving.loading import Served
+    from llmcache.lab import Served
 
 DONE = "made.json"  # written last
 
@@ -77,7 +76,7 @@ class Made:
 
     def classifier(self) -> "Served":
         """The classifier, as a server loads it."""
-        from llmcache.serving.loading import load_served
+        from llmcache.lab import load_served
 
         with quiet():
             return load_served(str(self.model))
@@ -98,14 +97,12 @@ def made(experiment: ServingExperiment, folders: Folders) -> Iterator[Made]:
 
 
 @contextmanager
-def serving(
-    experiment: ServingExperiment, server: str, made: Made, cores: Sequence[int] | None = None, **more: str
-) -> Iterator[Running]:
+def serving(experiment: ServingExperiment, server: str, made: Made, **more: str) -> Iterator[Running]:
     """Within: a server of the experiment runs, on a copy of the calibrated cache; `more` fills its command."""
     with TemporaryDirectory() as place:
         save = shutil.copytree(made.save, Path(place, "save"))
         values = {"model": str(made.model), "save": str(save), **more}
-        with running(experiment.servers[server], values, start_s=experiment.start_s, cores=cores) as found:
+        with running(experiment.servers[server], values, start_s=experiment.start_s) as found:
             yield found
 
 
@@ -137,7 +134,7 @@ def labels_of(served: "Served", texts: Sequence[str]) -> list[tuple[str, float]]
 
 
 def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: Sequence[Labelled]) -> None:
-    from llmcache.serving.saving import Saves
+    from llmcache.lab import Saves
 
     write_classifier(experiment, folders, made)
     served = made.classifier()

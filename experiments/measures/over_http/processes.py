@@ -6,7 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ import psutil
 
 import experiments
 from experiments.measures.over_http.client import HOST
-from llmcache.errors import LLMCacheError
+from llmcache import LLMCacheError
 
 #: What is compared, by name. `{python}`, `{model}`, `{save}` (a copy of the calibrated cache's folder) and `{port}` are
 #: filled in.
@@ -66,10 +66,6 @@ class Running:
                 raise ServerError(f"the server was not ready after {start_s:g} s: {self._told()}")
             sleep(0.1)
 
-    def signal(self, number: int) -> None:
-        """Send it a signal."""
-        self._process.send_signal(number)
-
     def stop(self) -> int:
         """End it, by force if it does not end in time; its exit status."""
         self._process.terminate()
@@ -87,44 +83,22 @@ class Running:
 
 
 @contextmanager
-def running(
-    command: str, values: Mapping[str, str], *, start_s: float = 120.0, cores: Sequence[int] | None = None
-) -> Iterator[Running]:
-    """Within: a server runs and is ready, on these cores alone if they are given."""
-    with started(command, values, cores=cores) as server:
-        server.wait(start_s)
-        yield server
-
-
-@contextmanager
-def started(command: str, values: Mapping[str, str], *, cores: Sequence[int] | None = None) -> Iterator[Running]:
-    """Within: a server was started, and need not be ready yet; afterwards it has ended."""
+def running(command: str, values: Mapping[str, str], *, start_s: float = 120.0) -> Iterator[Running]:
+    """Within: a server runs and is ready; afterwards it has ended."""
     port = free_port()
     words = [word.format(python=sys.executable, port=port, **values) for word in shlex.split(command)]
     here = str(Path(experiments.__file__).parents[1])
     paths = os.pathsep.join(path for path in (here, os.environ.get("PYTHONPATH")) if path)
     with TemporaryDirectory() as folder, (log := Path(folder, "log")).open("wb") as file:
-        with on_cores(cores):  # a process begins on the cores of the one that starts it
-            process = subprocess.Popen(
-                words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths}
-            )
+        process = subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths}
+        )
         server = Running(process, port, log)
         try:
+            server.wait(start_s)
             yield server
         finally:
             server.stop()
-
-
-@contextmanager
-def on_cores(cores: Sequence[int] | None) -> Iterator[None]:
-    """Within: this thread, and what it starts, runs on these cores; None changes nothing."""
-    before = os.sched_getaffinity(0)
-    if cores is not None:
-        os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.runs.folder import METRICS
 from experiments.runs.read import Figures, Run, read_runs, was_idle
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 #: What a cell says where a configuration asks for a run that is not there.
 MISSING = "not measured"

@@ -13,11 +13,8 @@ ASKED = 0.02  # of the experiments that look for trouble
 
 
 def limits(results_dir: Path) -> str:
-    """What misleads it, by stream: edits, planted entries, streams that change and that do not, embeddings."""
-    columns = {
-        name: by_task(runs_of(results_dir, f"trust_{name}"))
-        for name in ("adversaries", "poisoning", "drift", "embeddings")
-    }
+    """What misleads it, by stream: edits, streams that change and that do not, embeddings."""
+    columns = {name: by_task(runs_of(results_dir, f"trust_{name}")) for name in ("adversaries", "drift", "embeddings")}
     tasks = list(columns["adversaries"])
     units = ["" if told.endswith("points") else " %" for told, *_ in _LIMITS]
     rows: list[tuple[str, ...]] = [
@@ -56,11 +53,6 @@ def _edited(gate: str, what: str) -> Callable[[Any], float]:
     return lambda rows: float(row_of(rows, gate=gate, edit="all", **{"asked: changed": ASKED})[what])
 
 
-def _captured(sources: str, gate: str, audit: float) -> Callable[[Any], float]:
-    wanted = {"sources": sources, "gate": gate, "audit": audit}
-    return lambda rows: float(row_of(rows, **wanted)["targets captured"])
-
-
 def _drifted(audit: float) -> Callable[[Any], float]:
     return lambda rows: float(row_of(rows, sources="frozen", audit=audit)["after"])
 
@@ -84,15 +76,6 @@ _LIMITS: Sequence[tuple[str, str, int, Callable[[Any], float]]] = (
     ("the same with the content gate", "adversaries", 1, _edited("on", "with another answer")),
     ("hits of the stream without the gate", "adversaries", 1, _edited("off", "hit rate")),
     ("with it", "adversaries", 1, _edited("on", "hit rate")),
-    (
-        "requests captured by [planted near-duplicates](configs/trust_poisoning.yaml), growing, no audit",
-        "poisoning",
-        0,
-        _captured("growing", "off", 0.0),
-    ),
-    ("the same with the content gate", "poisoning", 0, _captured("growing", "on", 0.0)),
-    ("growing, default audit", "poisoning", 0, _captured("growing", "off", AUDIT)),
-    ("frozen, no audit", "poisoning", 0, _captured("frozen", "off", 0.0)),
     (
         "changed answers after a stream [moved on](configs/trust_drift.yaml), frozen, no audit",
         "drift",

@@ -6,7 +6,7 @@ from pathlib import Path
 from experiments.measures.decode import KINDS
 from experiments.report.markdown import columns, number, percent, ratio, size, speed, table
 from experiments.report.pages.files import MISSING, row_of, runs_if_any, runs_of
-from experiments.report.prompts import LIMIT, RESTART, ceiling_of
+from experiments.report.prompts import LIMIT
 from experiments.runs.read import Run
 
 Row = tuple[str, ...]
@@ -53,13 +53,13 @@ def _all_prompts(run: Run, label: str) -> Row:
 
 def _chats(results_dir: Path) -> Iterator[Row]:
     for run in runs_of(results_dir, "prefix_chat"):
-        stream, known = run.config["task"]["stream"], ceiling_of(run, "llmcache")
+        stream, known = run.config["task"]["stream"], run.metrics["methods"]["llmcache"]
         what = f"conversations that [grow](configs/prefix_chat.yaml), {stream['turns']} turns"
         if run.task == "chat_window":
             share = f"{100 * stream['shared']:.0f} %"
             what = f"[{stream['length']} tokens](configs/prefix_chat.yaml), {share} of them those of the turn before"
         yield f"{what}; all turns", *_all_prompts(run, "llmcache")
-        spread = run.metrics["methods"]["llmcache"]["known"]
+        spread = known["known"]
         yield (
             "the same without first turns, which know nothing",
             percent(known["known_share"]),
@@ -92,16 +92,6 @@ def prefix_limit(results_dir: Path) -> str:
         for row in run.metrics["ways"]
     ]
     return columns(LIMIT, sorted(rows, key=lambda row: (row["model"], row["length"], row["share"] or 0.0)))
-
-
-def restart(results_dir: Path) -> str:
-    """Time to first token after a restart; times are empty where the machine was busy."""
-    runs = runs_if_any(results_dir, "restart")
-    if not runs:
-        return table(tuple(RESTART), [(MISSING, *[""] * (len(RESTART) - 1))])
-    times = ("cold_ms", "restarted_ms", "rebooted_ms")
-    rows = [row if run.is_timed else row | dict.fromkeys(times) for run in runs for row in run.metrics["summary"]]
-    return columns(RESTART, rows)
 
 
 UNTIMED = dict.fromkeys(("plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms", "of_limit"))

@@ -5,20 +5,18 @@ from operator import itemgetter
 from pathlib import Path
 
 from experiments.measures.service import share_of_bound
-from experiments.metrics.frontier import best, curves
-from experiments.report.load import LOADED
-from experiments.report.load import points as points_of_load
+from experiments.metrics.frontier import best
 from experiments.report.markdown import Cell, bounded, columns, number, of, paid_back, percent, points, row_of, table
 from experiments.report.markdown import speed as times
 from experiments.report.pages.files import MISSING, by_task, each, runs_if_any, runs_of
 from experiments.report.trust import chosen
 from experiments.runs.read import Figures, Run
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")
 SOURCES = ("frozen", "growing")
 
-#: Curves in the order of the columns, and their headings; others follow under their own names.
+#: Curves in the order of the columns, and their headings.
 WAYS = {
     ("llmcache", "frozen"): "llmcache, frozen",
     ("llmcache", "growing"): "llmcache, growing",
@@ -27,7 +25,6 @@ WAYS = {
     ("paper", None): "the paper's method",
     ("student", "frozen"): "student: the forecast alone",
     ("neighbours", "frozen"): "neighbours alone",
-    ("combined", "frozen"): "combined",
 }
 #: What the configurations of whole passes ask for: streams by experiment.
 SERVICES = {
@@ -71,15 +68,12 @@ def _chosen(run: Run, sources: str, drop: float) -> Figures:
 def hindsight(results_dir: Path) -> str:
     """The best threshold on the very requests it is counted on, of every way."""
     trust = trust_runs(results_dir)
-    found = dict.fromkeys(curve for runs in trust.values() for curve in curves(runs[0].metrics["points"]))
-    ways = [*WAYS, *(curve for curve in found if curve not in WAYS and curve[0] != "exact_response")]
     rows = [
-        (task, told, *(_frontier(runs, way, loss) for way in ways))
+        (task, told, *(_frontier(runs, way, loss) for way in WAYS))
         for loss, told in LOSSES.items()
         for task, runs in trust.items()
     ]
-    heads = [WAYS.get(way, " ".join(name for name in way if name)) for way in ways]
-    return table(("stream", "at most", *heads), rows)
+    return table(("stream", "at most", *WAYS.values()), rows)
 
 
 def _frontier(runs: Sequence[Run], way: tuple[str, str | None], loss: str) -> str:
@@ -172,14 +166,6 @@ RATED: Mapping[str, Cell] = {
     **{name: PASSES[name] for name in ("threads", "hits", "changed", "speed-up", "of the bound")},
     **{f"{kind}, ms": PASSES[f"{kind}, ms"] for kind in ("plain", "hit", "miss")},
 }
-
-
-def load(results_dir: Path) -> str:
-    """Latency by offered load; a row without figures where that was not measured on an idle machine."""
-    found = [run for run in runs_if_any(results_dir, "service_load") if run.is_timed]
-    if not found:
-        return table(tuple(LOADED), [("banking77", MISSING, *[""] * (len(LOADED) - 2))])
-    return columns(LOADED, points_of_load(found))
 
 
 def second_pass(results_dir: Path) -> str:

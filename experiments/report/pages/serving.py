@@ -1,4 +1,4 @@
-"""The tables of servers over HTTP; times that were not taken on an idle machine are not shown."""
+"""The tables of servers over HTTP, and of a store that workers share; times of a busy machine are not shown."""
 
 from collections.abc import Callable, Mapping
 from operator import itemgetter
@@ -6,10 +6,8 @@ from pathlib import Path
 
 from experiments.report.markdown import Cell, columns, count, of, table
 from experiments.report.pages.files import MISSING, figures_of, runs_if_any
-from experiments.report.serving import CHATS, HIT, KILLS, LOADED, REPLICAS, SOAKED, STORE_KILLS, TIMINGS, points
+from experiments.report.serving import FAULTS, LOADED, REPLICAS, SOAKED, points
 from experiments.runs.folder import METRICS
-
-OF_CACHE = ("gain of the cache", "hits", "changed")
 
 
 def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Callable[[Path], str]:
@@ -25,13 +23,9 @@ def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Cal
 
 
 serve_load = _table("serve_load", LOADED)
-serve_batching = _table("serve_batching", {name: cell for name, cell in LOADED.items() if name not in OF_CACHE})
-serve_hits = _table("serve_hits", HIT)
-serve_chat = _table("serve_chat", CHATS)
-serve_timing = _table("serve_timing", TIMINGS)
 serve_soak = _table("serve_soak", SOAKED)
-serve_kill = _table("serve_kill", KILLS, has_times=False)
 ray_replicas = _table("ray_replicas", REPLICAS, has_times=False)
+store_faults = _table("store_faults", FAULTS, has_times=False)
 
 HOSTILE: Mapping[str, Cell] = {
     "list": itemgetter("list"),
@@ -47,6 +41,3 @@ def hostile(results_dir: Path) -> str:
     if not (results_dir / "hostile" / METRICS).is_file():
         return table(tuple(HOSTILE), [("`make test-hostile`", MISSING, *[""] * (len(HOSTILE) - 2))])
     return columns(HOSTILE, figures_of(results_dir, "hostile")["lists"])
-
-
-store_kill = _table("store_kill", STORE_KILLS, has_times=False)

@@ -14,13 +14,12 @@ NAMES = {
     "llmcache": "llmcache: neighbours and forecast",
     "neighbours": "neighbours alone",
     "student": "student: the forecast alone",
-    "combined": "`decide: combined`",
     "semantic_response": "semantic response cache",
     "doccache": "DocCache",
     "paper": "the paper's method",
 }
 #: Of those whose errors are told by hit and by intent.
-OWN = ("llmcache", "student", "combined")
+OWN = ("llmcache", "student")
 #: In which order requests come, and the experiment that serves such streams live.
 ORDERS = {"shuffled": None, "bursts": "trust_bursts", "repeats": "trust_repeats"}
 #: Streams of `configs/trust_bound_time.yaml`, and those that are served live in time order.

@@ -176,6 +176,13 @@ class Store(ABC):
         once; 0 where none can.
         """
 
+    def discard(self, namespace: str) -> None:
+        """Remove what lies in a namespace that nobody else reads, and of which nobody has anything in memory.
+
+        By default `remove` is asked, which may wait until all who share the store have heard of it.
+        """
+        self.remove(namespace)
+
     @abstractmethod
     def events(self, since: str | None) -> Events:
         """Return what happened after a cursor, in all stores; None: nothing, and the cursor of now.

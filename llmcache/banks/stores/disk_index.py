@@ -294,13 +294,8 @@ class Changes:
     def evict(self, max_bytes: int) -> list[str | None]:
         """Remove what was used longest ago until the rest is within a budget; the file of each, if it has one."""
         gone: list[str | None] = []
-        while (over := self._one("SELECT nbytes FROM totals") - max_bytes) > 0:
-            oldest = self._do(f"SELECT id, {_NBYTES} FROM held ORDER BY used LIMIT 64").fetchall()
-            n_leaving, freed = 0, 0
-            while freed < over and n_leaving < len(oldest):
-                freed += oldest[n_leaving][1]
-                n_leaving += 1
-            gone += self._remove([number for number, _ in oldest[:n_leaving]])
+        while self._one("SELECT nbytes FROM totals") > max_bytes:
+            gone += self._remove([self._one("SELECT id FROM held ORDER BY used LIMIT 1")])
         return gone
 
     def renew(self, namespace: str | None) -> int:

@@ -8,12 +8,12 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from time import monotonic
 
 from llmcache.banks.stores.base import Event, Events, Put, StoreKey
 from llmcache.banks.stores.redis_keys import Keys
-from llmcache.banks.stores.redis_wire import Command, Wire, Wires
+from llmcache.banks.stores.redis_wire import Ask, Command, Ready, Server
 from llmcache.errors import StoreError
 from llmcache.threads import forkable
 
@@ -54,13 +54,11 @@ class Log:
         self._n = 0
         self._events.clear()
 
-    def add(self, fields: Sequence[bytes]) -> Event | None:
-        """Note an entry of the stream, names and values in turn; None if it is no event."""
-        event = _event(dict(zip(fields[::2], fields[1::2], strict=False)), f"{self._name}:{self._n + 1}")
-        if event is not None:
+    def add(self, fields: Mapping[bytes, bytes]) -> None:
+        """Note an entry of the stream, if it is an event."""
+        if (event := _event(fields, f"{self._name}:{self._n + 1}")) is not None:
             self._n += 1
             self._events.append(event)
-        return event
 
     def since(self, cursor: str | None) -> Events:
         """See `Store.events`."""
@@ -75,10 +73,11 @@ class Log:
 class Follower:
     """The thread, and what it heard. Thread-safe."""
 
-    def __init__(self, open_wire: Callable[[], Wire], wires: Wires, prefix: str, ttl_s: int, is_away: bool) -> None:
-        """Begin to follow, and to keep `wires` open. While the server is away, it is looked for."""
-        self._open_wire = open_wire
-        self._wires = wires
+    def __init__(self, server: Server, ready: Ready, prefix: str, ttl_s: int, is_away: bool) -> None:
+        """Begin to follow, and to keep `ready` filled. While the server is away, it is looked for."""
+        self._server = server
+        self._client = server.client(PATIENCE_S)
+        self._ready = ready
         self._prefix = prefix
         self._ttl_s = ttl_s
         self._log = Log()
@@ -86,7 +85,6 @@ class Follower:
         self._entry: bytes = b""  # of the stream, the last that was read
         self._current_until = 0.0
         self._is_away = is_away
-        self._wire: Wire | None = None
         self._changed = forkable(threading.Condition())
         self._closing = forkable(threading.Event())
         self._thread = threading.Thread(target=self._run, name="llmcache-redis", daemon=True)
@@ -111,8 +109,7 @@ class Follower:
         """End the thread."""
         self._closing.set()
         self._thread.join(PATIENCE_S)
-        if self._wire is not None:
-            self._wire.close()
+        self._client.connection_pool.disconnect()
 
     @property
     def _is_current(self) -> bool:
@@ -121,19 +118,12 @@ class Follower:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                self._follow()
+                with self._server.exchanges(self._client) as (run, ask):
+                    self._ready.fill()
+                    self._read(run, Keys(self._prefix, run), ask)
             except Exception as error:  # whatever it is: without this thread the server would not be found again
                 self._lose(error)
-            self._closing.wait(_RETRY_S)
-
-    def _follow(self) -> None:
-        wire = self._wire = self._open_wire()
-        try:
-            while not self._closing.is_set():
-                self._wires.fill()
-                self._read(wire)
-        finally:
-            wire.close()
+                self._closing.wait(_RETRY_S)
 
     def _lose(self, error: Exception) -> None:
         with self._changed:
@@ -142,11 +132,10 @@ class Follower:
             self._is_away = True
             self._changed.notify_all()
 
-    def _read(self, wire: Wire) -> None:
+    def _read(self, run: str, keys: Keys, ask: Ask) -> None:
         """Read what came after the last entry, and see that nothing is missing."""
-        keys = Keys(self._prefix, wire.run)
-        if wire.run != self._run_of_server or not self._entry:
-            self._begin(wire, keys)
+        if run != self._run_of_server or not self._entry:
+            self._begin(run, keys, ask)
             if not self._entry:
                 self._closing.wait(_BLOCK_S)
                 return
@@ -157,7 +146,7 @@ class Follower:
             ("XREAD", "COUNT", _AT_ONCE, *block, "STREAMS", keys.events, self._entry),
             ("XRANGE", keys.events, self._entry, self._entry),
         ]
-        *_, found, last = wire.ask_all(commands, began + PATIENCE_S)
+        *_, found, last = ask(commands)
         entries = found[0][1] if found else []
         with self._changed:
             for self._entry, fields in entries:
@@ -167,7 +156,7 @@ class Follower:
             elif len(entries) < _AT_ONCE:
                 self._hear(began)
 
-    def _begin(self, wire: Wire, keys: Keys) -> None:
+    def _begin(self, run: str, keys: Keys, ask: Ask) -> None:
         """Go on from the last entry that there is, and make one where there is none.
 
         A server without memory takes none, and may have been purged all the same. Until it does, something is taken to
@@ -176,15 +165,15 @@ class Follower:
         from redis.exceptions import OutOfMemoryError
 
         began = monotonic()
-        (last,) = wire.ask_all([("XREVRANGE", keys.events, "+", "-", "COUNT", 1)], began + PATIENCE_S)
+        (last,) = ask([("XREVRANGE", keys.events, "+", "-", "COUNT", 1)])
         if not last:
             try:
-                last = [wire.ask_all([_tell(keys, "kind", "begun")], began + PATIENCE_S)]
+                last = [ask([_tell(keys, "kind", "begun")])]
             except StoreError as error:
                 if not isinstance(error.__cause__, OutOfMemoryError):
                     raise
         with self._changed:
-            self._run_of_server, self._entry = wire.run, last[0][0] if last else b""
+            self._run_of_server, self._entry = run, last[0][0] if last else b""
             self._log.restart()
             self._hear(began)
 
@@ -200,7 +189,7 @@ def _tell(keys: Keys, *fields: str | bytes | memoryview | int) -> Command:
     return ("XADD", keys.events, "MAXLEN", "~", _MOST_EVENTS, "*", *fields)
 
 
-def _event(fields: dict[bytes, bytes], cursor: str) -> Event | None:
+def _event(fields: Mapping[bytes, bytes], cursor: str) -> Event | None:
     """What an entry of the stream says, if it is one of ours."""
     try:
         kind, named = fields[b"kind"], fields.get(b"namespace")

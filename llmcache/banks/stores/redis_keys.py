@@ -99,22 +99,13 @@ def pattern(prefix: str, namespace: str | None) -> str:
     return f"{prefix}:*" if namespace is None else f"{prefix}:*:{field_of(namespace)}:*"
 
 
-def is_stale(prefix: str, name: bytes, generation: int) -> bool:
-    """Whether a name is that of a value of another number."""
-    found = re.fullmatch(_value(prefix) + b"(?::note)?", name)
-    return found is not None and int(found[1], 16) != generation
-
-
-def is_value(prefix: str, name: bytes) -> bool:
-    """Whether a name is that of a value."""
-    return re.fullmatch(_value(prefix), name) is not None
+def generation_of(prefix: str, name: bytes) -> int | None:
+    """The number in the name of a value, or of its note; None of other names."""
+    found = re.fullmatch(rf"{re.escape(prefix)}:\w+:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}(?::note)?".encode(), name)
+    return None if found is None else int(found[1], 16)
 
 
 def is_ours(prefix: str, name: bytes) -> bool:
     """Whether a name may be one of these, in any run of the server."""
     beside = rf"{re.escape(prefix)}:\w+:(?:generations|events)".encode()
-    return re.fullmatch(_value(prefix) + b"(?::note)?|" + beside, name) is not None
-
-
-def _value(prefix: str) -> bytes:
-    return rf"{re.escape(prefix)}:\w+:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}".encode()
+    return generation_of(prefix, name) is not None or re.fullmatch(beside, name) is not None

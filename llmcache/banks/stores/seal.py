@@ -1,12 +1,11 @@
 """How tensors become the bytes that stores hold, and back. Every value is checked before anything of it is used.
 
-    magic, format, flags, key's own SHA-256, checksum, length     a head of fixed size
-    JSON                                                          name, dtype, shape of each tensor; what it is about
-    bytes of each tensor                                          each begins at a multiple of 64
+    magic, format, flags, SHA-256 of the key          a head of fixed size
+    SHA-256, or HMAC-SHA-256 where a secret is set    of all but itself
+    safetensors                                       the tensors, and what they are about
 
-The checksum covers all but itself: SHA-256, or HMAC-SHA-256 where a secret is set. With a key, all that follows the
-head is encrypted (AES-256 in GCM, a nonce of its own each time); the head is bound to it. No pickle: nothing in a value
-is ever run.
+With a key, safetensors are encrypted (AES-256 in GCM, a nonce of its own each time) and bound to head and secret, in
+place of the checksum. No pickle: nothing in a value is ever run.
 """
 
 import base64
@@ -14,31 +13,25 @@ import binascii
 import hashlib
 import hmac
 import json
-import math
 import os
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.errors import ConfigError
 
 SECRET, KEY = "LLMCACHE_STORE_SECRET", "LLMCACHE_STORE_KEY"  # environment variables
-FORMAT = 1
+FORMAT = 2
 _MAGIC = b"LLMC"
-_HEAD = struct.Struct("<4sHH32s32sQ")  # magic, format, flags, key's digest, checksum, bytes that follow
+_HEAD = struct.Struct("<4sHH32s")
 _SIGNED, _ENCRYPTED = 1, 2
-_CHECKSUM = slice(40, 72)
-_JSON = struct.Struct("<I")
-_NONCE_BYTES = 12
-_ALIGNED = 64
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
-    torch.int64, torch.bool,
-)}  # fmt: skip
+_CHECKSUM_BYTES, _NONCE_BYTES = 32, 12
+_ABOUT = "__about__"  # JSON, beside the tensors
 
 
 class MismatchError(ValueError):
@@ -57,7 +50,7 @@ class Opened(NamedTuple):
     """What a value holds.
 
     Attributes:
-        tensors: By name, on the host; they lie in the value's bytes. Nobody writes to them.
+        tensors: By name, on the host, each in memory of its own.
         about: What was sealed with them.
     """
 
@@ -92,20 +85,16 @@ class Seal:
             )
         return cls(os.environ.get(SECRET, "").encode(), key)
 
-    def close(self, key: StoreKey, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytearray:
+    def close(self, key: StoreKey, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
         """Make a value of tensors, any device, and of what JSON can hold."""
-        arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        header = {"tensors": [[n, _name(x.dtype), list(x.shape)] for n, x in arrays.items()], "about": dict(about)}
-        packed = json.dumps(header, separators=(",", ":")).encode()
-        places = _places(len(packed), [x.nbytes for x in arrays.values()])
-        body = bytearray(places[-1].stop if places else _JSON.size + len(packed))
-        body[: _JSON.size + len(packed)] = _JSON.pack(len(packed)) + packed
-        for place, x in zip(places, arrays.values(), strict=True):
-            body[place] = x.reshape(-1).view(torch.uint8).numpy().data
+        # Copies: safetensors takes no tensors that share memory.
+        held = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+        held[_ABOUT] = torch.frombuffer(bytearray(json.dumps(dict(about)).encode()), dtype=torch.uint8)
+        head, body = _HEAD.pack(_MAGIC, FORMAT, self._flags, key.digest), save(held)
         if self._cipher is None:
-            return self._signed(key, body)
+            return b"".join((head, self._checksum(head, body), body))
         nonce = os.urandom(_NONCE_BYTES)
-        return self._signed(key, nonce + self._cipher.encrypt(nonce, body, self._bound(key)))
+        return b"".join((head, nonce, self._cipher.encrypt(nonce, body, head + self._secret)))
 
     def open(self, key: StoreKey, value: Bytes) -> Opened:
         """Check a value and return what is in it.
@@ -114,47 +103,42 @@ class Seal:
             MismatchError: It is not what was sealed under this key, with this secret and encryption key.
         """
         whole = memoryview(value)
-        magic, number, flags, digest, checksum, n_bytes = _unpack(whole)
-        if magic != _MAGIC:
+        head, rest = whole[: _HEAD.size], whole[_HEAD.size :]
+        if len(head) < _HEAD.size or head[:4] != _MAGIC:
             raise MismatchError("damaged", "this is no value of ours")
+        _, number, flags, digest = _HEAD.unpack(head)
         if number != FORMAT:
             raise MismatchError("other_format", f"a value of format {number}; this version reads {FORMAT}")
         if digest != key.digest:
             raise MismatchError("other_key", "a value of another key")
-        body = whole[_HEAD.size :]
-        if flags != self._flags or n_bytes != len(body) or not hmac.compare_digest(checksum, self._checksum(whole)):
+        if flags != self._flags or (body := self._checked(head, rest)) is None:
             raise MismatchError("damaged", "cut short or changed, or made with another secret or key")
         try:
-            return _parse(body if self._cipher is None else self._decrypted(key, body))
+            with torch.inference_mode(False):
+                tensors = load(body)
+            return Opened(tensors, json.loads(tensors.pop(_ABOUT).numpy().tobytes()))
         except Exception as error:  # without a secret, anybody may have made a value with a checksum that is right
             raise MismatchError("damaged", f"its header does not fit it: {error!r}") from error
 
-    def _signed(self, key: StoreKey, body: Bytes) -> bytearray:
-        whole = bytearray(_HEAD.pack(_MAGIC, FORMAT, self._flags, key.digest, bytes(32), len(body)))
-        whole += body
-        whole[_CHECKSUM] = self._checksum(memoryview(whole))
-        return whole
-
-    def _checksum(self, whole: memoryview) -> bytes:
-        covered = (whole[: _CHECKSUM.start], whole[_CHECKSUM.stop :])
-        made: Any = hmac.new(self._secret, digestmod="sha256") if self._secret else hashlib.sha256()
-        for part in covered:
-            made.update(part)
+    def _checksum(self, head: Bytes, body: Bytes) -> bytes:
+        made: Any = hmac.new(self._secret, head, "sha256") if self._secret else hashlib.sha256(head)
+        made.update(body)
         checksum: bytes = made.digest()
         return checksum
 
-    def _bound(self, key: StoreKey) -> bytes:
-        """What encryption covers beside the body: the head's fields that are known before it."""
-        return _HEAD.pack(_MAGIC, FORMAT, self._flags, key.digest, bytes(32), 0)
-
-    def _decrypted(self, key: StoreKey, body: memoryview) -> memoryview:
+    def _checked(self, head: memoryview, rest: memoryview) -> bytes | None:
+        """What follows the head, decrypted; None where it is not what was made."""
+        if self._cipher is None:
+            checksum, body = rest[:_CHECKSUM_BYTES], bytes(rest[_CHECKSUM_BYTES:])
+            return body if hmac.compare_digest(checksum, self._checksum(head, body)) else None
         from cryptography.exceptions import InvalidTag
 
-        nonce, sealed = body[:_NONCE_BYTES], body[_NONCE_BYTES:]
         try:
-            return memoryview(self._cipher.decrypt(bytes(nonce), sealed, self._bound(key)))
-        except InvalidTag as error:
-            raise ValueError("encrypted with another key") from error
+            nonce, sealed = bytes(rest[:_NONCE_BYTES]), rest[_NONCE_BYTES:]
+            body = self._cipher.decrypt(nonce, sealed, bytes(head) + self._secret)
+        except (InvalidTag, ValueError):  # a nonce that was cut
+            return None
+        return bytes(body)
 
 
 def _cipher(key: bytes) -> Any:
@@ -165,45 +149,3 @@ def _cipher(key: bytes) -> Any:
             f"{KEY} is set, but cryptography is not installed: pip install 'llmcache-torch[stores]'"
         ) from error
     return AESGCM(key)
-
-
-def _unpack(whole: memoryview) -> tuple[Any, ...]:
-    if len(whole) < _HEAD.size:
-        raise MismatchError("damaged", f"{len(whole)} bytes are no value")
-    return _HEAD.unpack_from(whole)
-
-
-def _parse(body: memoryview) -> Opened:
-    (n_json,) = _JSON.unpack_from(body)
-    header = json.loads(bytes(body[_JSON.size : _JSON.size + n_json]))
-    kinds = [(name, _DTYPES[dtype], shape) for name, dtype, shape in header["tensors"]]
-    places = _places(n_json, [math.prod(shape) * dtype.itemsize for _, dtype, shape in kinds])
-    if places and places[-1].stop != len(body):
-        raise ValueError(f"{len(body)} bytes where {places[-1].stop} are described")
-    tensors = {n: _tensor(body[place], dtype, shape) for place, (n, dtype, shape) in zip(places, kinds, strict=True)}
-    return Opened(tensors, header["about"])
-
-
-def _tensor(data: memoryview, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    """A normal tensor over bytes, which are copied only where torch would warn that they cannot be written."""
-    with torch.inference_mode(False):
-        if not data:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype).reshape(shape)
-
-
-def _places(n_json: int, sizes: list[int]) -> list[slice]:
-    """Where bytes of tensors lie in a body, after so much JSON."""
-    places, begin = [], _JSON.size + n_json
-    for size in sizes:
-        begin += -(begin + _HEAD.size) % _ALIGNED  # counted from the beginning of the value, which is mapped
-        places.append(slice(begin, begin + size))
-        begin += size
-    return places
-
-
-def _name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"tensors of {dtype} are not stored")
-    return name

@@ -5,10 +5,8 @@ Sizes: b tokens a block.
 
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor
-
 from llmcache.banks.kv import PADDING
-from llmcache.banks.memory import copy_owned
+from llmcache.banks.memory import adopt
 from llmcache.banks.stores.seal import Opened
 from llmcache.banks.tier import Tier
 from llmcache.request.prefill import Link
@@ -92,15 +90,12 @@ class BlockTier:
         n_own = ends.get(about["before"])
         if n_own is None or b"".join(link.ids for link in held[:n_own]) + bytes.fromhex(about["ids"]) != row.ids:
             return
-        tensors = {name: self._own(tensor) for name, tensor in value.tensors.items()}
+        tensors = {name: adopt(tensor, self._pool.device) for name, tensor in value.tensors.items()}
         keys, values, states = (tensors.pop(name) for name in NAMES)
         padding = {name.removeprefix(PADDING): tensor for name, tensor in tensors.items()}
         ids, layout = bytes.fromhex(about["ids"]), bytes.fromhex(about["layout"])
         tail = Block(ids, scope, keys, values, states, is_tail=True, padding=padding, layout=layout)
         self._pool.put((*held[:n_own], Link(row.key, ids)), {row.key: tail}, generation)
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        return copy_owned(tensor, self._pool.device)
 
     def _offer_again(self, used: Iterable[tuple[str, Block, str | None]]) -> None:
         """Have blocks written that were dropped when they were put."""

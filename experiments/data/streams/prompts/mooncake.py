@@ -15,7 +15,7 @@ from pydantic import Field
 from experiments.data.mooncake import Chain, read_trace
 from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt, StreamSettings
 from experiments.support.folders import Folders
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 
 class Settings(StreamSettings):

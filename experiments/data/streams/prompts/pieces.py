@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from experiments.support.section import Section
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 
 #: Tokens of a piece, as many as `llmcache.CacheConfig.prefix_block` by default, so that what is known can be served.
 BLOCK = 16

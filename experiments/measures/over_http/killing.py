@@ -1,0 +1,136 @@
+"""Replicas are asked at a steady rate, and killed meanwhile, one after the other."""
+
+import asyncio
+import os
+import random
+import signal
+from dataclasses import dataclass, field
+from itertools import islice
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from experiments.measures.over_http.answers import embed, texts_of
+from experiments.measures.over_http.client import Client, Reply
+from experiments.measures.over_http.loops import NO_CONNECTION, OK, TIMED_OUT
+from experiments.measures.over_http.replicas import Replicas
+
+if TYPE_CHECKING:
+    from experiments.measures.ray_replicas import RayReplicas
+
+BEFORE, MISSING, AFTER, UPDATE = PHASES = (
+    "before the first kill",
+    "a replica is missing",
+    "all are there again",
+    "a new version replaces all",
+)
+TRIES = 3
+_LOOK_S = 0.001
+_REACH_S = 0.05  # in which a burst goes from the proxy to the replicas, and is answered in part
+_PAUSE_S = 0.5  # before another try
+_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request; seconds from the start."""
+
+    text: str
+    is_repeat: bool  # of a text that was answered before
+    sent_s: float
+    tries: list[tuple[float, Reply]] = field(default_factory=list)  # when each ended, and how
+
+    @property
+    def reply(self) -> Reply:
+        """To the last try."""
+        return self.tries[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From a kill, or from the deployment of a new version, until all replicas are ready; seconds from the start."""
+
+    at_s: float
+    ready_s: float
+    phase: str
+
+    def has(self, one: Asked) -> bool:
+        """Whether a request was sent within."""
+        return self.at_s <= one.sent_s < self.ready_s
+
+    def had(self, one: Asked) -> bool:
+        """Whether a request was under way at a kill: maybe in the hands of the replica."""
+        return self.phase == MISSING and one.sent_s <= self.at_s <= one.tries[0][0]
+
+
+class Killing:
+    """Requests, and kills beside them."""
+
+    def __init__(self, experiment: "RayReplicas", replicas: Replicas) -> None:
+        self.asked: list[Asked] = []
+        self._experiment, self._replicas = experiment, replicas
+        self._rng = random.Random(experiment.seed)
+        self._texts = list(islice(texts_of(experiment.seed), experiment.texts))
+        self._answered: set[str] = set()
+        self._n_under_way = 0
+        self._client = Client(replicas.port)
+        self._started = perf_counter()
+
+    async def run(self) -> list[Span]:
+        """Until a new version has replaced all."""
+        killing = asyncio.create_task(self._kill())
+        asking: list[asyncio.Task[None]] = []
+        while not killing.done():
+            if (early := len(asking) / self._experiment.rate - self._now_s) > 0:
+                await asyncio.wait([killing], timeout=early)
+            asking += [asyncio.create_task(self._ask()) for _ in range(self._experiment.at_once)]
+        await asyncio.gather(*asking)
+        self._client.close()
+        return await killing
+
+    @property
+    def _now_s(self) -> float:
+        return perf_counter() - self._started
+
+    async def _kill(self) -> list[Span]:
+        spans = []
+        await asyncio.sleep(self._experiment.span_s)
+        for _ in range(self._experiment.kills):
+            pids = await asyncio.to_thread(self._replicas.pids)
+            while self._n_under_way < self._experiment.at_once / 2:
+                await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self._rng.random() * _REACH_S)
+            at_s, pid = self._now_s, self._rng.choice(pids)
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(self._replicas.replaced, pid, self._experiment.start_s)
+            spans.append(Span(at_s, self._now_s, MISSING))
+            await asyncio.sleep(self._experiment.span_s)
+        at_s = self._now_s
+        await asyncio.to_thread(self._replicas.deploy)
+        spans.append(Span(at_s, self._now_s, UPDATE))
+        return spans
+
+    async def _ask(self) -> None:
+        text = self._rng.choice(self._texts)
+        request = embed(text, session=f"session-{self._rng.randrange(self._experiment.sessions)}")
+        one = Asked(text, text in self._answered, self._now_s)
+        self.asked.append(one)
+        for number in range(TRIES):
+            if number:
+                await asyncio.sleep(_PAUSE_S)
+            reply = await self._try(request)
+            one.tries.append((self._now_s, reply))
+            if one.reply.status == OK:
+                self._answered.add(text)
+                return
+
+    async def _try(self, request: bytes) -> Reply:
+        self._n_under_way += 1
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._client.ask(request)
+        except TimeoutError:
+            return Reply(TIMED_OUT, b"")
+        except OSError:
+            return Reply(NO_CONNECTION, b"")
+        finally:
+            self._n_under_way -= 1

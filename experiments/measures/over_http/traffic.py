@@ -1,0 +1,62 @@
+"""What the support desk is asked: single texts, longer ones, and several in one request."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from experiments.data.streams.support_desk import support_desk
+from experiments.measures.over_http.client import post
+
+PREDICT = "/predict"
+SHARE_LONG, TEXTS_LONG = 0.05, 4  # requests of several texts in one, and how many
+SHARE_BATCH, TEXTS_BATCH = 0.1, 8  # requests of several inputs
+#: Inputs that are several texts in one.
+LONG_INPUTS = SHARE_LONG / (1 + SHARE_BATCH * (TEXTS_BATCH - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of one text or several."""
+
+    texts: tuple[str, ...]
+
+    @property
+    def request(self) -> bytes:
+        """As text-embeddings-inference takes it: a list of texts would be a pair."""
+        return post(PREDICT, {"inputs": self.texts[0] if len(self.texts) == 1 else [[text] for text in self.texts]})
+
+
+def mixed(texts: Sequence[str], seed: int) -> list[str]:
+    """Inputs as they are in the traffic, made of these texts."""
+    rest, rng = iter(texts), random.Random(seed)
+    return [" ".join([text, *islice(rest, TEXTS_LONG - 1)]) if rng.random() < LONG_INPUTS else text for text in rest]
+
+
+class Traffic:
+    """What the support desk is asked after the requests that head and calibration know, mixed."""
+
+    def __init__(self, known: int, seed: int) -> None:
+        """The first `known` texts are no part of it."""
+        self._seed, self._taken = seed, known
+        self._rng = random.Random(seed)
+
+    def take(self, n: int) -> list[Asked]:
+        """The next `n` requests."""
+        sizes = [self._rng.random() for _ in range(n)]
+        most = n * max(TEXTS_LONG, TEXTS_BATCH)
+        mean = 1 + SHARE_LONG * (TEXTS_LONG - 1) + SHARE_BATCH * (TEXTS_BATCH - 1)
+        texts = iter(self._texts(min(most, math.ceil(1.2 * mean * n) + 1000)))
+        return [self._one(size, texts) for size in sizes]
+
+    def _one(self, size: float, texts: Iterator[str]) -> Asked:
+        if size < SHARE_LONG:
+            return Asked((" ".join(next(texts) for _ in range(TEXTS_LONG)),))
+        n = TEXTS_BATCH if size < SHARE_LONG + SHARE_BATCH else 1
+        return Asked(tuple(next(texts) for _ in range(n)))
+
+    def _texts(self, n: int) -> list[str]:
+        stream = support_desk(self._taken + n, self._seed)[self._taken :]
+        self._taken += n
+        return [one.text for one in stream]

@@ -1,0 +1,256 @@
+"""Checks that classes of your own keep the rules of their base. Each raises `AssertionError` if one is broken."""
+
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmcache.arrays import Floats, Ids
+from llmcache.banks.compression.base import Codec
+from llmcache.banks.stores.base import Event, Put, Store, StoreKey
+from llmcache.errors import StoreError
+from llmcache.fingerprint.base import Fingerprint, View
+from llmcache.matching.index.base import Index
+from llmcache.policies.base import Policy
+
+
+def check_policy(make: Callable[[], Policy], seed: int = 0) -> None:
+    """Put, use and remove keys in a drawn order, known and unknown ones, and ask after each step which key leaves."""
+    draw, policy, held = random.Random(seed), make(), {"key 7", "key 8"}
+    for key in sorted(held):
+        policy.on_put(key, 10)
+    for i in range(420):
+        expired = policy.expired()
+        _rule(held.issuperset(expired) and len({*expired}) == len(expired), "expired: keys that are held, each once")
+        _rule(not expired or policy.lets_entries_leave_early, "expired: only where lets_entries_leave_early is set")
+        if held:
+            first = policy.victim()
+            again = policy.victim() if len(held) > 1 else first
+            _rule(first in held, f"victim: a key that was put and not removed since, not {first!r}")
+            _rule(first == again, "victim: asking changes nothing")
+        else:
+            _refuses(KeyError, "victim while no key is held", policy.victim)
+        key, step = f"key {draw.randrange(9)}", draw.choice(("put", "put", "hit", "cost", "remove", "evict"))
+        if i >= 400 or step in ("remove", "evict"):  # all leave at the end
+            for leaving in {key} if step == "remove" or not held else {policy.victim(), *policy.expired()}:
+                policy.on_remove(leaving)
+                held.discard(leaving)
+        elif step == "put":
+            policy.on_put(key, draw.randint(1, 100))
+            held.add(key)
+        elif step == "hit":
+            policy.on_hit(key)
+        else:
+            policy.on_cost(key, draw.uniform(0.1, 10))
+            _rule(policy.checks_reuse or not policy.should_check(key), "should_check: only where checks_reuse is set")
+            policy.on_check(key, draw.uniform(0, 2))
+
+
+def check_index(make: Callable[[int], Index], similarity: Callable[..., Any] = np.dot, is_exact: bool = True) -> None:
+    """Add, replace, remove and search rows beside a dict of them; `is_exact`: the most similar are always found."""
+    rng, dim, held = np.random.default_rng(0), 32, dict[int, Floats]()
+    index, empty = make(dim), make(dim).nbytes
+    steps = [(i % 4 < 3, rng.integers(0, 21, rng.integers(13))) for i in range(16)]
+    for adds, ids in ((True, np.arange(0)), (False, np.array([5, -1])), *steps, (True, rng.permutation(300))):
+        # Each entry is one of two numbers: an index of bits holds such rows exactly, too.
+        x, queries = ((rng.choice([-1, 1], (n, dim)) / dim**0.5).astype("f4") for n in (len(ids), 3))
+        if adds:
+            given = ids.copy(), x.copy()
+            index.add(*given)
+            _rule(np.array_equal(given[0], ids) and np.array_equal(given[1], x), "add: arrays are not modified")
+            given[0][:], given[1][:] = 0, 1  # rows are copies
+            held |= dict(zip(ids.tolist(), x, strict=True))
+        else:
+            index.remove(ids)
+            held = {number: row for number, row in held.items() if number not in ids}
+        _rule(len(index) == len(held), "len: the number of rows held")
+        for some, k in ((queries[:0], 5), (queries, 5), (queries, 1000)):
+            _check_found(held, some, k, *index.search(some, k), similarity, is_exact)
+        got, added = index.vectors(np.array([*held], np.int64)), np.array([*held.values()]).reshape(-1, dim)
+        _rule(got.dtype == np.float32 and np.allclose(got, added), "vectors: float32 (N, F), as they were added")
+    _rule(index.nbytes >= empty + 300 * dim // 8, "nbytes: grows with the rows")
+    ids, x, nan = np.arange(5), x[:5], np.where(np.arange(dim) == 3, np.float32("nan"), x[:5])
+    wrong = (ids, x[:, 1:]), (ids, x.astype("f8")), (ids, nan), (ids[1:], x), (ids.astype("i4"), x), (ids - 3, x)
+    for act, arguments in [(index.add, one) for one in wrong] + [(index.search, one) for one in ((x, 0), (nan, 1))]:
+        shown = [f"{x.dtype} {x.shape} from {x.min()}" for x in map(np.asarray, arguments)]
+        _refuses(ValueError, f"{act.__name__} of {shown}", act, *arguments)
+    _refuses(KeyError, "vectors of an id that is not held", index.vectors, ids + 10**15)
+    _refuses(ValueError, "a width under 1", make, 0)
+
+
+def _check_found(
+    held: Mapping[int, Floats], queries: Floats, k: int, ids: Ids, claimed: Floats, similarity: Any, is_exact: bool
+) -> None:
+    shape = len(queries), min(k, len(held))
+    _rule(ids.shape == claimed.shape == shape, "search: both results are (B, min(k, len))")
+    _rule(ids.dtype == np.int64 and claimed.dtype == np.float32, "search: ids int64, similarity float32")
+    for query, numbers, told in zip(queries, ids.tolist(), claimed, strict=True):
+        n, end = len({*numbers} - {-1}), [-np.inf] * numbers.count(-1)
+        _rule({*numbers[:n]} <= {*held} and n + len(end) == len(numbers), "search: different rows, id -1 after all")
+        true = [similarity(query, held[number]) for number in numbers[:n]] + end
+        best = sorted((similarity(query, row) for row in held.values()), reverse=True)[:k]
+        _rule(np.allclose(told, true, rtol=0, atol=1e-6), "search: the similarity of the rows named")
+        _rule((np.diff(told[:n]) <= 1e-6).all(), "search: best first")
+        _rule(not is_exact or np.allclose(told, best, rtol=0, atol=1e-6), "search: the most similar rows")
+
+
+def check_fingerprint(make: Callable[[], Fingerprint], has_unit_norm: bool = True) -> None:
+    """Fit it if it learns, and project a drawn call; `has_unit_norm`: rows have norm 1 or 0, but for an own index."""
+    made, rng = make(), torch.Generator().manual_seed(0)
+    n = max(64, made.n_fit)
+    content = torch.arange(12) < torch.randint(2, 13, (n, 1), generator=rng)
+    ids, states = torch.randint(5, 96, (n, 12), generator=rng), torch.randn(n, 12, 16, generator=rng)
+
+    def features(rows: slice) -> torch.Tensor:
+        attention = states[rows].flip(-1) if made.reads_attention else None
+        return made.features(View(states[rows] if made.reads_states else None, content[rows], ids[rows], attention))
+
+    if made.n_fit:
+        made.fit([*features(slice(n)).numpy()], states.mean(1).numpy(), states[:, 0, :3].numpy())
+        _rule(made.n_fit == 0, "n_fit: 0 once it was fitted")
+    x, alone = features(slice(6)), torch.cat([features(slice(i, i + 1)) for i in range(6)])
+    _rule(x.dtype == torch.float32 and x.ndim == 2 and len(x) == 6, "features: float32 (B, F0)")
+    _rule(torch.allclose(x, alone, atol=1e-5), "features: of each row by itself, whatever is beside it")
+    vectors, single = made.project(x.numpy()), np.concatenate([made.project(row[None]) for row in alone.numpy()])
+    _rule(torch.equal(x, features(slice(6))), "project: the features are not modified")
+    _rule(vectors.dtype == np.float32 and vectors.ndim == 2 and len(vectors) == 6, "project: float32 (B, F)")
+    _rule(np.allclose(vectors, single, atol=1e-5), "project: finite, of each row by itself, the same each time")
+    norms = np.linalg.norm(vectors, axis=1)
+    _rule(not has_unit_norm or np.isclose(norms, 1, atol=1e-4)[norms > 0].all(), "project: L2 norm 1")
+    other = make()
+    other.restore(made.state())
+    for again in (made.project_with_forecast(x.numpy())[0], other.project(x.numpy())):
+        _rule(np.allclose(again, vectors, atol=1e-6), "project_with_forecast, restore: the vectors of project")
+
+
+def check_codec(make: Callable[[], Codec], width: int = 8) -> None:
+    """Fit it if it learns, then pack tensors whose last dimension is `width`."""
+    codec, rng, floats = make(), torch.Generator().manual_seed(0), (torch.float32, torch.float16, torch.bfloat16)
+    lossless = {dtype for dtype in floats if codec.is_lossless(dtype)}
+    early = codec.encode("hidden", torch.randn(3, width, generator=rng))
+    before = codec.decode("hidden", early, torch.float32)
+    if codec.n_fit:
+        codec.fit(torch.randn(codec.n_fit, width, generator=rng))
+    is_same = torch.equal(before, codec.decode("hidden", early, torch.float32)) and codec.n_fit == 0
+    _rule(is_same, "fit: n_fit is 0 then, and what was encoded before comes back as before")
+    for dtype, shape in [(dtype, shape) for dtype in floats for shape in ((width,), (3, 4, width), (0, width))]:
+        x = (torch.randn(shape, generator=rng) + 3).to(dtype)
+        back = codec.decode("hidden", codec.encode("hidden", x.clone()), dtype)
+        _rule(back.dtype == dtype and back.shape == x.shape, "decode: the shape and type of what was encoded")
+        _rule(dtype not in lossless or torch.equal(back, x), "is_lossless: every bit comes back")
+    x = torch.randn(2, 3, width, generator=rng)
+    mine, other = x.clone().requires_grad_(), make()
+    other.restore(codec.state())
+    packed = codec.encode("hidden", mine) | codec.encode("keys", x[1])
+    is_kept = torch.equal(mine, x) and not any(part.requires_grad for part in packed.values())
+    _rule(is_kept, "encode: the tensor is not modified, and the result has no gradient")
+    is_named = {name.split(".")[0] for name in packed} == {"hidden", "keys"} and "keys" in packed
+    _rule(is_named, "encode: but for `hidden`, the name given is itself one of those in the result")
+    back = codec.decode("hidden", packed, x.dtype)
+    is_same = torch.equal(other.decode("hidden", other.encode("hidden", x.mT.contiguous().mT), x.dtype), back)
+    _rule(is_same, "restore: packs as the one whose state it takes up, whatever the layout in memory")
+    _refuses(KeyError, "decode of a name that is missing", codec.decode, "values", packed, x.dtype)
+    _refuses(ValueError, "encode of whole numbers", codec.encode, "hidden", torch.arange(4))
+
+
+def check_store(make: Callable[[], Store]) -> None:
+    """Open it twice, as two processes would, and use both; `make` opens the same place each time, left empty."""
+    one, other, run = make(), make(), uuid.uuid4().hex
+    try:
+        _check_values(one, other, run)
+        _check_purges(one, other, f"{run}:purged")
+        before, has = one.generation(run), _get(other, [_key(run, 1)])
+        one.remove(None)
+        is_gone = has != [None] == _get(other, [_key(run, 1)]) and before != other.generation(run)
+        _rule(is_gone, "remove: of None, nothing is returned, and every namespace has another generation")
+        other.close()
+        for act in (lambda: _get(other, []), lambda: _put(other, {}), lambda: other.contains_prefix([]), other.ping):
+            _refuses(StoreError, "every call after close", act)
+    finally:
+        one.close()
+        other.close()
+
+
+def _check_values(one: Store, other: Store, run: str) -> None:
+    held = {_key(run, size): b"%06d" % size * size for size in (1, 3_000, 100_000)}
+    held |= {_key(f"{run}a", "b:c"): b"x", _key(f"{run}a:b", "c"): b"y", _key(f"{run}ä*\0", "c"): b"z"}
+    asked = [*held, _key(run, "none"), _key(f"{run}ä**", "c"), *held]
+    chain = [_key(run, f"block {i}") for i in range(40)]
+    _rule(_get(one, asked) == [None] * len(asked), "get_many: None for each key that has no value")
+    _put(one, held | {key: b"block" for i, key in enumerate(chain) if i != 30})
+    for store in (one, other):
+        is_right = _get(store, asked[::-1]) == [held.get(key) for key in asked[::-1]]
+        _rule(is_right, "get_many: a value for each key, in their order, bit for bit")
+        late = store.get_many(asked, time.monotonic() - 1)
+        _rule(late == [None] * len(asked), "get_many: nothing after the deadline, and no error")
+        n_held = [store.contains_prefix(part) for part in ([], chain, chain[:5], chain[30:], chain[31:])]
+        _rule(n_held == [0, 30, 5, 0, 9], "contains_prefix: how many are held before the first that is not")
+        _rule(store.absent(chain[29:32]) == chain[30:31], "absent: the keys that have no value")
+        _put(store, held)  # again
+    _rule(one.stats().n_values >= len(held) and one.stats().nbytes > 600_000, "stats: what is held")
+
+
+def _check_purges(one: Store, other: Store, name: str) -> None:
+    keys, stays = [_key(name, i) for i in range(5)], _key(f"{name}:b", 0)
+    begin, own, before = other.events(None), one.events(None), one.generation(name)
+    _rule(begin.is_complete and not begin.found, "events: of no cursor nothing, and the cursor of now")
+    one.put_many([Put(key, b"value", before, key.name.encode()) for key in keys])
+    _put(one, {stays: b"stays"})
+    (kept,) = one.get_many(keys[:1], time.monotonic() + 60)
+    noted = {(key, bytes(note)) for key, note in other.notes(name)}
+    _rule(noted in (set(), {(key, key.name.encode()) for key in keys}), "notes: what values were announced with")
+    one.remove(name)
+    for store in (one, other):
+        _rule(store.generation(name) != before, "remove: the namespace has another generation in all stores")
+        store.put_many([Put(keys[0], b"late", before)])
+        is_gone = _get(store, keys) == [None] * 5 and not store.contains_prefix(keys) and not [*store.notes(name)]
+        _rule(is_gone, "remove: nothing is returned that was put before, nor put with the generation from before")
+    _rule(kept is not None and bytes(kept) == b"value", "what was returned stays as it is when it is removed")
+    is_told = any(event.kind == "cleared" and event.namespace == name for event in one.events(own.cursor).found)
+    _rule(is_told, "events: the store that removed tells of it at once")
+    told, cursor, end = list[Event](), begin.cursor, time.monotonic() + 60
+    while len(told) < 6 and time.monotonic() < end:
+        events = other.events(cursor)
+        told, cursor = [*told, *(one for one in events.found if one.namespace == name)], events.cursor
+        _rule(events.is_complete, "events: none is missing after a cursor of just now")
+    wanted = [*(("stored", key, key.name.encode(), 0) for key in keys), ("cleared", None, b"", one.generation(name))]
+    is_told = [(event.kind, event.key, event.note, event.generation) for event in told] == wanted
+    _rule(is_told, "events: each value with its key and note, each removal with the generation from then on, in order")
+    unknown = other.events("no cursor of this store")
+    _rule(not (unknown.is_complete or unknown.found), "events: of an unknown cursor it says that some may be missing")
+    _put(other, {keys[0]: b"again"})
+    _rule(_get(one, [keys[0], stays]) == [b"again", b"stays"], "remove: others stay, and a key may be put again")
+    one.discard(name)
+    _rule(_get(one, [keys[0], stays]) == [None, b"stays"], "discard: as remove")
+
+
+def _put(store: Store, values: Mapping[StoreKey, bytes]) -> None:
+    store.put_many([Put(key, value, store.generation(key.namespace)) for key, value in values.items()])
+    store.ping()
+
+
+def _get(store: Store, keys: Sequence[StoreKey]) -> list[bytes | None]:
+    return [None if value is None else bytes(value) for value in store.get_many(keys, time.monotonic() + 60)]
+
+
+def _key(namespace: str, name: object) -> StoreKey:
+    return StoreKey(namespace, "0" * 64, f"{name}")
+
+
+def _rule(holds: object, said: str) -> None:
+    if not holds:
+        raise AssertionError(said)
+
+
+def _refuses(error: type[Exception], said: str, act: Callable[..., object], *args: Any) -> None:
+    try:
+        act(*args)
+    except error:
+        return
+    except Exception as other:
+        raise AssertionError(f"{said}: {error.__name__}, not {other!r}") from other
+    raise AssertionError(f"{said}: {error.__name__}")
