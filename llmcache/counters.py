@@ -79,13 +79,14 @@ class Counters:
             level = logging.DEBUG if reason in _WANTED else logging.WARNING
             logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
 
-    def error(self, what: str, error: Exception) -> None:
+    def error(self, what: str, error: Exception, is_of_call: bool = True) -> None:
         """Count a failure of the call under way; of each kind the first, the 10th, the 100th and so on are logged.
 
-        Those of a store are trouble elsewhere, and no fault to be found here: one line a minute tells of all.
+        Those of a store are trouble elsewhere, and no fault to be found here: one line a minute tells of all. What
+        failed beside the calls (`is_of_call` false) makes none of them count as failed.
         """
         with self._lock:
-            self._has_failed = True
+            self._has_failed |= is_of_call
         self._count_failure(what, error)
 
     def guard(self, what: str) -> "Guard":

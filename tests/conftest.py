@@ -33,9 +33,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Quick tests come first, so that what is made once a process is made, and traced, by those whose coverage counts.
-    items.sort(key=_is_slow)
+    # Where nothing is traced they come last: many slow ones wait for a server, while the other process computes.
+    items.sort(key=_is_slow, reverse=not config.getoption("cov_source", None))
 
 
 def _is_slow(item: pytest.Item) -> bool:

@@ -295,7 +295,7 @@ class Tier:
 
     def stats(self) -> TierStats:
         """What was read and written by this cache, and what the store holds."""
-        held = self._ask("ask the store what it holds", self._store.stats)
+        held = self._ask("ask the store what it holds", self._store.stats, is_of_call=False)
         return TierStats(
             n_asked=self._counts["asked"],
             n_found=self._counts["found"],
@@ -393,7 +393,7 @@ class Tier:
         # Urgent where reads are late and writes are not: nothing is written of a namespace without its number.
         return self._ask("ask the store for a generation", ask, is_urgent=not self._behind.is_resting)
 
-    def _ask(self, what: str, act: Callable[[], _T], is_urgent: bool = False) -> _T | None:
+    def _ask(self, what: str, act: Callable[[], _T], is_urgent: bool = False, is_of_call: bool = True) -> _T | None:
         """What the store says; None where it fails, or failed so often that it is not asked unless it is urgent."""
         if (self._behind.breaker.is_open and not is_urgent) or self._behind.is_closed:
             return None
@@ -401,7 +401,7 @@ class Tier:
             said = act()
         except Exception as error:
             if not self._behind.breaker.is_open:
-                self._behind.failed(what, error)
+                self._behind.failed(what, error, is_of_call)
             return None
         if not self._behind.breaker.is_open:  # else the thread that writes pings first
             self._behind.breaker.succeeded()

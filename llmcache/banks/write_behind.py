@@ -128,9 +128,9 @@ class WriteBehind:
                 self._tasks.append((what, task))
                 self._rouse()
 
-    def failed(self, what: str, error: Exception) -> None:
+    def failed(self, what: str, error: Exception, is_of_call: bool = True) -> None:
         """Count a failure of what calls wait for; after some, the thread looks when the store answers again."""
-        self.counters.error(what, error)
+        self.counters.error(what, error, is_of_call)
         with self._changed:
             self.breaker.failed()
             if self.breaker.is_open and not self.is_closed:

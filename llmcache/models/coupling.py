@@ -8,6 +8,9 @@ running rows alone and beside others.
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +88,13 @@ def _are_independent(trunk: Trunk) -> bool:
     There kernels may differ. Some trunks (Aimv2's) attend otherwise where anything is padded.
     """
     trial = make_trial(trunk.module, runs_functions=True)
+    keeps_no_kv = {"use_cache": False} if "use_cache" in Arguments(trial.forward).names else {}
+    run = partial(_run, trial, keeps_no_kv)
     first, second, *others = _rows(trunk)
-    together = _run(trial, first, second)
-    is_second_alike = _is_alike(together[1], _run(trial, others[0], second)[1])
-    is_first_alike = is_second_alike and _is_alike(together[0], _run(trial, first, others[1], n_padded=2)[0], 10.0)
-    return is_first_alike and _is_alike(together[0], _run(trial, first)[0], 10.0)
+    together = run(first, second)
+    is_second_alike = _is_alike(together[1], run(others[0], second)[1])
+    is_first_alike = is_second_alike and _is_alike(together[0], run(first, others[1], n_padded=2)[0], 10.0)
+    return is_first_alike and _is_alike(together[0], run(first)[0], 10.0)
 
 
 def _rows(trunk: Trunk) -> Tensor:
@@ -101,13 +106,12 @@ def _rows(trunk: Trunk) -> Tensor:
     return content[places].to(device_of(trunk.module))
 
 
-def _run(trial: nn.Module, *rows: Tensor, n_padded: int = 0) -> Tensor:
-    """States of some rows, of which the last ends with so many tokens of padding."""
+def _run(trial: nn.Module, arguments: Mapping[str, Any], *rows: Tensor, n_padded: int = 0) -> Tensor:
+    """States of some rows, of which the last ends with so many tokens of padding; `arguments` are passed besides."""
     ids = torch.stack(rows)
     mask = torch.ones(ids.shape, dtype=torch.int64, device="cpu")
     mask[-1, ids.shape[1] - n_padded :] = 0
-    keeps_no_kv = {"use_cache": False} if "use_cache" in Arguments(trial.forward).names else {}
-    output = trial(input_ids=ids, attention_mask=mask.to(ids.device), **keeps_no_kv)
+    output = trial(input_ids=ids, attention_mask=mask.to(ids.device), **arguments)
     states: Tensor = output if isinstance(output, Tensor) else output[0]
     return states
 

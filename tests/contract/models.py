@@ -89,11 +89,6 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 _NAMES = {"GPT2ForCausalLM": "GPT2LMHeadModel", "MarianForConditionalGeneration": "MarianMTModel"}
 
 
-def of_kind(*kinds: str) -> list[str]:
-    """Families that have a model of one of these kinds."""
-    return [family for family, (_, has, _) in FAMILIES.items() if {*kinds} & {*has}]
-
-
 @once
 def plain(family: str, kind: str) -> Any:
     """The model without a cache, made once: tests leave it as it is."""
