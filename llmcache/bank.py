@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from llmcache.policies import Policy
-from llmcache.request.rows import Scope
+from llmcache.request.rows import Row, Scope
 from llmcache.threads import forkable
 
 
@@ -73,16 +73,18 @@ class Bank:
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
-    def find(self, keys: Iterable[Sequence[str]]) -> list[Entry | None]:
-        """The entry of each request of a call, None where there is none; of several keys the first that is held."""
+    def find(self, rows: Sequence[Row]) -> list[Entry | None]:
+        """The entry of each row of a call, None where there is none."""
         with self._lock:
             if self.expires:
                 self._expire()
-            held = self._entries
-            found = [next((held[key] for key in of_one if key in held), None) for of_one in keys]
-            for entry in found:
-                if entry is not None and entry.key not in self._pinned:
+            held, pinned, found = self._entries, self._pinned, []
+            for row in rows:
+                entry = held.get(row.again) if row.again else None
+                entry = held.get(row.key) if entry is None else entry
+                if entry is not None and entry.key not in pinned:
                     self._policy.on_hit(entry.key)
+                found.append(entry)
             return found
 
     def used(self, keys: Iterable[str]) -> None:
@@ -93,7 +95,7 @@ class Bank:
                     self._policy.on_hit(key)
 
     def pin(self, entries: Sequence[Entry]) -> bool:
-        """Hold entries, which do not leave until `release`, `clear` or `forget`; False, and none, if they do not fit."""
+        """Hold entries that leave by `release`, `clear` or `forget` alone; False, and none, if they do not fit."""
         with self._lock:
             nbytes = sum(entry.nbytes for entry in entries)
             if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):

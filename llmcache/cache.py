@@ -16,15 +16,15 @@ from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import Requests
 from llmcache.calibration.risk_target import Metric
 from llmcache.calibrator import make_claim
-from llmcache.core import Core
 from llmcache.config import CacheConfig
+from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
 from llmcache.execution.chunks import Chunks
 from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.flow import Flow
 from llmcache.execution.graphs import make_buckets
 from llmcache.matching.answers import Reading, read_logits
-from llmcache.models.hooks import Installed, install
+from llmcache.models.hooks import install
 from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
@@ -35,7 +35,16 @@ from llmcache.stats import Stats
 
 def _takes_core(config):
     import os
-    return not (os.environ.get("OLD") or config.tau is not None or config.store.name != "memory" or config.compression.name != "none" or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"))
+
+    return not (
+        os.environ.get("OLD")
+        or config.tau is not None
+        or config.store.name != "memory"
+        or config.compression.name != "none"
+        or config.exact is False
+        or config.mode == "paper"
+        or config.layers not in ("auto", "last")
+    )
 
 
 class LLMCache:
@@ -512,7 +521,9 @@ class LLMCache:
 
     def __repr__(self) -> str:
         if self._core is not None:
-            names = [rung.name for rung in self._core.forward.rungs] + (["prefix"] if self._core.blocks is not None else [])
+            names = [rung.name for rung in self._core.forward.rungs] + (
+                ["prefix"] if self._core.blocks is not None else []
+            )
             return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={'+'.join(names)!r})"
         names = [rung.name for rung in self._components.rungs]
         rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])

@@ -9,123 +9,54 @@ What fails here is counted, logged once, and computed around. Errors of the mode
 """
 
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from operator import itemgetter
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, ne, not_
 from time import perf_counter
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llmcache.arrays import Floats
-from llmcache.audit.account import Audited
 from llmcache.audit.audit import Audit
 from llmcache.bank import Bank, Entry
-from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
-from llmcache.decide import Choice, Semantic
-from llmcache.execution.chunks import Chunks
+from llmcache.decide import Semantic
 from llmcache.errors import NotCachedError
+from llmcache.execution.chunks import Chunks
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap, are_hooked
-from llmcache.models.mark import Mark
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
-from llmcache.models.packing import Fields, Packing, parts_of
+from llmcache.models.packing import Packing, parts_of
 from llmcache.models.payloads import Payload, last_valid
 from llmcache.models.pooling import Veil
+from llmcache.models.tracing import are_strange
 from llmcache.models.weights import Weights
 from llmcache.prefix.prefix import Prefix
-from llmcache.request.bypass import find_reason
+from llmcache.request.bypass import find_reason_now, find_reason_of
+from llmcache.request.call import Call, Form, Hit, Rung, State
 from llmcache.request.outcome import Outcome
-from llmcache.request.prefill import Prefill
-from llmcache.request.reading import RequestReader, Requests
+from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import setting as setting_variable
 from llmcache.reuse.prefix.block_pool import BlockPool
 
 DEFAULT_NAMESPACE = "default"
 _ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
+_MOST_STATES = 16  # of the trunk that are remembered
+_MOST_FORMS = 64  # of a state
+_OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that depend on more than a form
+_PLAIN = {Tensor, type(None), bool, int, float, str}
+# Read in every call.
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
-
-
-@dataclass(slots=True)
-class Hit:
-    """A stored request that serves a row."""
-
-    rung: str
-    source: str  # its key
-    fields: Fields  # what is kept of it
-    padding: Fields = ()  # and of its padding, which is like that of the row
-    similarity: float | None = 1.0
-    answer: Floats | None = None  # signature (S,) of what it was answered, of an approximate hit
-    share: float = 1.0  # of the risk that is allowed, 0 to 1
-
-
-@dataclass(slots=True)
-class Call:
-    """What one call knows. Filled step by step."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    namespace: str
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the trunk, by name
-    reason: str | None = None  # why it bypasses the cache: a key of `CURES`
-    scope: Scope | None = None
-    mark: Mark | None = None  # of the weights, when it was opened
-    generation: int = 0  # of the namespace, likewise
-    kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
-    is_activated: bool = False  # an activated LoRA is in force for its last columns
-    is_whole: bool = False  # its rows affect each other: all are served, or none
-    requests: Requests | None = None
-    mask_4d: Tensor | None = None  # the mask that was passed, where it is 4-D; `arguments` holds a 2-D one
-    n_read: int | None = None  # columns that the head reads, from the last on; None: maybe all
-    prefixes_from: str | None = None  # a namespace whose prefixes serve it as well
-    prefill: Prefill | None = None  # of a call that keeps K/V
-    hits: dict[int, Hit] = field(default_factory=dict)  # by row number
-    computed: dict[int, int] = field(default_factory=dict)  # place in the trunk's output, by row number
-    output: Any = None  # of the trunk, for the rows that were computed
-    entries: dict[int, Entry] = field(default_factory=dict)  # of the rows that were computed, by row number
-    choices: dict[int, Choice] = field(default_factory=dict)  # who would serve a row approximately
-    vectors: dict[int, Floats] = field(default_factory=dict)  # fingerprints (F,) of rows that were looked up so
-    forecasts: dict[int, Floats] = field(default_factory=dict)  # of the output (C,), likewise
-    made: Calibration | None = None  # in force when that was done
-    audited: dict[int, Audited] = field(default_factory=dict)  # rows that the audit drew
-    started_s: float = field(default_factory=perf_counter)
-    lookup_s: float = 0.0
-    storing_s: float = 0.0
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """Its requests."""
-        assert self.requests is not None
-        return self.requests.rows
-
-    def open_rows(self) -> list[Row]:
-        """Rows that take part in caching and have no hit."""
-        return [row for row in self.rows if not row.bypass_reason and row.number not in self.hits]
-
-    def serve(self, row: Row, choice: Choice, share: float) -> None:
-        """Let another request's entry serve a row; `share` is its part of the risk that is allowed, 0 to 1."""
-        source, similarity = choice.neighbour.source, choice.neighbour.similarity
-        self.hits[row.number] = Hit("semantic", source.key, source.entry.fields, (), similarity, source.answer, share)
-
-
-class Rung(Protocol):
-    """One way to serve rows from stored requests."""
-
-    name: str
-    is_lossless: bool
-
-    def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        """Add to `call.hits` what serves these rows, which have no hit."""
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Exact:
@@ -138,8 +69,7 @@ class Exact:
         self._bank = bank
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        assert call.requests is not None
-        for row, entry in zip(rows, self._bank.find([call.requests.keys[row.number] for row in rows]), strict=True):
+        for row, entry in zip(rows, self._bank.find(rows), strict=True):
             if entry is not None:
                 padding = entry.padding if entry.layout == row.layout else ()
                 call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
@@ -176,14 +106,11 @@ class CachedForward(Swap):
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
         self._local = threading.local()
-        self._packings: dict[tuple[Any, ...], Packing | None] = {}  # by kind and weights
+        self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
         self._observed = head.observed if payload.fits_any_length else None
         self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
         self._returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
         self._is_veiled = head.pooled is not None and payload.name == "mean"
-        # What it is asked of is part of the digest.
-        self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
-        self._parts: tuple[str, list[dict[str, Any]]] = ("", [])  # attributes of the trunk's modules, by digest
         super().__init__(trunk.module, self)
         self._prefix = None if blocks is None else Prefix(trunk, blocks, counters, self.arguments, cuts)
         self._observer: Observer | None = None
@@ -203,7 +130,7 @@ class CachedForward(Swap):
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk) -> "CachedForward":
-        """Take the place of another trunk's forward, of the same tensors, whose calls are computed and observed alone."""
+        """Take the place of another trunk's forward, of the same tensors: its calls are computed and observed alone."""
         assert self._observer is not None
         other = CachedForward(
             trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
@@ -254,69 +181,121 @@ class CachedForward(Swap):
         call = Call(args, kwargs, self.namespace.get())
         call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
         self.n_read.set(None)  # it is about the head's own call, which comes first
-        started = perf_counter()
         try:
-            call.arguments, call.mask_4d = flatten(self.arguments.bind(args, kwargs))
             call.reason = self._read(call)
         except Exception as error:
             call.reason = "error"
             self._counters.error("read a call", error)
-        call.lookup_s += perf_counter() - started
+        call.lookup_s += perf_counter() - call.started_s
         return call
 
     def _read(self, call: Call) -> str | None:
         """Fill the call; the reason for a bypass, or None."""
-        arguments, weights = call.arguments, self._weights
+        weights, pooled = self._weights, self._head.pooled
         if torch.is_grad_enabled():
             weights.suspect()  # an optimizer may write them from now on
         if self.is_disabled.get():
             return "disabled"
-        if reason := find_reason(arguments, self._trunk, self.arguments.defaults):
+        if reason := find_reason_now(self._trunk):
             return reason
-        if self._keeps_no_kv and (reason := self._find_reason_of_kv(arguments)):
-            return reason
-        if self._head.pooled is not None and self._head.pooled.has_changed():
-            return "other_pooling"
         if weights.is_trained:
             return "gradients_held"
-        digest = weights.digest()
-        call.mark = weights.mark_of(digest)
-        if reason := weights.refusal:
-            return reason
-        if self._observed is not None and self._observed.has_changed(digest):
+        look = weights.look()
+        if look.refusal is not None:
+            return look.refusal
+        call.mark, call.is_activated = look.mark, look.activated is not None
+        state = call.state = self._states.get(look.digest) or self._look(look.digest)
+        form = self._find_form(call, state)
+        if form.reason is not None or state.reason is not None:
+            return form.reason or state.reason
+        if self._observed is not None and self._observed.has_changed(look.digest):
             return "other_pooling"
-        if self._looks_otherwise(digest):
-            return "other_attention"
-        if self._is_hooked(digest):
+        if pooled is not None and pooled.has_changed():
+            return "other_pooling"
+        if (any(chain.from_iterable(map(_HOOKS, state.spaces))) or are_hooked(())) and are_hooked(
+            [part for part in self._trunk.module.modules() if part is not self._trunk.module]
+        ):
             return "hooked"
-        if arguments["input_ids"].dtype not in _ID_DTYPES:
-            return "input_shape"
-        device = arguments["input_ids"].device.type
+        device = call.arguments["input_ids"].device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)
-        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
-        dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
-        by_default = setting(self._trunk.config, "return_dict")
-        call.kind = (arguments.get("return_dict"), by_default, arguments.get("use_cache"), autocast, *dtypes, digest)
-        if self._packings.get(call.kind, True) is None:
+        named = call.namespace, autocast, self._trunk.attention
+        call.scope = state.scopes.get(named)
+        if call.scope is None:
+            call.scope = state.scopes[named] = Scope(call.namespace, look.digest, autocast, named[-1])
+        call.kind = (look.digest, autocast, *form.kind)
+        if state.packings.get(call.kind, True) is None:
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
-        call.is_whole = bool(self._coupling.reason(digest))
-        activated = weights.activated
-        call.is_activated = activated is not None
-        call.requests = self._reader.read(arguments, call.mask_4d, call.scope, activated, call.is_whole)
-        if self._trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments):
+        call.is_whole = bool(state.coupling)
+        call.requests = self._reader.read(
+            call.arguments, call.mask_4d, call.scope, state.content, look.activated, call.is_whole
+        )
+        if form.keeps_kv:
             return "prefix_off" if self._prefix is None else self._prefix.open(call)
         return None
 
-    def _is_kv_kept(self, arguments: dict[str, Any]) -> bool:
+    def _look(self, digest: str) -> State:
+        """What holds of the trunk as it is now."""
+        trunk, parts = self._trunk, self._trunk.module.modules()
+        reason = None if trunk.runs_its_layers else "other_depth"
+        reason = reason or ("other_attention" if trunk.looks_otherwise else None)
+        spaces = [vars(part) for part in parts if part is not trunk.module]
+        flags = [space.get("is_causal") for space in spaces] + [setting(trunk.config, "is_causal")]
+        coupling, content = self._coupling.reason(digest), self._reader.content_table()
+        state = State(digest, reason, coupling, spaces, False in flags, content)
+        self._states[digest] = state
+        while len(self._states) > _MOST_STATES:
+            self._states.popitem(last=False)
+        return state
+
+    def _find_form(self, call: Call, state: State) -> Form:
+        """What is known of calls like this one; names its arguments."""
+        values = (*call.args, *call.kwargs.values())
+        types = tuple(map(type, values))
+        key: tuple[Any, ...] = ()
+        if _PLAIN.issuperset(types):  # tensors are told apart by their dtypes, other values by themselves
+            are_tensors = tuple(map(is_, types, repeat(Tensor)))
+            tensors = tuple(compress(values, are_tensors))
+            rest = tuple(compress(values, map(not_, are_tensors)))
+            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors))
+            form = state.forms.get(key)
+            if form is not None:
+                call.arguments = dict(zip(form.names, values, strict=True))
+                if form.reason is not None or _fit_together(call.arguments, tensors):
+                    return form
+        names = tuple(self.arguments.bind(call.args, call.kwargs))
+        call.arguments, call.mask_4d = flatten(dict(zip(names, values, strict=True)))
+        form = self._make_form(names, call.arguments)
+        if key and form.reason not in _OF_SHAPES:
+            if len(state.forms) >= _MOST_FORMS:
+                state.forms.clear()
+            state.forms[key] = form
+        return form
+
+    def _make_form(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Form:
+        trunk, config = self._trunk, self._trunk.config
+        reason = "traced" if are_strange(arguments.values()) else None
+        reason = reason or find_reason_of(arguments, trunk, self.arguments.defaults)
+        if reason is None and self._keeps_no_kv:
+            reason = self._find_reason_of_kv(arguments)
+        if reason is None and arguments["input_ids"].dtype not in _ID_DTYPES:
+            reason = "input_shape"
+        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
+        dtypes = (
+            [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None] if not reason else []
+        )
+        kind = arguments.get("return_dict"), setting(config, "return_dict"), arguments.get("use_cache"), *dtypes
+        keeps_kv = trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments)
+        return Form(names, reason, keeps_kv, kind)
+
+    def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the caller is to hold K/V afterwards."""
         if arguments.get(CACHE) is not None or not self._returns_kv:
             return arguments.get(CACHE) is not None
         asked = arguments.get("use_cache")
         return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
 
-    def _find_reason_of_kv(self, arguments: dict[str, Any]) -> str | None:
+    def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
         """Why a call cannot be run without the K/V that the model would make; entries hold none."""
         if arguments.get("use_cache") or arguments.get(CACHE) is not None:
             return "kv_cache_with_pooled_payload"
@@ -325,16 +304,6 @@ class CachedForward(Swap):
         # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
         is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
         return "packed" if makes_kv and is_unmasked else None
-
-    def _is_hooked(self, digest: str) -> bool:
-        """Whether hooks of others hang within the trunk, which would not run."""
-        known, spaces = self._parts
-        if known != digest:
-            spaces = [vars(part) for part in self._trunk.module.modules() if part is not self._trunk.module]
-            self._parts = digest, spaces
-        if not any(any(hooks) for hooks in map(_HOOKS, spaces)):
-            return are_hooked(())
-        return are_hooked(part for part in self._trunk.module.modules() if part is not self._trunk.module)
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
@@ -352,13 +321,14 @@ class CachedForward(Swap):
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("look up a prefix", error)
             call.lookup_s += perf_counter() - started
-        elif call.reason is None and call.kind in self._packings and not self._is_collecting:  # known to be put together
+        elif (
+            call.reason is None and call.kind in call.state.packings and not self._is_collecting
+        ):  # known to be put together
             started = perf_counter()
             try:
                 for rung in self.rungs:
-                    if rung.is_lossless or not call.is_whole:
-                        if rows := call.open_rows():
-                            rung.look_up(call, rows)
+                    if (rung.is_lossless or not call.is_whole) and (rows := call.open_rows()):
+                        rung.look_up(call, rows)
                 if call.is_whole and len(call.hits) < len(call.rows):
                     call.hits.clear()
                 if len(call.hits) < len(call.rows) and call.is_activated:
@@ -370,7 +340,9 @@ class CachedForward(Swap):
         if self.is_only_if_cached.get() and (call.reason or len(call.hits) < len(call.rows)):
             if call.prefill is None or len(call.prefill.whole) < len(call.rows):
                 found = call.hits if call.prefill is None else call.prefill.whole
-                raise NotCachedError(None if call.reason else tuple(r.number for r in call.rows if r.number not in found))
+                raise NotCachedError(
+                    None if call.reason else tuple(r.number for r in call.rows if r.number not in found)
+                )
         if self._audit is not None and call.reason is None and call.prefill is None and not self._is_collecting:
             with self._counters.guard("draw for the audit") as tried:
                 self._audit.draw(call)
@@ -411,7 +383,8 @@ class CachedForward(Swap):
         return self._run(call, range(len(call.rows)))
 
     def _serve(self, call: Call) -> Any:
-        packing = self._packings[call.kind]
+        assert call.state is not None
+        packing = call.state.packings[call.kind]
         assert packing is not None
         rest = [row.number for row in call.rows if row.number not in call.hits]
         output, ids = None, call.arguments["input_ids"]
@@ -461,7 +434,7 @@ class CachedForward(Swap):
                 self._counters.error("store a call", error)
             call.storing_s += perf_counter() - started
         if call.reason is not None:
-            n_rows = _count_rows(call.arguments)
+            n_rows = _count_rows(call.arguments or self.arguments.bind(call.args, call.kwargs))
             self._counters.bypass(call.reason, n_rows)
             if call.reason != "decode" and not self._is_collecting:
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
@@ -493,22 +466,25 @@ class CachedForward(Swap):
             return "weights_changed"
         if call.prefill is None and not self._returns_kv and self._prefix is not None and CACHE in parts_of(output):
             self._returns_kv = True
+            call.state.forms.clear()
             if reason := self._prefix.open(call):
                 return reason
             call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
             return self._prefix.store(call, output)
         ids, output = call.arguments["input_ids"], call.output
-        packing = self._packings.get(call.kind)
+        assert call.state is not None
+        packing = call.state.packings.get(call.kind)
         if packing is None:
-            packing = self._learn(call, output, len(call.computed), ids.shape[1])
+            packing = Packing.learn(output, len(call.computed), ids.shape[1], self._payload)
+            call.state.packings[call.kind] = packing
             if packing is None:
                 return "more_output"
         elif not packing.fits(output, len(call.computed), ids.shape[1]):
             return None
         for row in call.rows:
             if row.number in call.computed and not row.bypass_reason:
-                place, key = call.computed[row.number], call.requests.keys[row.number][0]
+                place, key = call.computed[row.number], row.again or row.key
                 fields, padding = packing.take(output, place, row), ()
                 if row.has_layout or row.layout:
                     padding = packing.take_padding(output, place, row)
@@ -518,13 +494,6 @@ class CachedForward(Swap):
             for _ in range(self._bank.put(call.entries.values(), call.generation)):
                 self._counters.too_large()
         return None
-
-    def _learn(self, call: Call, output: Any, n_rows: int, n_tokens: int) -> Packing | None:
-        packing = Packing.learn(output, n_rows, n_tokens, self._payload)
-        if len(self._packings) > 64:
-            self._packings.clear()
-        self._packings[call.kind] = packing
-        return packing
 
     def _outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:
@@ -580,6 +549,18 @@ class ModelForward(Swap):
         return output
 
 
+def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether arguments hold one number a token (B, T), or (1, T) where that stands for all rows."""
+    shape = arguments["input_ids"].shape
+    if len(shape) != 2:
+        return False
+    if any(map(ne, map(_SHAPE, tensors), repeat(shape))):
+        mask = arguments.get("attention_mask")
+        is_mask = mask is None or mask.shape == shape
+        return is_mask and all(one.shape in (shape, (1, shape[1])) for one in tensors)
+    return True
+
+
 def _owned(field: Tensor) -> Tensor:
     """The tensor, normal and without gradient also in inference mode, with a storage of its own size."""
     if not field.is_inference():
@@ -588,7 +569,7 @@ def _owned(field: Tensor) -> Tensor:
         return torch.empty(field.shape, dtype=field.dtype, device=field.device).copy_(field)
 
 
-def _count_rows(arguments: dict[str, Any]) -> int:
+def _count_rows(arguments: Mapping[str, Any]) -> int:
     given = arguments.get("input_ids")
     given = arguments.get("inputs_embeds") if given is None else given
     return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

@@ -66,7 +66,8 @@ class Core:
             self._coupling,
             self.counters,
             self.blocks,
-            config.prefix,
+            # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
+            cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
         )
         self.installed.add(self.forward.remove)
         try:
@@ -154,8 +155,7 @@ class Core:
     def _make_blocks(self) -> BlockPool | None:
         """Where requests of calls that keep K/V are kept; None where the model makes no such calls."""
         config, trunk = self._config, self.trunk
-        # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
-        if not trunk.makes_kv or trunk.adapter.is_guess or self.payload.fits_any_length:
+        if not trunk.makes_kv or self.payload.fits_any_length:
             return None
         device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
         return BlockPool(config.prefix_block, config.max_bytes, device, config.policy.build(POLICIES))

@@ -132,7 +132,7 @@ class Sources:
         return row.n_valid if self._by_length else 0
 
     def add(self, sources: Iterable[Source], vectors: Floats) -> None:
-        """Let sources be found by their fingerprints, float32 (N, F); of those that are, the fingerprint is replaced."""
+        """Let sources be found by fingerprints, float32 (N, F); those that are found already get the new one."""
         with self.lock:
             parts: dict[tuple[Scope, int], list[tuple[Source, Floats]]] = {}
             for source, vector in zip(sources, vectors, strict=True):

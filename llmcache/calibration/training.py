@@ -18,12 +18,12 @@ from llmcache.calibration.calibration import HoldoutOutcome, candidate_limits, l
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
 from llmcache.calibration.risk_target import Metric, MetricName
+from llmcache.decide import MAX_RISK, Choice, NeighbourChooser
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Learned
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
 from llmcache.request.observation import Observation
-from llmcache.decide import MAX_RISK, Choice, NeighbourChooser
 from llmcache.sources import Source, Sources
 
 N_TURNS = 5

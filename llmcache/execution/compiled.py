@@ -27,6 +27,7 @@ from llmcache.execution.eager import Conditions, torch_settings
 from llmcache.execution.frames import Frame
 from llmcache.execution.graphs import Bucket, Graph, Maker
 from llmcache.execution.model_process import ModelProcess
+from llmcache.execution.old_call import Call
 from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import parts_of
@@ -34,7 +35,6 @@ from llmcache.models.mark import Mark
 from llmcache.models.model_config import setting
 from llmcache.models.rope import changes_with_length
 from llmcache.request.bypass import CURES
-from llmcache.request.call import Call
 from llmcache.request.rows import Scope
 from llmcache.stats import CompileStats
 from llmcache.threads import forkable

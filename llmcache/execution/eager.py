@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmcache.execution.old_call import Call
 from llmcache.models.adapters import Trunk
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
-from llmcache.models.tracing import is_traced
-from llmcache.request.call import Call
+from llmcache.models.tracing import are_strange, is_traced
 from llmcache.request.rows import Row
 
 _TAKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
@@ -44,7 +44,7 @@ class Conditions:
 
     def find_reason(self, arguments: dict[str, Any], call: Call | None, is_training: bool) -> str | None:
         """The first that does not hold, as the reason to count, or None; `call` is None where nobody read its rows."""
-        if not self.take(arguments) or is_traced(arguments.values()):
+        if not self.take(arguments) or (is_traced() or are_strange(arguments.values())):
             return "arguments"
         if torch.is_grad_enabled() or is_training:
             return "gradients"

@@ -33,7 +33,7 @@ from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay, put
 from llmcache.reuse.prefix.slabs import slab_blocks
 
 if TYPE_CHECKING:  # it holds this
-    from llmcache.call import Call
+    from llmcache.request.call import Call
 
 #: Runs the trunk: by position, by name.
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -64,7 +64,7 @@ class Prefix:
     def open(self, call: "Call") -> str | None:
         """Prepare a call that keeps K/V; the reason why it cannot be served or stored."""
         passed, requests = call.arguments, call.requests
-        assert requests is not None and call.scope is not None
+        assert requests is not None and call.scope is not None and call.state is not None
         kv_cache = passed.get(CACHE)
         if kv_cache is None:
             kv_cache = self._new_cache()
@@ -77,7 +77,7 @@ class Prefix:
             return "more_output"
         call.prefill = Prefill(kv_cache, call.scope, requests.rows, 0, True, self.blocks.n_purges)
         prefill = call.prefill
-        prefill.has_chains = not (call.is_activated or call.is_whole)
+        prefill.has_chains = not (call.is_activated or call.is_whole or call.state.sees_later)
         return None
 
     def _new_cache(self) -> Any:
@@ -102,7 +102,11 @@ class Prefix:
             return
         if call.is_whole:
             prefill.whole = {}
-        if self._cuts and prefill.has_chains and not any(row.bypass_reason or row.start is None for row in prefill.rows):
+        if (
+            self._cuts
+            and prefill.has_chains
+            and not any(row.bypass_reason or row.start is None for row in prefill.rows)
+        ):
             self._find_cut(call, prefill)
         if prefill.served:
             prefill.whole = {}
@@ -164,7 +168,9 @@ class Prefix:
                 empty(prefill.kv_cache)
             raise
 
-    def _cut(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _cut(
+        self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The trunk's arguments without the columns that are known."""
         assert call.prefill is not None
         n_cut, arguments = call.prefill.n_cut, self._arguments
@@ -182,7 +188,8 @@ class Prefix:
         """Fill the K/V cache with C columns; returns their states, to be joined (B, C, D)."""
         rows = prefill.rows
         held = {
-            row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True)) for row, n in prefill.served.items()
+            row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True))
+            for row, n in prefill.served.items()
         }
         columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served.items()}
         keys, values, states = (
@@ -247,7 +254,7 @@ class Prefix:
     # -- store ---------------------------------------------------------------------------------------------------------
 
     def store(self, call: "Call", output: Any) -> str | None:
-        """Keep blocks of rows that were computed, at least in part; "more_output" where the output is not understood."""
+        """Keep blocks of rows that were computed in part or whole; "more_output" if the output is not understood."""
         prefill = call.prefill
         assert prefill is not None
         states = last_states(output)

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 from llmcache.execution.meter import Meter
-from llmcache.request.call import Call, Inputs
+from llmcache.execution.old_call import Call, Inputs
 from tests.reuse.prompts import FAMILIES, branch, close, run, wrapped
 from tests.tiny_models import build, tokens
 
