@@ -106,6 +106,8 @@ class CachedForward(Swap):
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
         self._local = threading.local()
+        # Of the config, and no part of the weights' digest.
+        self._flags = (*trunk.asks_for_more, "return_dict", "use_cache")
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
         self._observed = head.observed if payload.fits_any_length else None
         self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
@@ -257,7 +259,8 @@ class CachedForward(Swap):
             are_tensors = tuple(map(is_, types, repeat(Tensor)))
             tensors = tuple(compress(values, are_tensors))
             rest = tuple(compress(values, map(not_, are_tensors)))
-            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors))
+            flags = tuple(map(setting, repeat(self._trunk.module.config), self._flags))
+            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags
             form = state.forms.get(key)
             if form is not None:
                 call.arguments = dict(zip(form.names, values, strict=True))
