@@ -98,6 +98,10 @@ class Bank:
         self.n_expelled = 0
         self._n_hits = self._n_in_vain = 0  # entries that served, and that left without having served
         self._has_warned = False
+        #: Told the key of each entry that has left, under the lock.
+        self.on_leave: Callable[[str], object] = lambda key: None
+        self._pinned: set[str] = set()  # leave by `clear` and `forget` alone; the policy does not know them
+        self._pinned_nbytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -114,11 +118,43 @@ class Bank:
             found = [next((held[key] for key in of_one if key in held), None) for of_one in keys]
             for entry in found:
                 if entry is not None:
-                    self._shares.of(entry.scope.namespace).on_hit(entry.key)
-                    if not entry.was_hit:
-                        entry.was_hit = True
-                        self._n_hits += 1
+                    self._use(entry)
             return found
+
+    def used(self, keys: Iterable[str]) -> None:
+        """Tell the policy that entries served other requests."""
+        with self._lock:
+            for key in keys:
+                if (entry := self._entries.get(key)) is not None:
+                    self._use(entry)
+
+    def pin(self, entries: Sequence[Entry]) -> bool:
+        """Hold entries, which do not leave until `release`, `clear` or `forget`; False, and none, if they do not fit."""
+        with self._lock:
+            nbytes = sum(entry.nbytes for entry in entries)
+            if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):
+                return False
+            for entry in entries:
+                self._remove(entry.key)
+            for namespace in {entry.scope.namespace for entry in entries}:
+                self._make_room(namespace, nbytes, len(entries))
+            for entry in entries:
+                self._entries[entry.key] = entry
+            self._pinned |= {entry.key for entry in entries}
+            self._pinned_nbytes += nbytes
+            self.nbytes += nbytes
+            return True
+
+    def release(self) -> None:
+        """Let pinned entries leave again, as if they had just been stored."""
+        with self._lock:
+            pinned, self._pinned, self._pinned_nbytes = self._pinned, set(), 0
+            for key in pinned:
+                self._take_in(self._entries[key])
+
+    def is_pinned(self, key: str) -> bool:
+        """Whether an entry does not leave for others."""
+        return key in self._pinned
 
     def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
         """Store entries of one call, unless their namespace was cleared since; returns how many are too large.
@@ -134,18 +170,19 @@ class Bank:
                 namespace = entry.scope.namespace
                 if generation != self.generation(namespace):
                     break
-                if entry.nbytes > self.max_bytes:
+                if entry.key in self._pinned:
+                    continue
+                has_room = self.max_entries is None or len(self._pinned) < self.max_entries
+                if entry.nbytes > self.max_bytes - self._pinned_nbytes or not has_room:
                     n_too_large += 1
                     continue
                 self._remove(entry.key)
                 self._make_room(namespace, entry.nbytes)
                 self._entries[entry.key] = entry
                 self.nbytes += entry.nbytes
-                self._shares.add(namespace, entry.key, entry.nbytes)
-                policy = self._shares.of(namespace)
-                policy.on_put(entry.key, entry.nbytes)
+                self._take_in(entry)
                 if cost is not None and self.heeds_costs:
-                    policy.on_cost(entry.key, cost)
+                    self._shares.of(namespace).on_cost(entry.key, cost)
         self._make_way()
         return n_too_large
 
@@ -158,19 +195,26 @@ class Bank:
         with self._lock:
             return list(self._shares)
 
+    def namespaces(self) -> list[str]:
+        """Those of which anything is held."""
+        return list({entry.scope.namespace for entry in self.entries()})
+
     def clear(self, namespace: str | None = None) -> int:
         """Forget the entries of a namespace, None: all; returns how many they were."""
         with self._lock:
             if namespace is None:
                 self._n_clears_of_all += 1
-                return self.forget(list(self._entries))
-            self._n_clears[namespace] += 1
-            return self.forget(self._shares.keys(namespace))
+            else:
+                self._n_clears[namespace] += 1
+            return self.forget([k for k, one in self._entries.items() if namespace in (None, one.scope.namespace)])
 
     def forget(self, keys: Iterable[str]) -> int:
         """Forget entries by key; returns how many were there."""
         with self._lock:
-            return sum(self._remove(key) for key in keys)
+            held = [key for key in keys if key in self._entries]
+            for key in held:
+                self._leave(key)
+            return len(held)
 
     def entries(self) -> list[Entry]:
         """All entries, as they are at one moment, oldest first."""
@@ -195,20 +239,24 @@ class Bank:
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, namespace: str, nbytes: int) -> None:
-        while self._entries and self.nbytes + nbytes > self.max_bytes:
+    def _make_room(self, namespace: str, nbytes: int, n_entries: int = 1) -> None:
+        while self._is_full(self.nbytes + nbytes > self.max_bytes):
             self._evict(self._shares.victim(namespace, nbytes))
-        while self.max_entries is not None and len(self._entries) >= self.max_entries:
+        most = self.max_entries
+        while self._is_full(most is not None and len(self._entries) + n_entries > most):
             self._evict(self._shares.victim_by_number(namespace))
+
+    def _is_full(self, is_over: bool) -> bool:
+        return is_over and len(self._entries) > len(self._pinned)
 
     def _evict(self, key: str) -> None:
         self._n_in_vain += not self._entries[key].was_hit
-        self._remove(key)
+        self._leave(key)
         self.n_evicted += 1
         if not self._has_warned and self._n_in_vain >= _MANY and self._n_in_vain > self._n_hits:
             self._has_warned = True
             logger.warning(
-                "llmcache: %d stored requests left before any of them was asked again, for lack of room (max_bytes=%d "
+                "llmcache: %d stored requests left before they were ever asked again, for lack of room (max_bytes=%d "
                 "holds %d of them): raise max_bytes, keep less of each (payload), or set policy='s3_fifo'",
                 self._n_in_vain,
                 self.max_bytes,
@@ -217,15 +265,33 @@ class Bank:
 
     def _expire(self) -> None:
         for key in self._shares.expired():
-            self._remove(key)
+            self._leave(key)
             self.n_expelled += 1
 
-    def _remove(self, key: str) -> bool:
+    def _use(self, entry: Entry) -> None:
+        if entry.key not in self._pinned:
+            self._shares.of(entry.scope.namespace).on_hit(entry.key)
+        if not entry.was_hit:
+            entry.was_hit = True
+            self._n_hits += 1
+
+    def _take_in(self, entry: Entry) -> None:
+        self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
+        self._shares.of(entry.scope.namespace).on_put(entry.key, entry.nbytes)
+
+    def _leave(self, key: str) -> None:
+        self._remove(key)
+        self.on_leave(key)
+
+    def _remove(self, key: str) -> None:
         if (entry := self._entries.pop(key, None)) is None:
-            return False
+            return
         self.nbytes -= entry.nbytes
-        self._shares.remove(entry.scope.namespace, key)
-        return True
+        if key in self._pinned:
+            self._pinned.remove(key)
+            self._pinned_nbytes -= entry.nbytes
+        else:
+            self._shares.remove(entry.scope.namespace, key)
 
 
 def _others(scope: Scope) -> tuple[str, str, str]:

@@ -4,7 +4,7 @@ Where room is needed, the namespace that holds most loses an entry, what is comi
 share, so a namespace below its share never loses an entry to another one, and one that is alone may fill the budget.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from llmcache.policies.base import Policy
 from llmcache.policies.ranking import Ranking
@@ -20,9 +20,6 @@ class Shares:
         self._held: dict[str, dict[str, int]] = {}  # bytes by key
         self._nbytes: dict[str, int] = {}
         self._largest = Ranking()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._held))
 
     def of(self, namespace: str) -> Policy:
         """The policy of a namespace that holds something."""
@@ -42,10 +39,6 @@ class Shares:
         if not self._held[namespace]:
             del self._policies[namespace], self._held[namespace], self._nbytes[namespace]
             self._largest.discard(namespace)
-
-    def keys(self, namespace: str) -> list[str]:
-        """What a namespace holds, oldest first."""
-        return list(self._held.get(namespace, ()))
 
     def victim(self, namespace: str, nbytes: int) -> str:
         """Who leaves for an entry of a namespace that takes so many bytes.
