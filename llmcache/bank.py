@@ -225,9 +225,9 @@ class Bank:
 
     # -- saves ---------------------------------------------------------------------------------------------------------
 
-    def state(self) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved: of each entry its key, scope and layout, and its tensors."""
-        entries = self.entries()
+    def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
+        """What is saved of a trunk's requests: of each entry its key, scope and layout, and its tensors."""
+        entries = [one for one in self.entries() if one.scope.weights == weights]
         about = [(one.key, (one.scope.namespace, *_others(one.scope)), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
 

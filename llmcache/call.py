@@ -8,8 +8,10 @@
 What fails here is counted, logged once, and computed around. Errors of the model itself are raised as without a cache.
 """
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -44,14 +46,19 @@ from llmcache.models.pooling import Veil
 from llmcache.models.weights import Weights
 from llmcache.prefix.prefix import Prefix
 from llmcache.request.bypass import find_reason
+from llmcache.request.kinds import Kinds
 from llmcache.request.outcome import Outcome
 from llmcache.request.prefill import Prefill
 from llmcache.request.reading import RequestReader, Requests
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import setting as setting_variable
 from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.stores.blocks import StoredBlocks
+from llmcache.stores.entries import StoredEntries
+from llmcache.stores.tier import Tier
 
 DEFAULT_NAMESPACE = "default"
+DISABLE = "LLMCACHE_DISABLE"  # environment variable
 _ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 
@@ -80,7 +87,8 @@ class Call:
     reason: str | None = None  # why it bypasses the cache: a key of `CURES`
     scope: Scope | None = None
     mark: Mark | None = None  # of the weights, when it was opened
-    generation: int = 0  # of the namespace, likewise
+    generation: int = 0  # of the namespace in memory, likewise
+    number: int = 0  # of the namespace in the store, likewise
     kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
     is_activated: bool = False  # an activated LoRA is in force for its last columns
     is_whole: bool = False  # its rows affect each other: all are served, or none
@@ -100,6 +108,7 @@ class Call:
     audited: dict[int, Audited] = field(default_factory=dict)  # rows that the audit drew
     started_s: float = field(default_factory=perf_counter)
     lookup_s: float = 0.0
+    computing_s: float = 0.0
     storing_s: float = 0.0
 
     @property
@@ -118,6 +127,10 @@ class Call:
         self.hits[row.number] = Hit("semantic", source.key, source.entry.fields, (), similarity, source.answer, share)
 
 
+class Stop(BaseException):
+    """Ends a call of the model that was to be read, not run."""
+
+
 class Rung(Protocol):
     """One way to serve rows from stored requests."""
 
@@ -134,15 +147,21 @@ class Exact:
     name = "exact"
     is_lossless = True
 
-    def __init__(self, bank: Bank) -> None:
-        self._bank = bank
+    def __init__(self, bank: Bank, stored: StoredEntries | None) -> None:
+        self._bank, self._stored = bank, stored
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         assert call.requests is not None
-        for row, entry in zip(rows, self._bank.find([call.requests.keys[row.number] for row in rows]), strict=True):
+        keys = [call.requests.keys[row.number] for row in rows]
+        if self._stored is not None:
+            self._stored.recall(call, keys)
+        found = self._bank.find(keys)
+        for row, entry in zip(rows, found, strict=True):
             if entry is not None:
                 padding = entry.padding if entry.layout == row.layout else ()
                 call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
+        if self._stored is not None:
+            self._stored.offer_again(call, [entry for entry in found if entry is not None])
 
 
 class CachedForward(Swap):
@@ -162,21 +181,27 @@ class CachedForward(Swap):
         counters: Counters,
         blocks: BlockPool | None = None,
         cuts: bool = True,
+        tier: Tier | None = None,
     ) -> None:
         """Take the place of the trunk's forward."""
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
         self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
-        self.rungs: Sequence[Rung] = (Exact(bank),)  # safest first
+        #: What outputs are made of, by kind and weights.
+        self.packings = Kinds[Packing](Packing.describe, lambda told: Packing.read(told, payload))
+        self._tier = tier
+        self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
+        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),)  # safest first
         self.is_retired = False
         self.veil = Veil()
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
-        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        is_off = os.environ.get(DISABLE, "0") not in ("", "0")
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
+        self._only_read: ContextVar[list[Call] | None] = ContextVar("llmcache_only_read", default=None)
         self._local = threading.local()
-        self._packings: dict[tuple[Any, ...], Packing | None] = {}  # by kind and weights
         self._observed = head.observed if payload.fits_any_length else None
         self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
         self._returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
@@ -185,7 +210,10 @@ class CachedForward(Swap):
         self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
         self._parts: tuple[str, list[dict[str, Any]]] = ("", [])  # attributes of the trunk's modules, by digest
         super().__init__(trunk.module, self)
-        self._prefix = None if blocks is None else Prefix(trunk, blocks, counters, self.arguments, cuts)
+        self.prefix = None
+        if blocks is not None:
+            stored = None if tier is None else StoredBlocks(tier, blocks)
+            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored)
         self._observer: Observer | None = None
         self._audit: Audit | None = None
         #: Calls that have ended, of the forward of the whole model that is under way.
@@ -217,6 +245,13 @@ class CachedForward(Swap):
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
 
+    def read_only(self, call: Callable[[], object]) -> list[Call]:
+        """The first call of the trunk in a call of the model, read and not run: what comes before the trunk is run."""
+        read: list[Call] = []
+        with setting_variable(self._only_read, read), suppress(Stop):
+            call()
+        return read
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The trunk's output: from memory as far as requests are known, and computed for the rest."""
         if self.is_retired:
@@ -224,6 +259,9 @@ class CachedForward(Swap):
         if torch.compiler.is_compiling():
             self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
+        if (only_read := self._only_read.get()) is not None:
+            only_read.append(self.open(args, kwargs))
+            raise Stop
         if self._is_collecting:
             return self._answer(self.open(args, kwargs))
         self._local.last = ()  # until it has succeeded
@@ -279,6 +317,9 @@ class CachedForward(Swap):
             return "other_pooling"
         if weights.is_trained:
             return "gradients_held"
+        if self._tier is not None:
+            self._tier.follow()  # purges come first
+            call.number = self._tier.number(call.namespace)
         digest = weights.digest()
         call.mark = weights.mark_of(digest)
         if reason := weights.refusal:
@@ -298,7 +339,7 @@ class CachedForward(Swap):
         dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
         by_default = setting(self._trunk.config, "return_dict")
         call.kind = (arguments.get("return_dict"), by_default, arguments.get("use_cache"), autocast, *dtypes, digest)
-        if self._packings.get(call.kind, True) is None:
+        if self.packings.get(call.kind, True) is None:
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
         call.is_whole = bool(self._coupling.reason(digest))
@@ -306,7 +347,7 @@ class CachedForward(Swap):
         call.is_activated = activated is not None
         call.requests = self._reader.read(arguments, call.mask_4d, call.scope, activated, call.is_whole)
         if self._trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments):
-            return "prefix_off" if self._prefix is None else self._prefix.open(call)
+            return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
 
     def _is_kv_kept(self, arguments: dict[str, Any]) -> bool:
@@ -347,19 +388,20 @@ class CachedForward(Swap):
         if call.reason is None and call.prefill is not None:
             started = perf_counter()
             try:
-                self._prefix.look_up(call)
+                self.prefix.look_up(call)
             except Exception as error:
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("look up a prefix", error)
             call.lookup_s += perf_counter() - started
-        elif call.reason is None and call.kind in self._packings and not self._is_collecting:  # known to be put together
+        elif call.reason is None and not self._is_collecting and (self.packings.are_known(call.kind) or self._stored):
             started = perf_counter()
             try:
                 for rung in self.rungs:
                     if rung.is_lossless or not call.is_whole:
                         if rows := call.open_rows():
                             rung.look_up(call, rows)
-                if call.is_whole and len(call.hits) < len(call.rows):
+                is_known = self.packings.are_known(call.kind)  # how an output is put together
+                if not is_known or (call.is_whole and len(call.hits) < len(call.rows)):
                     call.hits.clear()
                 if len(call.hits) < len(call.rows) and call.is_activated:
                     call.hits.clear()  # PEFT's hooks expect all rows of the batch
@@ -394,14 +436,17 @@ class CachedForward(Swap):
         if call.reason is not None:
             return self.original(*call.args, **call.kwargs)
         if call.prefill is not None:
+            started = perf_counter()
             try:
-                return self._prefix.answer(call, self._run_prefill)
+                return self.prefix.answer(call, self._run_prefill)
             except Exception as error:  # also of the model: if it is, it is raised below
                 if not (call.prefill.whole or call.prefill.served):
                     raise
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("serve a prefix", error)
-                return self._prefix.answer(call, self._run_prefill)
+                return self.prefix.answer(call, self._run_prefill)
+            finally:
+                call.computing_s = perf_counter() - started
         if call.hits:
             try:
                 return self._serve(call)
@@ -411,7 +456,7 @@ class CachedForward(Swap):
         return self._run(call, range(len(call.rows)))
 
     def _serve(self, call: Call) -> Any:
-        packing = self._packings[call.kind]
+        packing = self.packings[call.kind]
         assert packing is not None
         rest = [row.number for row in call.rows if row.number not in call.hits]
         output, ids = None, call.arguments["input_ids"]
@@ -444,7 +489,9 @@ class CachedForward(Swap):
                     args, kwargs = self.arguments.replace(args, kwargs, name, value.index_select(0, index))
         if self._keeps_no_kv:
             args, kwargs = self.arguments.replace(args, kwargs, "use_cache", False)
+        started = perf_counter()
         call.output = self.original(*args, **kwargs)
+        call.computing_s = perf_counter() - started
         call.computed = {number: place for place, number in enumerate(numbers)}
         return call.output
 
@@ -491,17 +538,20 @@ class CachedForward(Swap):
         assert call.scope is not None
         if not self._weights.stayed(call.mark, call.scope.weights):
             return "weights_changed"
-        if call.prefill is None and not self._returns_kv and self._prefix is not None and CACHE in parts_of(output):
+        if call.prefill is None and not self._returns_kv and self.prefix is not None and CACHE in parts_of(output):
             self._returns_kv = True
-            if reason := self._prefix.open(call):
+            if reason := self.prefix.open(call):
                 return reason
             call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
-            return self._prefix.store(call, output)
+            known = call.prefill.whole
+            n_left = (row.n_valid - call.prefill.served.get(row.number, 0) for row in call.rows if row.number not in known)
+            self._tell_time(call, sum(n_left))
+            return self.prefix.store(call, output)
         ids, output = call.arguments["input_ids"], call.output
-        packing = self._packings.get(call.kind)
+        packing = self.packings.get(call.kind)
         if packing is None:
-            packing = self._learn(call, output, len(call.computed), ids.shape[1])
+            packing = self.packings.learn(call.kind, Packing.learn(output, len(call.computed), ids.shape[1], self._payload))
             if packing is None:
                 return "more_output"
         elif not packing.fits(output, len(call.computed), ids.shape[1]):
@@ -517,14 +567,15 @@ class CachedForward(Swap):
         if not self._is_collecting:
             for _ in range(self._bank.put(call.entries.values(), call.generation)):
                 self._counters.too_large()
+            if self._stored is not None:
+                self._stored.put(call, call.entries.values())
+                self._tell_time(call, len(call.computed) * ids.shape[1])
         return None
 
-    def _learn(self, call: Call, output: Any, n_rows: int, n_tokens: int) -> Packing | None:
-        packing = Packing.learn(output, n_rows, n_tokens, self._payload)
-        if len(self._packings) > 64:
-            self._packings.clear()
-        self._packings[call.kind] = packing
-        return packing
+    def _tell_time(self, call: Call, n_tokens: int) -> None:
+        """Tell the store what computing took, where that is known without waiting for the device."""
+        if self._tier is not None and call.arguments["input_ids"].device.type == "cpu":
+            self._tier.break_even.computed(n_tokens, call.computing_s)
 
     def _outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:

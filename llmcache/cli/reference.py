@@ -63,7 +63,7 @@ def render_settings() -> str:
 def _registries() -> Mapping[str, Registry[Any]]:
     """Those whose parts settings name, by setting."""
     from llmcache.banks.compression import CODECS
-    from llmcache.banks.stores import STORES
+    from llmcache.stores import STORES
     from llmcache.fingerprint import FINGERPRINTS
     from llmcache.matching import DECISIONS
     from llmcache.matching.index import INDEXES

@@ -18,7 +18,6 @@ class StoredEntries:
     def __init__(self, tier: Tier, bank: Bank, packings: Kinds[Packing]) -> None:
         """Keep the entries of a bank beyond its memory."""
         self.tier, self._bank, self._packings = tier, bank, packings
-        tier.memories.append(bank)
 
     def recall(self, call: "Call", keys: Sequence[Sequence[str]]) -> None:
         """Hold in memory what the store has of requests, by the keys that each may have; all in one read."""
@@ -28,7 +27,7 @@ class StoredEntries:
             return
         n_tokens = len(wanted) * call.requests.ids.shape[1]
         found = []
-        for key, value in zip(wanted, self.tier.read([(call.scope, _name(key)) for key in wanted], n_tokens), strict=True):
+        for key, value in zip(wanted, self.tier.read([(call.scope, entry_name(key)) for key in wanted], n_tokens), strict=True):
             if value is not None:
                 self._packings.tell(*value.about["kind"])
                 found.append(Entry.of(key, call.scope, value.tensors, value.about["layout"]))
@@ -38,18 +37,14 @@ class StoredEntries:
         """Have entries of a call written."""
         kind = self._packings.describe(call.kind)
         for one in entries:
-            self.tier.write(one.scope, _name(one.key), one.tensors, {"layout": one.layout.hex(), "kind": kind}, call.number)
+            self.tier.write(one.scope, entry_name(one.key), one.tensors, {"layout": one.layout.hex(), "kind": kind}, call.number)
 
     def offer_again(self, call: "Call", entries: Iterable[Entry]) -> None:
         """Have entries written that were dropped when they were put; they serve this call."""
         if self.tier.has_dropped and self._packings.are_known(call.kind):
-            self.put(call, [one for one in entries if self.tier.lacks(one.scope, _name(one.key))])
-
-    def forget(self, call: "Call", keys: Iterable[str]) -> int:
-        """Forget requests here and in the store; returns how many memory held."""
-        assert call.scope is not None
-        return self.tier.forget(call.scope, [_name(key) for key in keys])
+            self.put(call, [one for one in entries if self.tier.lacks(one.scope, entry_name(one.key))])
 
 
-def _name(key: str) -> str:
+def entry_name(key: str) -> str:
+    """Under which the entry of a request lies."""
     return f"e.{key}"

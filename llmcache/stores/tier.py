@@ -8,6 +8,7 @@ Trouble here costs speed, never correctness: it is counted, logged once, and the
 """
 
 import hashlib
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -26,29 +27,37 @@ from llmcache.stores.seal import MismatchError, Opened, Seal
 from llmcache.stores.write_behind import NO_NUMBER, Job, WriteBehind
 from llmcache.threads import forkable
 
+logger = logging.getLogger("llmcache")
+
 _T = TypeVar("_T")
 _REST_S = 1.0  # after a question for a number that was not answered
 _MOST_NAMES = 10_000  # of namespaces and scopes that are known
 
 
 class Memory(Protocol):
-    """What a store lies behind: a bank, or a pool of blocks."""
+    """What a store lies behind."""
 
     def namespaces(self) -> Iterable[str]:
         """Those of which anything is held."""
 
-    def clear(self, namespace: str | None = None) -> int:
+    def drop(self, namespace: str | None) -> int:
         """Forget a namespace, None: all; also what calls that are under way would put. Returns how many requests."""
 
-    def forget(self, keys: Iterable[str]) -> int:
-        """Forget entries or blocks by key; returns how many requests."""
+    def drop_keys(self, keys: Iterable[str]) -> int:
+        """Forget entries and blocks by key; returns how many requests."""
 
 
 class Tier:
     """A store and how one cache uses it. Thread-safe."""
 
     def __init__(
-        self, store: Store, seal: Seal, settings: str, counters: Counters, least_tokens: int | None = None
+        self,
+        store: Store,
+        seal: Seal,
+        settings: str,
+        counters: Counters,
+        memory: Memory,
+        least_tokens: int | None = None,
     ) -> None:
         """Use an open store, which is closed when this is gone.
 
@@ -57,13 +66,14 @@ class Tier:
             seal: Makes and checks its values.
             settings: All that decides values beside a scope and the tokens.
             counters: Told what fails.
+            memory: Forgets what is purged.
             least_tokens: See `BreakEven`.
         """
         self._store, self._seal, self._settings = store, seal, settings
         self._behind = WriteBehind(store, seal, counters)
         weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
         self.break_even = BreakEven(least_tokens)
-        self.memories: list[Memory] = []
+        self._memory = memory
         self._following = forkable(threading.RLock())
         self._cursor: str | None = None
         self._numbers: dict[str, int] = {}  # of all namespaces of which memory holds anything, but for
@@ -111,7 +121,7 @@ class Tier:
                 if namespace in self._unnumbered:  # nobody knows whether what is held came before a purge
                     self._forget(namespace)
                 if len(self._numbers) >= _MOST_NAMES:
-                    held = {name for memory in self.memories for name in memory.namespaces()}
+                    held = {*self._memory.namespaces()}
                     self._numbers = {name: number for name, number in self._numbers.items() if name in held}
                 self._numbers[namespace] = found
                 return found
@@ -165,11 +175,11 @@ class Tier:
         """Have memory forget. The caller holds the lock."""
         self._n_changes += 1
         if names:
-            return sum(memory.forget([name.partition(".")[2] for name in names]) for memory in self.memories)
+            return self._memory.drop_keys([name.partition(".")[2] for name in names])
         for name in list({*self._numbers, *self._unnumbered}) if namespace is None else [namespace]:
             self._numbers.pop(name, None)
             self._unnumbered.discard(name)
-        n_requests = sum(memory.clear(namespace) for memory in self.memories)
+        n_requests = self._memory.drop(namespace)
         self._n_changes += 1  # for who asked meanwhile
         return n_requests
 
@@ -178,8 +188,12 @@ class Tier:
         known = dict(self._numbers)
         said = self._ask("ask the store for numbers", lambda: self._store.numbers(list(known)), is_urgent=True)
         now = dict(zip(known, said or (), strict=False))
-        for name in [*(name for name, number in known.items() if now.get(name) != number), *self._unnumbered]:
+        gone = [*(name for name, number in known.items() if now.get(name) != number), *self._unnumbered]
+        for name in gone:
             self._forget(name)
+        if gone:
+            more = "" if len(gone) == 1 else f", and {len(gone) - 1} more"
+            logger.warning("llmcache: forgotten, as it may have been purged, is namespace %r%s", min(gone), more)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
