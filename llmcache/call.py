@@ -41,8 +41,8 @@ from llmcache.models.mark import Mark
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
 from llmcache.models.packing import Fields, Packing, parts_of
-from llmcache.models.payloads import Payload, last_valid
-from llmcache.models.pooling import Veil
+from llmcache.models.payloads import Payload
+from llmcache.models.sentences import Compute, later
 from llmcache.models.weights import Weights
 from llmcache.prefix.prefix import Prefix
 from llmcache.request.bypass import find_reason
@@ -192,7 +192,6 @@ class CachedForward(Swap):
         self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
         self.rungs: Sequence[Rung] = (Exact(bank, self._stored),)  # safest first
         self.is_retired = False
-        self.veil = Veil()
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         is_off = os.environ.get(DISABLE, "0") not in ("", "0")
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
@@ -205,7 +204,9 @@ class CachedForward(Swap):
         self._observed = head.observed if payload.fits_any_length else None
         self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
         self._returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
-        self._is_veiled = head.pooled is not None and payload.name == "mean"
+        #: Within the forward of a sentence-transformers model, what computes states that are left out; else None.
+        self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
+        self._is_pooled = head.pooled is not None and payload.fits_any_length
         # What it is asked of is part of the digest.
         self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
         self._parts: tuple[str, list[dict[str, Any]]] = ("", [])  # attributes of the trunk's modules, by digest
@@ -315,6 +316,8 @@ class CachedForward(Swap):
             return reason
         if self._head.pooled is not None and self._head.pooled.has_changed():
             return "other_pooling"
+        if self._is_pooled and self.pooled.get() is None and not self._is_collecting:
+            return "token_states"
         if weights.is_trained:
             return "gradients_held"
         if self._tier is not None:
@@ -466,8 +469,8 @@ class CachedForward(Swap):
                 raise TypeError("the trunk returned another kind of output than before")
         kept = {number: (hit.fields, hit.padding) for number, hit in call.hits.items()}
         made = packing.join(call.rows, ids.shape[1], kept, output, call.computed, ids.device)
-        if self._is_veiled:
-            self.veil.draw(made, {number: last_valid(call.rows[number].valid) for number in call.hits})
+        if (left_out := self.pooled.get()) is not None:
+            left_out.append(later(self.original, call.args, call.kwargs, ids.device.type))
         return made
 
     def _run_prefill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
 from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.request.kinds import Kinds
@@ -87,8 +88,9 @@ class Core:
             self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
             if self.blocks is not None and (lm_head := find_lm_head(model, self.trunk)) is not None:
                 self.installed.add(HeadSwap(lm_head, self.forward).remove)
-            if self.head.pooled is not None and self.payload.name == "mean":
-                self.installed.add(self.forward.veil.listen(self.head.pooled.pooling))
+            if self.head.pooled is not None and self.payload.fits_any_length:
+                swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
+                self.installed.add(swap.remove)
             if config.learn is not None:
                 self.learn()
         except BaseException:
@@ -291,9 +293,7 @@ def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     """What entries keep of hidden states: the setting, or what the head reads."""
     name: str = config.payload
     if name == "auto":
-        # Embeddings served losslessly keep all tokens: the caller may ask for token embeddings too.
-        wants_all = head.name == "sentence embedding" and config.learn is None
-        name = "sequence" if wants_all or trunk.adapter.is_guess else head.payload
+        name = "sequence" if trunk.adapter.is_guess else head.payload
     if name == "mean" and trunk.adapter.is_guess:
         raise ConfigError(
             f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "
