@@ -8,9 +8,11 @@
 What fails here is counted, logged once, and computed around. Errors of the model itself are raised as without a cache.
 """
 
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, itemgetter, ne, not_
@@ -35,20 +37,25 @@ from llmcache.models.hooks import Swap, are_hooked
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
 from llmcache.models.packing import Packing, parts_of
-from llmcache.models.payloads import Payload, last_valid
-from llmcache.models.pooling import Veil
+from llmcache.models.payloads import Payload
+from llmcache.models.sentences import Compute, later
 from llmcache.models.tracing import are_strange
 from llmcache.models.weights import Weights
 from llmcache.prefix.prefix import Prefix
 from llmcache.request.bypass import find_reason_now, find_reason_of
 from llmcache.request.call import Call, Form, Hit, Rung, State
+from llmcache.request.kinds import Kinds
 from llmcache.request.outcome import Outcome
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import setting as setting_variable
 from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.stores.blocks import StoredBlocks
+from llmcache.stores.entries import StoredEntries
+from llmcache.stores.tier import Tier
 
 DEFAULT_NAMESPACE = "default"
+DISABLE = "LLMCACHE_DISABLE"  # environment variable
 _ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
 _MOST_STATES = 16  # of the trunk that are remembered
 _MOST_FORMS = 64  # of a state
@@ -59,20 +66,29 @@ _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
+class Stop(BaseException):
+    """Ends a call of the model that was to be read, not run."""
+
+
 class Exact:
     """Serves a request from what was stored under its own key. Lossless."""
 
     name = "exact"
     is_lossless = True
 
-    def __init__(self, bank: Bank) -> None:
-        self._bank = bank
+    def __init__(self, bank: Bank, stored: StoredEntries | None) -> None:
+        self._bank, self._stored = bank, stored
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        for row, entry in zip(rows, self._bank.find(rows), strict=True):
+        if self._stored is not None:
+            self._stored.recall(call, rows)
+        found = self._bank.find(rows)
+        for row, entry in zip(rows, found, strict=True):
             if entry is not None:
                 padding = entry.padding if entry.layout == row.layout else ()
                 call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
+        if self._stored is not None:
+            self._stored.offer_again(call, [entry for entry in found if entry is not None])
 
 
 class CachedForward(Swap):
@@ -92,19 +108,25 @@ class CachedForward(Swap):
         counters: Counters,
         blocks: BlockPool | None = None,
         cuts: bool = True,
+        tier: Tier | None = None,
     ) -> None:
         """Take the place of the trunk's forward."""
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
         self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
-        self.rungs: Sequence[Rung] = (Exact(bank),)  # safest first
+        #: What outputs are made of, by kind.
+        self.packings = Kinds[Packing](Packing.describe, lambda told: Packing.read(told, payload))
+        self._tier = tier
+        self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
+        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),)  # safest first
         self.is_retired = False
-        self.veil = Veil()
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
-        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        is_off = os.environ.get(DISABLE, "0") not in ("", "0")
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
+        self._only_read: ContextVar[list[Call] | None] = ContextVar("llmcache_only_read", default=None)
         self._local = threading.local()
         # Of the config, and no part of the weights' digest.
         self._flags = (*trunk.asks_for_more, "return_dict", "use_cache")
@@ -112,9 +134,14 @@ class CachedForward(Swap):
         self._observed = head.observed if payload.fits_any_length else None
         self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
         self._returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
-        self._is_veiled = head.pooled is not None and payload.name == "mean"
+        #: Within the forward of a sentence-transformers model, what computes states that are left out; else None.
+        self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
+        self._is_pooled = head.pooled is not None and payload.fits_any_length
         super().__init__(trunk.module, self)
-        self._prefix = None if blocks is None else Prefix(trunk, blocks, counters, self.arguments, cuts)
+        self.prefix = None
+        if blocks is not None:
+            stored = None if tier is None else StoredBlocks(tier, blocks)
+            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored)
         self._observer: Observer | None = None
         self._audit: Audit | None = None
         #: Calls that have ended, of the forward of the whole model that is under way.
@@ -146,6 +173,13 @@ class CachedForward(Swap):
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
 
+    def read_only(self, call: Callable[[], object]) -> list[Call]:
+        """The first call of the trunk in a call of the model, read and not run: what comes before the trunk is run."""
+        read: list[Call] = []
+        with setting_variable(self._only_read, read), suppress(Stop):
+            call()
+        return read
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The trunk's output: from memory as far as requests are known, and computed for the rest."""
         if self.is_retired:
@@ -153,6 +187,9 @@ class CachedForward(Swap):
         if torch.compiler.is_compiling():
             self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
+        if (only_read := self._only_read.get()) is not None:
+            only_read.append(self.open(args, kwargs))
+            raise Stop
         if self._is_collecting:
             return self._answer(self.open(args, kwargs))
         self._local.last = ()  # until it has succeeded
@@ -200,8 +237,13 @@ class CachedForward(Swap):
             return "disabled"
         if reason := find_reason_now(self._trunk):
             return reason
+        if self._is_pooled and self.pooled.get() is None and not self._is_collecting:
+            return "token_states"
         if weights.is_trained:
             return "gradients_held"
+        if self._tier is not None:
+            self._tier.follow()  # purges come first
+            call.number = self._tier.number(call.namespace)
         look = weights.look()
         if look.refusal is not None:
             return look.refusal
@@ -225,7 +267,7 @@ class CachedForward(Swap):
         if call.scope is None:
             call.scope = state.scopes[named] = Scope(call.namespace, look.digest, autocast, named[-1])
         call.kind = (look.digest, autocast, *form.kind)
-        if state.packings.get(call.kind, True) is None:
+        if self.packings.get(call.kind, True) is None:
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
         call.is_whole = bool(state.coupling)
@@ -233,7 +275,7 @@ class CachedForward(Swap):
             call.arguments, call.mask_4d, call.scope, state.content, look.activated, call.is_whole
         )
         if form.keeps_kv:
-            return "prefix_off" if self._prefix is None else self._prefix.open(call)
+            return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
 
     def _look(self, digest: str) -> State:
@@ -319,20 +361,19 @@ class CachedForward(Swap):
         if call.reason is None and call.prefill is not None:
             started = perf_counter()
             try:
-                self._prefix.look_up(call)
+                self.prefix.look_up(call)
             except Exception as error:
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("look up a prefix", error)
             call.lookup_s += perf_counter() - started
-        elif (
-            call.reason is None and call.kind in call.state.packings and not self._is_collecting
-        ):  # known to be put together
+        elif call.reason is None and not self._is_collecting and (self.packings.are_known(call.kind) or self._stored):
             started = perf_counter()
             try:
                 for rung in self.rungs:
                     if (rung.is_lossless or not call.is_whole) and (rows := call.open_rows()):
                         rung.look_up(call, rows)
-                if call.is_whole and len(call.hits) < len(call.rows):
+                is_known = self.packings.are_known(call.kind)  # how an output is put together
+                if not is_known or (call.is_whole and len(call.hits) < len(call.rows)):
                     call.hits.clear()
                 if len(call.hits) < len(call.rows) and call.is_activated:
                     call.hits.clear()  # PEFT's hooks expect all rows of the batch
@@ -369,14 +410,17 @@ class CachedForward(Swap):
         if call.reason is not None:
             return self.original(*call.args, **call.kwargs)
         if call.prefill is not None:
+            started = perf_counter()
             try:
-                return self._prefix.answer(call, self._run_prefill)
+                return self.prefix.answer(call, self._run_prefill)
             except Exception as error:  # also of the model: if it is, it is raised below
                 if not (call.prefill.whole or call.prefill.served):
                     raise
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("serve a prefix", error)
-                return self._prefix.answer(call, self._run_prefill)
+                return self.prefix.answer(call, self._run_prefill)
+            finally:
+                call.computing_s = perf_counter() - started
         if call.hits:
             try:
                 return self._serve(call)
@@ -386,8 +430,7 @@ class CachedForward(Swap):
         return self._run(call, range(len(call.rows)))
 
     def _serve(self, call: Call) -> Any:
-        assert call.state is not None
-        packing = call.state.packings[call.kind]
+        packing = self.packings[call.kind]
         assert packing is not None
         rest = [row.number for row in call.rows if row.number not in call.hits]
         output, ids = None, call.arguments["input_ids"]
@@ -397,8 +440,8 @@ class CachedForward(Swap):
                 raise TypeError("the trunk returned another kind of output than before")
         kept = {number: (hit.fields, hit.padding) for number, hit in call.hits.items()}
         made = packing.join(call.rows, ids.shape[1], kept, output, call.computed, ids.device)
-        if self._is_veiled:
-            self.veil.draw(made, {number: last_valid(call.rows[number].valid) for number in call.hits})
+        if (left_out := self.pooled.get()) is not None:
+            left_out.append(later(self.original, call.args, call.kwargs, ids.device.type))
         return made
 
     def _run_prefill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -420,7 +463,9 @@ class CachedForward(Swap):
                     args, kwargs = self.arguments.replace(args, kwargs, name, value.index_select(0, index))
         if self._keeps_no_kv:
             args, kwargs = self.arguments.replace(args, kwargs, "use_cache", False)
+        started = perf_counter()
         call.output = self.original(*args, **kwargs)
+        call.computing_s = perf_counter() - started
         call.computed = {number: place for place, number in enumerate(numbers)}
         return call.output
 
@@ -467,20 +512,23 @@ class CachedForward(Swap):
         assert call.scope is not None
         if not self._weights.stayed(call.mark, call.scope.weights):
             return "weights_changed"
-        if call.prefill is None and not self._returns_kv and self._prefix is not None and CACHE in parts_of(output):
+        if call.prefill is None and not self._returns_kv and self.prefix is not None and CACHE in parts_of(output):
             self._returns_kv = True
             call.state.forms.clear()
-            if reason := self._prefix.open(call):
+            if reason := self.prefix.open(call):
                 return reason
             call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
-            return self._prefix.store(call, output)
+            known, served = call.prefill.whole, call.prefill.served
+            n_left = (row.n_valid - served.get(row.number, 0) for row in call.rows if row.number not in known)
+            self._tell_time(call, sum(n_left))
+            return self.prefix.store(call, output)
         ids, output = call.arguments["input_ids"], call.output
         assert call.state is not None
-        packing = call.state.packings.get(call.kind)
+        packing = self.packings.get(call.kind)
         if packing is None:
-            packing = Packing.learn(output, len(call.computed), ids.shape[1], self._payload)
-            call.state.packings[call.kind] = packing
+            learned = Packing.learn(output, len(call.computed), ids.shape[1], self._payload)
+            packing = self.packings.learn(call.kind, learned)
             if packing is None:
                 return "more_output"
         elif not packing.fits(output, len(call.computed), ids.shape[1]):
@@ -496,7 +544,15 @@ class CachedForward(Swap):
         if not self._is_collecting:
             for _ in range(self._bank.put(call.entries.values(), call.generation)):
                 self._counters.too_large()
+            if self._stored is not None:
+                self._stored.put(call, call.entries.values())
+                self._tell_time(call, len(call.computed) * ids.shape[1])
         return None
+
+    def _tell_time(self, call: Call, n_tokens: int) -> None:
+        """Tell the store what computing took, where that is known without waiting for the device."""
+        if self._tier is not None and call.arguments["input_ids"].device.type == "cpu":
+            self._tier.break_even.computed(n_tokens, call.computing_s)
 
     def _outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:

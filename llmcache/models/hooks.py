@@ -15,7 +15,7 @@ import logging
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeAlias
 

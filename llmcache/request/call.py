@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # parts that serve a call; this is what they fill
     from llmcache.bank import Entry
     from llmcache.calibration.calibration import Calibration
     from llmcache.decide import Choice
-    from llmcache.models.packing import Fields, Packing
+    from llmcache.models.packing import Fields
     from llmcache.request.reading import Requests
 
 
@@ -46,7 +46,6 @@ class State:
     content: Bools  # which tokens carry content (vocabulary,)
     forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
     scopes: dict[tuple[str, str, str], Scope] = field(default_factory=dict)  # by namespace, autocast and attention
-    packings: "dict[tuple[Any, ...], Packing | None]" = field(default_factory=dict)  # by kind; None: cannot be packed
 
 
 @dataclass(slots=True)
@@ -74,7 +73,8 @@ class Call:
     reason: str | None = None  # why it bypasses the cache: a key of `CURES`
     scope: Scope | None = None
     mark: Mark | None = None  # of the weights, when it was opened
-    generation: int = 0  # of the namespace, likewise
+    generation: int = 0  # of the namespace in memory, likewise
+    number: int = 0  # of the namespace in the store, likewise
     kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
     is_activated: bool = False  # an activated LoRA is in force for its last columns
     is_whole: bool = False  # its rows affect each other: all are served, or none
@@ -94,6 +94,7 @@ class Call:
     audited: "dict[int, Audited]" = field(default_factory=dict)  # rows that the audit drew
     started_s: float = field(default_factory=perf_counter)
     lookup_s: float = 0.0
+    computing_s: float = 0.0
     storing_s: float = 0.0
 
     @property
