@@ -97,7 +97,7 @@ class Bank:
         self.n_expelled = 0
         self._n_hits = self._n_in_vain = 0  # entries that served, and that left without having served
         self._has_warned = False
-        #: Told the key of each entry that has left, under the lock.
+        #: Told the key of each entry that has left and was not pinned, under the lock.
         self.on_leave: Callable[[str], object] = lambda key: None
         self._pinned: set[str] = set()  # leave by `clear` and `forget` alone; the policy does not know them
         self._pinned_nbytes = 0
@@ -194,7 +194,7 @@ class Bank:
     def namespaces(self) -> list[str]:
         """Those of which anything is held."""
         with self._lock:
-            return list(self._shares)
+            return list({entry.scope.namespace for entry in self._entries.values()})
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget the entries of a namespace, None: all; returns how many they were."""
@@ -223,8 +223,8 @@ class Bank:
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved of a trunk's requests: of each entry its key, scope and layout, and its tensors."""
-        entries = [one for one in self.entries() if one.scope.weights == weights]
+        """What is saved of a trunk's requests, but for pinned ones: of each its key, scope and layout, and its tensors."""
+        entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
         about = [(one.key, (one.scope.namespace, *_others(one.scope)), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
 
@@ -277,8 +277,10 @@ class Bank:
         self._shares.of(entry.scope.namespace).on_put(entry.key, entry.nbytes)
 
     def _leave(self, key: str) -> None:
+        is_pinned = key in self._pinned
         self._remove(key)
-        self.on_leave(key)
+        if not is_pinned:
+            self.on_leave(key)
 
     def _remove(self, key: str) -> None:
         if (entry := self._entries.pop(key, None)) is None:

@@ -28,7 +28,7 @@ from llmcache.policies import POLICIES
 from llmcache.request.kinds import Kinds
 from llmcache.request.reading import RequestReader
 from llmcache.reuse.prefix.block_pool import BlockPool
-from llmcache.save import Saved, Section, save
+from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats
 from llmcache.stores import MEMORY, STORES
 from llmcache.stores.blocks import block_name
@@ -168,8 +168,10 @@ class Core:
             for rung in self.forward.rungs[1:]:
                 rung.look_up(one, one.open_rows())
             if self.calibrator is not None:
-                for hit in one.hits.values():
-                    self.calibrator.calibrated.fitter.sources.quarantine(hit.source, one.namespace)
+                sources = self.calibrator.calibrated.fitter.sources
+                for key in {*entries, *(hit.source for hit in one.hits.values())}:
+                    if key in sources:
+                        sources.bury(key, one.namespace)
         return n_requests
 
     def drop(self, namespace: str | None) -> int:
@@ -207,7 +209,10 @@ class Core:
 
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save, but for what was purged in its store since."""
-        saved.restore(self.payload.name, self._sections())
+        sections = self._sections()
+        if CALIBRATED in saved.sections:
+            sections[CALIBRATED] = self.learn().calibrated
+        saved.restore(self.payload.name, sections)
         for name, kinds in self._kinds().items():
             for one in saved.manifest.kinds.get(name, ()):
                 kinds.tell(*one)
@@ -219,7 +224,12 @@ class Core:
             self.tier.follow()
 
     def _sections(self) -> dict[str, Section]:
-        return {"bank": self.bank} | ({} if self.blocks is None else {"blocks": self.blocks})
+        sections: dict[str, Section] = {"bank": self.bank}
+        if self.blocks is not None:
+            sections["blocks"] = self.blocks
+        if self.calibrator is not None and self.calibrator.calibrated.calibration is not None:
+            sections[CALIBRATED] = self.calibrator.calibrated
+        return sections
 
     def _kinds(self) -> dict[str, Kinds[Any]]:
         prefix = self.forward.prefix
