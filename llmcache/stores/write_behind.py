@@ -167,8 +167,8 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                wait_s = self.reads.left_s if self.reads.is_open else None
-                self._changed.wait_for(lambda: self._jobs or self.is_closed, wait_s)
+                if not (self._jobs or self.is_closed):  # whoever wakes it may have opened the breaker
+                    self._changed.wait(self.reads.left_s if self.reads.is_open else None)
                 if self.is_closed and not self._jobs:
                     return
                 jobs, self._jobs, self._is_busy = list(self._jobs), deque(), True
