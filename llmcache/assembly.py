@@ -38,7 +38,7 @@ from llmcache.matching import DECISIONS
 from llmcache.matching.answers import Reading, find_answers, read_logits
 from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import Decision, thresholds
-from llmcache.matching.index import INDEXES
+from llmcache.index import INDEXES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head

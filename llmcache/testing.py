@@ -14,7 +14,7 @@ from llmcache.banks.compression.base import Codec
 from llmcache.banks.stores.base import Event, Put, Store, StoreKey
 from llmcache.errors import StoreError
 from llmcache.fingerprint.base import Fingerprint, View
-from llmcache.matching.index.base import Index
+from llmcache.index.base import Index
 from llmcache.policies.base import Policy
 
 

@@ -23,7 +23,7 @@ def command(
     entries: Annotated[int, typer.Option(min=64, help="Entries in each bank, filled before measuring.")] = 10_000,
     payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
     layers: Annotated[str, typer.Option(help="Stored layers: last or all.")] = "last",
-    index: Annotated[str, typer.Option(help="Index: auto, flat, refined or hnsw.")] = "auto",
+    index: Annotated[str, typer.Option(help="Index: auto, flat or hnsw.")] = "auto",
     mode: Annotated[str, typer.Option(help="semantic, one search a call, or paper, one a layer.")] = "semantic",
     head: Annotated[str, typer.Option(help="class, or token: a causal language model's, at every token.")] = "class",
     tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,

@@ -66,7 +66,7 @@ def _registries() -> Mapping[str, Registry[Any]]:
     from llmcache.banks.stores import STORES
     from llmcache.fingerprint import FINGERPRINTS
     from llmcache.matching import DECISIONS
-    from llmcache.matching.index import INDEXES
+    from llmcache.index import INDEXES
     from llmcache.policies import POLICIES
 
     registries: tuple[Registry[Any], ...] = (FINGERPRINTS, DECISIONS, INDEXES, POLICIES, STORES, CODECS)
