@@ -24,6 +24,8 @@ from llmcache.execution.flow import Flow
 from llmcache.execution.graphs import make_buckets
 from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.hooks import Installed, install
+from llmcache.paper.build import build as build_layerwise
+from llmcache.paper.layerwise import Layerwise
 from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
@@ -40,7 +42,7 @@ def make_core(parts, config, tokenizer):
     from llmcache.policies import POLICIES
     from llmcache.models.hooks import is_wrapped
     trunk, payload = parts.trunk, parts.payload
-    if os.environ.get("OLD") or config.tau is not None or config.learn is not None or parts.tier is not None or config.compression.name != "none" or len(parts.rungs) > 1 or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"):
+    if os.environ.get("OLD") or config.learn is not None or parts.tier is not None or config.compression.name != "none" or len(parts.rungs) > 1 or config.exact is False or config.layers not in ("auto", "last"):
         return None
     if is_wrapped(trunk):
         raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
@@ -73,9 +75,17 @@ class LLMCache:
         self.config = config
         self._tokenizer = tokenizer
         self._answer_of = answer_of
+        self._flow: Any
+        self._layerwise: Layerwise | None
+        self._core = self._layerwise = None
+        if config.tau is not None:
+            if rungs:
+                raise ConfigError("rungs: with tau the paper's cache serves alone; leave one of them out")
+            self._flow = self._layerwise = build_layerwise(model, config, tokenizer)
+            self._installed = self._layerwise.installed
+            return
         self._components = assemble(model, config, tokenizer, answer_of, rungs)
         self._core = make_core(self._components, config, tokenizer)
-        self._flow: Any
         if self._core is not None:
             self._flow = self._core
             self._installed = Installed()
@@ -243,6 +253,7 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
+        self._refuse_tau("calibrate()")
         self._leave_core()
         self._components.settle()
         claim = make_claim(self.config, max_drop, delta, metric, sources, seed)
@@ -263,6 +274,7 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
+        self._refuse_tau("observe()")
         self._leave_core()
         self._components.settle()
         return self._calibrator.observe(requests, labels)
@@ -270,12 +282,16 @@ class LLMCache:
     @property
     def calibrated(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
+        if self._layerwise is not None:
+            return None
         self._components.settle()
         return self._components.calibrated
 
     @property
     def calibration(self) -> Calibration | None:
         """What approximate reuse rests on; None before one, and after a failure or a second alarm."""
+        if self._layerwise is not None:
+            return None
         return None if self._components.calibrated is None else self._components.calibrated.calibration
 
     def compile(
@@ -308,6 +324,7 @@ class LLMCache:
                 failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
+        self._refuse_tau("compile()")
         self._leave_core()
         compiler = self._compiler()
         n_positions = getattr(self._components.trunk.config, "max_position_embeddings", None)
@@ -330,8 +347,13 @@ class LLMCache:
                 in training mode; or the process could not be started.
             WrapError: The cache was unwrapped.
         """
+        self._refuse_tau("start_model_process()")
         self._leave_core()
         self._compiler().start_process()
+
+    def _refuse_tau(self, what: str) -> None:
+        if self._layerwise is not None:
+            raise ConfigError(f"{what} with tau={self.config.tau}: the paper's cache decides at each layer; leave tau out")
 
     def _compiler(self) -> CompiledTrunk:
         if self._installed.is_empty:
@@ -357,6 +379,9 @@ class LLMCache:
         Raises:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
         """
+        if self._layerwise is not None:
+            self._layerwise.close()
+            return self.model
         if self._core is not None:
             self._core.is_retired = True
         if self._components.audit is not None:
@@ -377,6 +402,8 @@ class LLMCache:
         Hits that were served with other weights than those of now wait until these are back. What is being written to a
         store is waited for, and a calibration that is shared is published or taken up.
         """
+        if self._layerwise is not None:
+            return self._layerwise.drain()
         self._components.settle()
         n_done = 0 if self._components.audit is None else self._components.audit.drain()
         self._components.share()
@@ -397,6 +424,8 @@ class LLMCache:
 
     def stats(self) -> Stats:
         """Counters since wrapping or `restart_stats`, and what is held now."""
+        if self._layerwise is not None:
+            return self._layerwise.stats()
         if self._core is not None:
             bank, last = self._core._bank, self._components.trunk.depth - 1
             return self._components.counters.snapshot(
@@ -416,12 +445,12 @@ class LLMCache:
         What a call of each length takes stays known (`Stats.cost`), and so do failures. What banks, the audit, graphs
         and a store count goes on.
         """
-        self._components.restart_stats()
+        (self._layerwise or self._components).restart_stats()
 
     @property
     def payload(self) -> str:
         """What each entry keeps of a request's hidden states: `sequence`, `cls`, `last` or `mean`."""
-        return self._components.payload.name
+        return self._components.payload.name if self._layerwise is None else self._layerwise.payload
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -441,6 +470,9 @@ class LLMCache:
         Raises:
             StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.
         """
+        if self._layerwise is not None:
+            self._layerwise.clear()
+            return
         if self._core is not None:
             self._core._bank.clear()
             if self._components.prefix is not None:
@@ -459,6 +491,8 @@ class LLMCache:
             StoreError: The store could not be purged. Nothing of it is in this cache's memory any more.
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
+        if self._layerwise is not None:
+            return self._layerwise.purge(checked_namespace(namespace))
         if self._core is not None:
             name = checked_namespace(namespace)
             n = 0 if self._components.prefix is None else self._components.prefix.purge(name)
@@ -484,6 +518,10 @@ class LLMCache:
             ConfigError: A namespace is not a string, or one of a class of its own, or no Unicode text.
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
+        if self._layerwise is not None:
+            with setting(self._layerwise.namespace, name):
+                yield self
+            return
         if self._core is not None:
             with setting(self._core.namespace, name), setting(self._core.prefixes_from, shared):
                 yield self
@@ -507,8 +545,8 @@ class LLMCache:
             NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it; with
                 `leave_out` where none is, or some cannot be told apart before the layers.
         """
-        if self._core is not None:
-            with setting(self._core.is_only_if_cached, True):
+        if self._core is not None or self._layerwise is not None:
+            with setting(self._flow.is_only_if_cached, True):
                 yield self
             return
         with setting(self._flow.is_only_if_cached, True), setting(self._flow.may_leave_out, leave_out):
@@ -552,6 +590,8 @@ class LLMCache:
             yield self
 
     def __repr__(self) -> str:
+        if self._layerwise is not None:
+            return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs='paper')"
         names = [rung.name for rung in self._components.rungs]
         rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])
         return f"LLMCache({type(self.model).__name__}, payload={self._components.payload.name!r}, rungs={rungs!r})"
