@@ -16,9 +16,11 @@ from llmcache.models.heads import Head, find_head
 from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.weights import Weights
 from llmcache.paper.bank import LayerBank
+from llmcache.paper.banks import Banks
 from llmcache.paper.codecs import CODECS, Codec
 from llmcache.paper.fingerprints import FINGERPRINTS
 from llmcache.paper.layerwise import Layerwise
+from llmcache.paper.opening import Opener
 from llmcache.policies import POLICIES
 from llmcache.request.reading import RequestReader
 
@@ -80,20 +82,12 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
         policy = config.policy.build(POLICIES)
         return LayerBank(policy, make_codec, make_index, max_bytes, config.max_entries)
 
-    return Layerwise(
-        trunk,
-        head,
-        payload,
-        fingerprint,
-        {layer: make_bank() for layer in tau},
-        tau,
-        is_ahead,
-        weights,
-        coupling,
-        RequestReader(trunk, head, payload, tokenizer),
-        device_of(trunk.module) if config.device == "model" else torch.device("cpu"),
-        first_attention(trunk) if fingerprint.reads_attention else None,
-    )
+    device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
+    banks = Banks({layer: make_bank() for layer in tau}, tau, fingerprint, device)
+    reader = RequestReader(trunk, head, payload, tokenizer)
+    opener = Opener(trunk, head, payload, fingerprint, weights, coupling, reader)
+    attention = first_attention(trunk) if fingerprint.reads_attention else None
+    return Layerwise(trunk, head, payload, fingerprint, banks, is_ahead, weights, opener, attention)
 
 
 def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
