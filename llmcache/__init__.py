@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         WrapError,
     )
     from llmcache.fingerprint import FINGERPRINTS, Fingerprint, View
+    from llmcache.index import INDEXES, Index
     from llmcache.matching import DECISIONS, Decision, Evidence
-    from llmcache.matching.index import INDEXES, Index
     from llmcache.models.adapters import Adapter, register_adapter
     from llmcache.policies import POLICIES, Policy
     from llmcache.request.outcome import Outcome
@@ -64,7 +64,7 @@ _NAMES = {
     ),
     "fingerprint": ("FINGERPRINTS", "Fingerprint", "View"),
     "matching": ("DECISIONS", "Decision", "Evidence"),
-    "matching.index": ("INDEXES", "Index"),
+    "index": ("INDEXES", "Index"),
     "models.adapters": ("Adapter", "register_adapter"),
     "policies": ("POLICIES", "Policy"),
     "request.outcome": ("Outcome",),

@@ -38,7 +38,7 @@ from llmcache.matching import DECISIONS
 from llmcache.matching.answers import Reading, find_answers, read_logits
 from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import Decision, thresholds
-from llmcache.matching.index import INDEXES
+from llmcache.index import INDEXES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
@@ -50,7 +50,6 @@ from llmcache.request.rows import id_dtype
 from llmcache.reuse.base import Rung
 from llmcache.reuse.chooser import NeighbourChooser
 from llmcache.reuse.exact import Exact
-from llmcache.reuse.paper import Paper
 from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.semantic import Fixed, Semantic
 
@@ -104,7 +103,7 @@ def assemble(
         banks,
         rungs,
         fingerprint=searched_by,
-        is_per_layer=config.fingerprint_per_layer,
+        is_per_layer=False,
         attention=first_attention(trunk) if searched_by is not None and searched_by.reads_attention else None,
         weights=weights,
         coupling=coupling,
@@ -115,7 +114,7 @@ def assemble(
         tier=tier,
         counters=counters,
     )
-    if config.auto_bypass and config.mode != "paper":  # which is the reference, and measured as written
+    if config.auto_bypass:
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
     return parts
 
@@ -206,12 +205,6 @@ def _make_matching(config: CacheConfig) -> tuple[Fingerprint, Decision]:
             f"max_entries={config.max_entries}: fingerprint {config.fingerprint_component.name!r} is fitted on "
             f"{fingerprint.n_fit} stored requests, which would never be there; raise it, or lower fit_on"
         )
-    if config.fingerprint_per_layer and not fingerprint.fits_any_layer:
-        fitting = [name for name, kind in FINGERPRINTS.items() if kind.fits_any_layer]
-        raise ConfigError(
-            f"fingerprint_per_layer=True: fingerprint {config.fingerprint.name!r} cannot be taken from the states that "
-            f"enter any layer; use one of {', '.join(fitting)}, or leave it out"
-        )
     config.index_component.build(INDEXES, 8)  # made anew for each partition, once requests are there
     return fingerprint, config.decide_component.build(DECISIONS)
 
@@ -220,9 +213,7 @@ def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     name: str = config.payload
     if name == "auto":
         # Embeddings served losslessly keep all tokens: the caller may ask for token embeddings too.
-        wants_all = config.mode == "paper" or (
-            head.name == "sentence embedding" and config.tau is None and config.learn is None
-        )
+        wants_all = head.name == "sentence embedding" and config.tau is None and config.learn is None
         name = "sequence" if wants_all or trunk.adapter.is_guess else head.payload
     if name == "mean" and trunk.adapter.is_guess:
         raise ConfigError(
@@ -249,7 +240,7 @@ def _refuse_shared(trunk: Trunk, payload: Payload) -> None:
 
 def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> list[int]:
     last = trunk.depth - 1
-    if config.layers == "all" or (config.layers == "auto" and config.mode == "paper" and not payload.fits_any_length):
+    if config.layers == "all":
         chosen = list(range(trunk.depth))
     elif config.layers in ("last", "auto"):
         chosen = [last]
@@ -291,7 +282,7 @@ def _make_banks(
         fingerprint,
         lambda dim: config.index_component.build(INDEXES, dim),
         by_length=not payload.fits_any_length,
-        by_layer=config.mode == "paper",
+        by_layer=False,
         make_way=prefix.make_way if prefix is not None else lambda: None,
         tier=tier,
         fingerprint_kind=config.fingerprint_component.model_dump_json(),
@@ -322,11 +313,6 @@ def _open_tier(
         if config.store.options:
             raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(config.store.options)})")
         return None
-    if config.mode == "paper":
-        raise ConfigError(
-            f"store={config.store.name!r} with mode 'paper', whose entries may rest on other requests' states: leave "
-            "one of them out"
-        )
     if not is_of_use:
         raise ConfigError(
             f"store={config.store.name!r}: nothing could be served from it with exact={config.serves_exact} and "
@@ -373,7 +359,7 @@ def _choose_rungs(
         rungs.append(Exact(banks))
     rungs += [_make_own(make, banks, trunk.depth) for make in own]
     if tau:
-        rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))
+        rungs.append(Semantic(banks, chooser, Fixed(tau)))
     return rungs
 
 

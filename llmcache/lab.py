@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from llmcache.calibration.training import N_TURNS, Found
     from llmcache.config import explain
     from llmcache.fingerprint import ShingleMinHash
-    from llmcache.matching.index.lsh import share_equal
+    from llmcache.index.lsh import share_equal
     from llmcache.models.adapters import Trunk, first_attention, locate, special_ids, unpack
     from llmcache.models.loading import (
         MINILM,
@@ -74,7 +74,7 @@ _NAMES = {
     "reuse.prefix.block_pool": ("BlockPool",),
     "request.prefill": ("Link",),
     "fingerprint": ("ShingleMinHash",),
-    "matching.index.lsh": ("share_equal",),
+    "index.lsh": ("share_equal",),
     "calibration.drift": ("DriftDetector", "Marks", "Profile"),
     "audit.alarm": ("Alarm",),
     # Fit and choose: calibrations, step by step.

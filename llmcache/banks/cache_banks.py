@@ -29,7 +29,7 @@ from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.fingerprint_index import FingerprintIndex
-from llmcache.matching.index import Index
+from llmcache.index import Index
 from llmcache.matching.partition import Neighbour
 from llmcache.request.rows import Row, Scope
 from llmcache.threads import forkable

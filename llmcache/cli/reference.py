@@ -65,7 +65,7 @@ def _registries() -> Mapping[str, Registry[Any]]:
     from llmcache.banks.compression import CODECS
     from llmcache.fingerprint import FINGERPRINTS
     from llmcache.matching import DECISIONS
-    from llmcache.matching.index import INDEXES
+    from llmcache.index import INDEXES
     from llmcache.policies import POLICIES
     from llmcache.stores import STORES
 

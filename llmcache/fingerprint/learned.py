@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, Ids, product
-from llmcache.fingerprint.base import Fingerprint, View
-from llmcache.fingerprint.mean import normalise
+from llmcache.paper.fingerprints import Fingerprint, View
+from llmcache.paper.fingerprints import normalise
 from llmcache.threads import forkable
 
 Lookup = Callable[[Ids], Floats]

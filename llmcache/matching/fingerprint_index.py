@@ -12,7 +12,7 @@ import numpy as np
 
 from llmcache.arrays import Floats
 from llmcache.fingerprint import Fingerprint
-from llmcache.matching.index import Index
+from llmcache.index import Index
 from llmcache.matching.partition import IndexPartition, IndexSlot, Neighbour
 from llmcache.request.rows import Row, Scope
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats
-from llmcache.matching.index import Index
+from llmcache.index import Index
 from llmcache.request.rows import Scope
 
 

@@ -512,7 +512,7 @@ def install(
         if trunk.norm is not None:
             installed.add(_hang(trunk.norm, _NormHook(lambda both: listener.normed(*both))))
         if attention is not None:
-            installed.add(listen(attention, listener))
+            installed.add(listen(attention, listener.attended))
         if model is not None and (head := find_lm_head(model, trunk)) is not None:
             installed.add(HeadSwap(head, listener).remove)
         installed.add(TrunkSwap(trunk.module, listener).remove)

@@ -56,6 +56,8 @@ CURES: dict[str, str] = {
     "optimizer.zero_grad() before the model is evaluated",
     "other_attention": "is_causal of an attention layer or of the config is not what this family has, or not what it "
     "was when the model was wrapped, so a row's states depend on the padding of the rows beside it: set it back",
+    "coupled_rows": "rows of a call affect each other since the model was edited (quantised, say), so no other request "
+    "stands for one: wrap it without tau",
     "adapter_names": "PEFT computes each row with adapters of its own (adapter_names, X-LoRA): call it with one "
     "adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "

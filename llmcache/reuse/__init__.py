@@ -14,8 +14,7 @@ from llmcache.execution.old_call import Call, Reuse
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 from llmcache.reuse.exact import Exact
-from llmcache.reuse.paper import Paper
 from llmcache.reuse.prefix.rung import Prefix
 from llmcache.reuse.semantic import Semantic
 
-__all__ = ["CacheBanks", "Call", "Exact", "Paper", "Prefix", "Reuse", "Row", "Rung", "Semantic"]
+__all__ = ["CacheBanks", "Call", "Exact", "Prefix", "Reuse", "Row", "Rung", "Semantic"]

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from llmcache import BankFileError, LLMCache, StoreError, __version__, persist
 from llmcache.banks.memory import SMALL_BYTES
 from llmcache.matching import fingerprint_index
-from llmcache.matching.index import AutoIndex
+from llmcache.index import AutoIndex
 from tests.saves import accept, edit_manifest, read_manifest
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
@@ -34,7 +34,7 @@ SETTINGS = [
     {"tau": 0.9, "fingerprint": {"name": "pca", "dim": 4, "fit_on": 2}},
     {"tau": 0.9, "mode": "paper"},
     {"layers": [1, 3], "payload": "sequence"},
-    {"device": "model", "index": {"name": "hnsw", "buffer": 1}},
+    {"device": "model", "index": "hnsw"},
 ]
 
 

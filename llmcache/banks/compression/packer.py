@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmcache.banks.compression.base import Codec
+from llmcache.paper.codecs import Codec
 from llmcache.banks.entry import Entry
 from llmcache.models.payloads import cosine_distance
 

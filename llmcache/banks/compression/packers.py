@@ -6,7 +6,7 @@ lost. PEFT adapters that take turns are such weights, too.
 
 from collections.abc import Callable, Collection, Iterable
 
-from llmcache.banks.compression.base import Codec
+from llmcache.paper.codecs import Codec
 from llmcache.banks.compression.packer import Packer
 
 

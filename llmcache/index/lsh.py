@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Floats, Ids
-from llmcache.matching.index.base import Index
-from llmcache.matching.index.flat import FlatIndex, check_k, check_rows
+from llmcache.index.base import Index, check_query, no_rows
+from llmcache.index.flat import FlatIndex
 
 
 class LSHIndex(Index):
@@ -20,7 +20,7 @@ class LSHIndex(Index):
     1 - (1 - s^r)^b. Bands are as wide as they can be while that is at least `recall` at the threshold, and it is more
     above it: what is overlooked is computed, which costs time, never the answer. Where even bands of one entry fall
     short (128 hashes: under a threshold of 0.023), those are used. Time grows with the number of candidates, not of
-    rows. No call is safe beside another one: the caller holds a lock.
+    rows.
     """
 
     def __init__(self, dim: int, threshold: float = 0.5, recall: float = 0.95) -> None:
@@ -49,11 +49,9 @@ class LSHIndex(Index):
             self._bands.insert(name, _sketch(row))
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        check_rows(x, self.dim)
-        check_k(k)
+        check_query(x, self.dim, k)
         width = min(k, len(self))
-        ids = np.full((len(x), width), -1, np.int64)
-        similarity = np.full((len(x), width), -np.inf, np.float32)
+        ids, similarity = no_rows(len(x), width)
         for i, row in enumerate(x):
             candidates = np.sort(np.array(self._bands.query(_sketch(row)), np.int64))
             share = share_equal(self._rows.vectors(candidates), row)
