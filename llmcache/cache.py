@@ -18,10 +18,9 @@ from llmcache.calibration.risk_target import Metric
 from llmcache.calibrator import Calibrator, make_claim
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
-from llmcache.execution.chunks import Chunks
-from llmcache.execution.compiled import CompiledTrunk
+from llmcache.prefix.chunks import Chunks
+from llmcache.engines.compiled import CompiledTrunk
 from llmcache.execution.flow import Flow
-from llmcache.execution.graphs import make_buckets
 from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.hooks import Installed, install
 from llmcache.request.observation import Observation
@@ -74,6 +73,7 @@ class LLMCache:
         self._tokenizer = tokenizer
         self._answer_of = answer_of
         self._components = assemble(model, config, tokenizer, answer_of, rungs)
+        self._compiled: CompiledTrunk | None = None
         self._core = make_core(self._components, config, tokenizer)
         self._flow: Any
         if self._core is not None:
@@ -291,9 +291,9 @@ class LLMCache:
 
         Decisions stay outside of the graphs. The rows of a call that nothing serves are padded to the smallest bucket
         that holds them. All graphs are made and tried here, which takes seconds to minutes each; none is made in
-        service. Other calls run eagerly, counted by reason in `stats().compiled`. While there are graphs, requests are
-        stored apart from those of before, and states are within 1e-4 of the largest (5e-2 below float32) of what the
-        model computes alone, bypassed calls included. Called again, it makes all graphs anew. Not saved.
+        service. Calls that keep K/V or bypass the cache run eagerly, and so do others that no graph fits, counted by
+        reason in `stats().compiled`. What graphs compute is stored apart from what the model computes: its states are
+        within 1e-4 of the largest (5e-2 below float32). Called again, it makes and counts anew. Not saved.
 
         Args:
             lengths: Tokens of a row, padding included; what is beyond the model's positions is left out.
@@ -303,41 +303,19 @@ class LLMCache:
             max_padding: Largest share of a bucket's tokens that may be padding, 0 to 1; beyond it, calls run eagerly.
 
         Raises:
-            ConfigError: An argument is wrong; the model's calls are decided at its layers (they keep K/V, say); it is
-                in training mode; a part's forward was replaced; or no bucket could be compiled. Where some could,
-                failures are counted and logged.
+            ConfigError: An argument is wrong; the cache has `tau`; the model is in training mode; its rows affect each
+                other; a part's forward was replaced; or no bucket could be compiled. Earlier graphs stay then. Where
+                some could be compiled, failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
-        self._leave_core()
-        compiler = self._compiler()
-        n_positions = getattr(self._components.trunk.config, "max_position_embeddings", None)
-        buckets = make_buckets(lengths, rows, n_positions)
-        if not 0 <= max_padding <= 1:
-            raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
-        compiler.make(buckets, mode, backend, max_padding)
-
-    def start_model_process(self) -> None:
-        """Have a process of its own compute what nothing serves, so that this one's threads need not wait for it.
-
-        For servers on a CPU, whose threads look up and answer meanwhile: in one process they and a small model's
-        forward take turns at Python's interpreter lock. Outputs are equal bit for bit. The process shares the weights;
-        it takes the memory of the libraries once more. It ends with `unwrap`, or when it fails; calls are computed here
-        then. A forked process computes by itself. Calls that have to see layers are computed here as well, counted in
-        `stats().compiled`. It takes the place of graphs (`compile`). Not saved.
-
-        Raises:
-            ConfigError: The model is on an accelerator; its calls are decided at its layers (they keep K/V, say); it is
-                in training mode; or the process could not be started.
-            WrapError: The cache was unwrapped.
-        """
-        self._leave_core()
-        self._compiler().start_process()
-
-    def _compiler(self) -> CompiledTrunk:
         if self._installed.is_empty:
             raise WrapError("the cache was unwrapped: wrap the model again")
-        assert self._components.compiled is not None
-        return self._components.compiled
+        core, parts = self._core, self._components
+        if core is None:
+            raise ConfigError("compile: with tau, decisions are made within the layers, which no graph holds")
+        self._compiled = core.engine = CompiledTrunk(
+            parts.trunk, core.eager, core.arguments, parts.weights, parts.coupling, lengths, rows, mode, backend, max_padding
+        )
 
     def _leave_core(self) -> None:
         if self._core is not None:
@@ -361,8 +339,8 @@ class LLMCache:
             self._core.is_retired = True
         if self._components.audit is not None:
             self._components.audit.worker.close()
-        if self._components.compiled is not None:
-            self._components.compiled.close()
+        if self._compiled is not None:
+            self._compiled.close()
         if self._components.store_queue is not None:
             self._components.store_queue.close()
         self._installed.remove()
@@ -403,7 +381,7 @@ class LLMCache:
                 n_entries={last: len(bank)}, n_evicted={last: bank.n_evicted}, n_expelled={last: bank.n_expelled},
                 n_stored=len(bank) + (0 if self._components.prefix is None else self._components.prefix.n_tails), nbytes=bank.nbytes, nbytes_by_layer={last: bank.nbytes},
                 max_nbytes_by_layer={last: bank.max_bytes}, index_nbytes=0, reconstruction_error={},
-                reconstruction_distance={}, cost=(), audit=None, compiled=None, store=None,
+                reconstruction_distance={}, cost=(), audit=None, compiled=None if self._compiled is None else self._compiled.stats(), store=None,
                 n_blocks=0 if self._components.prefix is None else len(self._components.prefix),
                 n_blocks_evicted=0 if self._components.prefix is None else self._components.prefix.n_evicted,
                 prefix_nbytes=0 if self._components.prefix is None else self._components.prefix.nbytes,

@@ -12,17 +12,17 @@ import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcache.bank import Bank, Entry
 from llmcache.counters import Counters
-from llmcache.execution.chunks import Chunks
+from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING
@@ -36,6 +36,7 @@ from llmcache.models.packing import Fields, Packing, parts_of
 from llmcache.models.payloads import Payload, last_valid
 from llmcache.models.pooling import Veil
 from llmcache.models.weights import Weights
+from llmcache.prefix.chunks import Chunks
 from llmcache.prefix.prefix import Prefix
 from llmcache.request.bypass import find_reason
 from llmcache.request.outcome import Outcome
@@ -75,6 +76,7 @@ class Call:
     mark: Mark | None = None  # of the weights, when it was opened
     generation: int = 0  # of the namespace, likewise
     kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
+    engine: Engine | None = None  # computes what nothing serves
     is_activated: bool = False  # an activated LoRA is in force for its last columns
     is_whole: bool = False  # its rows affect each other: all are served, or none
     requests: Requests | None = None
@@ -156,6 +158,8 @@ class CachedForward(Swap):
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
+        self.eager = Eager(self)
+        self.engine: Engine = self.eager
         self._local = threading.local()
         self._packings: dict[tuple[Any, ...], Packing | None] = {}  # by kind and weights
         self._observed = head.observed if payload.fits_any_length else None
@@ -234,7 +238,9 @@ class CachedForward(Swap):
             return "input_shape"
         device = arguments["input_ids"].device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)
+        keeps_kv = self._trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments)
+        call.engine = self.engine.choose(call.args, call.kwargs, digest, keeps_kv)
+        call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention, call.engine.name)
         # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
         dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
         by_default = setting(self._trunk.config, "return_dict")
@@ -246,7 +252,7 @@ class CachedForward(Swap):
         activated = weights.activated
         call.is_activated = activated is not None
         call.requests = self._reader.read(arguments, call.mask_4d, call.scope, activated, call.is_whole)
-        if self._trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments):
+        if keeps_kv:
             return "prefix_off" if self._prefix is None else self._prefix.open(call)
         return None
 
@@ -321,13 +327,14 @@ class CachedForward(Swap):
             return self.original(*call.args, **call.kwargs)
         if call.prefill is not None:
             try:
-                return self._prefix.answer(call, self._run_prefill)
+                return self._prefix.answer(call, partial(self._run_prefill, call))
             except Exception as error:  # also of the model: if it is, it is raised below
-                if not (call.prefill.whole or call.prefill.served):
+                chunks = self.chunks.get()
+                if not (call.prefill.whole or call.prefill.served) or (chunks is not None and chunks.error is error):
                     raise
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("serve a prefix", error)
-                return self._prefix.answer(call, self._run_prefill)
+                return self._prefix.answer(call, partial(self._run_prefill, call))
         if call.hits:
             try:
                 return self._serve(call)
@@ -351,13 +358,14 @@ class CachedForward(Swap):
             self.veil.draw(made, {number: last_valid(call.rows[number].valid) for number in call.hits})
         return made
 
-    def _run_prefill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_prefill(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
         chunks = self.chunks.get()
         if chunks is None or self._weights.activated is not None or not chunks.fit(self.arguments, args, kwargs):
-            return self.original(*args, **kwargs)
+            rows = [row for row in call.rows if row.number not in call.prefill.whole]
+            return call.engine.run(args, kwargs, rows)
         with setting_variable(self.chunks, None):  # others may be let in, and call the model for themselves
-            return chunks.run(self.original, self.arguments, args, kwargs)[0]
+            return chunks.run(self.original, self.arguments, args, kwargs)
 
     def _run(self, call: Call, numbers: Sequence[int]) -> Any:
         """Run the trunk on some rows of a call."""
@@ -370,7 +378,7 @@ class CachedForward(Swap):
                     args, kwargs = self.arguments.replace(args, kwargs, name, value.index_select(0, index))
         if self._keeps_no_kv:
             args, kwargs = self.arguments.replace(args, kwargs, "use_cache", False)
-        call.output = self.original(*args, **kwargs)
+        call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
         call.computed = {number: place for place, number in enumerate(numbers)}
         return call.output
 

@@ -125,18 +125,15 @@ class CompileStats:
 
     Attributes:
         n_graphs: Graphs in force, one a bucket; 0 after they were dropped.
-        n_requests: Rows that a graph computed, or the model's process.
-        eager: Rows computed without one while there were graphs, by reason. `layers`: decisions were left to make at
-            the layers, as for the first call of a kind. `shape`: no bucket holds them, or too much of it were padding.
-            `arguments`: more than tokens, a 2-D mask and token types was given, or more output asked for. `padding`:
-            a row is not padded on the right, or that could not be told without waiting for the device. `gradients`:
-            these are on, or the model is in training mode. `torch_settings`: autocast is on, or the number of threads,
-            default dtype, matmul precision or determinism is another. `thread`: of a mode with CUDA graphs, another
-            thread than that which made them. `hooked`: hooks of others hang within the trunk. `dropped`: graphs were
-            dropped during the call. `failed`: a graph raised, and is used no more.
-        n_failed: Buckets that have no graph, since making it failed, or running it.
-        n_dropped: Times that all graphs were dropped, since the model was edited otherwise than in place.
-        has_process: A process of its own computes in place of graphs; see `LLMCache.start_model_process`.
+        n_requests: Rows that a graph computed.
+        eager: Rows that the model computed without a graph while there were graphs, by reason; calls that bypass the
+            cache are not among them. `kv_cache`: the caller keeps K/V. `shape`: no bucket holds the rows, or too much
+            of it would be padding. `arguments`: more than tokens, a 2-D mask and token types was given. `padding`: a
+            row is not padded on the right. `torch_settings`: autocast is on, or torch's number of threads, default
+            dtype, matmul precision or determinism changed. `thread`: of a mode with CUDA graphs, another thread than
+            the one that made them. `failed`: a graph raised, and is used no more.
+        n_failed: Buckets without a graph, since making it failed, or running it.
+        n_dropped: 1 after all graphs were dropped, since the model was edited otherwise than in place; else 0.
     """
 
     n_graphs: int
@@ -144,7 +141,6 @@ class CompileStats:
     eager: dict[str, int] = field(default_factory=dict)
     n_failed: int = 0
     n_dropped: int = 0
-    has_process: bool = False
 
 
 @dataclass(frozen=True, slots=True)

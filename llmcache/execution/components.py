@@ -15,7 +15,6 @@ from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
-from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.cost import CostModel
 from llmcache.execution.recorder import BypassRecorder
 from llmcache.execution.store_queue import StoreQueue
@@ -84,7 +83,6 @@ class Components:
         audit: Looks into what it serves; None without.
         sharing: Shares its calibration on the store; None without.
         recorder: Outputs of bypassed calls; None where none is recorded.
-        compiled: Runs the trunk by graphs, where there are any; None until calls are listened to.
         store_queue: Calls that are to be stored; None until calls are listened to.
         counters: What was done.
     """
@@ -109,7 +107,6 @@ class Components:
     audit: Audit | None = None
     sharing: SharedCalibration | None = None
     recorder: BypassRecorder | None = None
-    compiled: CompiledTrunk | None = None
     store_queue: StoreQueue | None = None
     counters: Counters = field(default_factory=Counters)
 
@@ -177,7 +174,7 @@ class Components:
             reconstruction_distance={layer: loss.cosine_distance for layer, loss in banks.layer_banks.losses.items()},
             cost=() if self.cost is None else self.cost.rows(),
             audit=None if self.audit is None else self.audit.stats(),
-            compiled=None if self.compiled is None else self.compiled.stats(),
+            compiled=None,
             store=None if self.tier is None else self.tier.stats(),
         )
 

@@ -22,8 +22,6 @@ from llmcache.audit.audit import Audit
 from llmcache.errors import NotCachedError
 from llmcache.execution.bypass_check import BypassCheck
 from llmcache.execution.capture import StateCapture
-from llmcache.execution.chunks import Chunks
-from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.components import Components
 from llmcache.execution.fast_path import FastPath, OutputTemplate
 from llmcache.execution.frames import Frame, Frames
@@ -39,6 +37,7 @@ from llmcache.models.hooks import LayerSwap
 from llmcache.models.masks import flatten
 from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
+from llmcache.prefix.chunks import Chunks
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
 from llmcache.request.variables import setting
@@ -76,7 +75,6 @@ class Flow:
         self._store_queue = parts.store_queue = StoreQueue(self._capture.store_later, parts.counters, self._meter.spent)
         self._is_veiled = parts.head.pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
-        self._compiled = parts.compiled = CompiledTrunk(parts, self._arguments, self._lookup)
         if parts.cost is not None:
             parts.recorder = BypassRecorder(parts, self._lookup, self._fast_path, self._capture)
         self._last = parts.trunk.depth - 1
@@ -110,7 +108,7 @@ class Flow:
             return False
         if self.innermost() is not None or self.is_disabled.get() or self._n_read.get() is not None:
             return False
-        if self._compiled.is_on or self.is_only_if_cached.get() or self.is_looked_up.get():
+        if self.is_only_if_cached.get() or self.is_looked_up.get():
             return False
         try:
             return self._meter.lets_pass(self._arguments.get(args, kwargs, "input_ids"), self.namespace.get())
@@ -227,7 +225,6 @@ class Flow:
         if call is not None and call.inputs.is_only_if_cached:
             self._missed(call)
             raise not_cached(call)
-        forward = self._compiled.stand_in(forward, frame)
         chunks = self.chunks.get()
         if chunks is not None and self._components.weights.activated is not None:
             chunks = None  # activated LoRA counts columns from the end, and would take that of a chunk for it
@@ -499,7 +496,7 @@ class Flow:
         frame.call = None
         try:
             with setting(self.chunks, None):  # others may be let in, and call the model for themselves
-                output, waited_s = chunks.run(forward, self._arguments, args, kwargs)
+                output, waited_s = chunks.run(forward, self._arguments, args, kwargs), 0.0
         finally:
             frame.call = call
         call.progress.has_begun = call.progress.is_complete = True

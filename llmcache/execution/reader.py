@@ -91,7 +91,7 @@ class RequestReader:
         if fingerprint is not None and not fingerprint.reads_states:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
             inputs.features = fingerprint.features(view).numpy()
-        compiled, is_whole = self._components.compiled, bool(self._components.coupling.reason(scope.weights))
+        is_whole = bool(self._components.coupling.reason(scope.weights))
         rows = read_rows(
             scope,
             inputs,
@@ -99,8 +99,7 @@ class RequestReader:
             self._components.trunk.adapter.is_guess,
             self._layout_counts,
             self._layout_is_kept,
-            compiled is not None and compiled.covers(call, scope),
-            is_whole,
+            is_whole=is_whole,
         )
         has_content = content.any(axis=1).tolist()
         reason = self._refusal_of_all(inputs)

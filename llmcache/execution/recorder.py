@@ -208,9 +208,7 @@ class BypassRecorder:
 
     def _setting(self, call: Call) -> tuple[Kind, str, bool]:
         """What decides states beside tokens and weights, and how they are packed."""
-        compiled = self._components.compiled
-        is_compiled = compiled is not None and compiled.is_on
-        return self._fast_path.kind(call), self._components.trunk.attention, is_compiled
+        return self._fast_path.kind(call), self._components.trunk.attention
 
     @property
     def _is_over(self) -> bool:

@@ -1,7 +1,6 @@
 """Prompts that are run in chunks: outputs, lookups, what is stored and what is counted are those of one run."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from transformers import DynamicCache, StaticCache
 
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
-from llmcache.execution.meter import Meter
-from llmcache.request.call import Call, Inputs
 from tests.reuse.prompts import FAMILIES, branch, close, run, wrapped
 from tests.tiny_models import build, tokens
 
@@ -135,12 +132,3 @@ def test_others_calls_between_two_chunks_are_calls_of_their_own(llama: Any) -> N
     close(asked(cache, LONG, answer)[0], plain[0][:, -1:])
     assert seen == [None, "exact", "exact", "exact"] and cache.last[0].rung is None
     assert cache.stats().n_stored == 2 and cache.stats().errors == 0
-
-
-def test_the_time_that_others_take_is_not_the_calls() -> None:
-    meter, call = Meter(SimpleNamespace()), Call(Inputs({}, "default"))  # type: ignore[arg-type]
-    meter.waited(call, 2.0)
-    assert call.progress.started is None
-    call.progress.started = 1.0
-    meter.waited(call, 2.0)
-    assert call.progress.started == 3.0

@@ -5,24 +5,24 @@ Lookup and storing see one call. The K/V cache holds what earlier chunks made, a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, Arguments
+from llmcache.prefix.prefix import last_states, with_states
 from llmcache.request.bypass import is_plain_cache
 from llmcache.reuse.prefix.kv_fill import empty
-from llmcache.reuse.prefix.rung import last_states, with_states
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunks:
     """How long prompts are run; see `LLMCache.chunked`."""
 
     n_tokens: int
     between: Callable[[], None]
+    error: BaseException | None = None  # that `between` raised
 
     def fit(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a forward of the trunk is longer than a chunk, and can be cut: its past is all in its K/V cache."""
@@ -33,18 +33,20 @@ class Chunks:
 
     def run(
         self, forward: Callable[..., Any], arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, float]:
-        """The output at all columns, or at the last ones of a trunk that puts out more; and seconds that others took.
+    ) -> Any:
+        """The output at all columns, or at the last ones of a trunk that puts out more.
 
         A forward that fails half-way leaves the K/V cache empty.
         """
-        output, states, waited_s = None, [], 0.0
+        output, states = None, []
         try:
             for begin in range(0, arguments.get(args, kwargs, "input_ids").shape[-1], self.n_tokens):
                 if begin:
-                    started = perf_counter()
-                    self.between()
-                    waited_s += perf_counter() - started
+                    try:
+                        self.between()
+                    except BaseException as error:
+                        self.error = error
+                        raise
                 some, named = args, kwargs
                 for name in BY_COLUMN:
                     if (value := arguments.get(args, kwargs, name)) is not None:
@@ -56,4 +58,4 @@ class Chunks:
             empty(arguments.get(args, kwargs, CACHE))
             raise
         known = [one for one in states if one is not None]
-        return output if len(known) < len(states) else with_states(output, torch.cat(known, dim=1)), waited_s
+        return output if len(known) < len(states) else with_states(output, torch.cat(known, dim=1))
