@@ -62,6 +62,10 @@ class Bank:
         self.nbytes = 0
         self.n_evicted = 0
         self.n_expelled = 0
+        #: Told the key of each entry that has left, under the lock.
+        self.on_leave: Callable[[str], object] = lambda key: None
+        self._pinned: set[str] = set()  # leave by `clear` and `forget` alone; the policy does not know them
+        self._pinned_nbytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -77,9 +81,44 @@ class Bank:
             held = self._entries
             found = [next((held[key] for key in of_one if key in held), None) for of_one in keys]
             for entry in found:
-                if entry is not None:
+                if entry is not None and entry.key not in self._pinned:
                     self._policy.on_hit(entry.key)
             return found
+
+    def used(self, keys: Iterable[str]) -> None:
+        """Tell the policy that entries served other requests."""
+        with self._lock:
+            for key in keys:
+                if key in self._entries and key not in self._pinned:
+                    self._policy.on_hit(key)
+
+    def pin(self, entries: Sequence[Entry]) -> bool:
+        """Hold entries, which do not leave until `release`, `clear` or `forget`; False, and none, if they do not fit."""
+        with self._lock:
+            nbytes = sum(entry.nbytes for entry in entries)
+            if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):
+                return False
+            for entry in entries:
+                self._remove(entry.key)
+            while self._is_over(nbytes, len(entries)):
+                self._evict()
+            for entry in entries:
+                self._entries[entry.key] = entry
+            self._pinned |= {entry.key for entry in entries}
+            self._pinned_nbytes += nbytes
+            self.nbytes += nbytes
+            return True
+
+    def release(self) -> None:
+        """Let pinned entries leave again, as if they had just been stored."""
+        with self._lock:
+            pinned, self._pinned, self._pinned_nbytes = self._pinned, set(), 0
+            for key in pinned:
+                self._policy.on_put(key, self._entries[key].nbytes)
+
+    def is_pinned(self, key: str) -> bool:
+        """Whether an entry does not leave for others."""
+        return key in self._pinned
 
     def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
         """Store entries of one call, unless their namespace was cleared since; returns how many are too large.
@@ -94,13 +133,15 @@ class Bank:
             for entry in entries:
                 if generation != self.generation(entry.scope.namespace):
                     break
-                if entry.nbytes > self.max_bytes:
+                if entry.key in self._pinned:
+                    continue
+                has_room = self.max_entries is None or len(self._pinned) < self.max_entries
+                if entry.nbytes > self.max_bytes - self._pinned_nbytes or not has_room:
                     n_too_large += 1
                     continue
                 self._remove(entry.key)
                 while self._is_over(entry.nbytes):
-                    self._remove(self._policy.victim())
-                    self.n_evicted += 1
+                    self._evict()
                 self._entries[entry.key] = entry
                 self.nbytes += entry.nbytes
                 self._policy.on_put(entry.key, entry.nbytes)
@@ -135,19 +176,31 @@ class Bank:
     def _drop(self, goes: Callable[[Entry], bool]) -> int:
         gone = [key for key, entry in self._entries.items() if goes(entry)]
         for key in gone:
-            self._remove(key)
+            self._leave(key)
         return len(gone)
 
     def _expire(self) -> None:
         for key in self._policy.expired():
-            self._remove(key)
+            self._leave(key)
             self.n_expelled += 1
+
+    def _evict(self) -> None:
+        self._leave(self._policy.victim())
+        self.n_evicted += 1
+
+    def _leave(self, key: str) -> None:
+        self._remove(key)
+        self.on_leave(key)
 
     def _remove(self, key: str) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
             self.nbytes -= entry.nbytes
+            if key in self._pinned:
+                self._pinned.remove(key)
+                self._pinned_nbytes -= entry.nbytes
+                return
         self._policy.on_remove(key)
 
-    def _is_over(self, incoming: int) -> bool:
-        too_many = self.max_entries is not None and len(self._entries) >= self.max_entries
-        return bool(self._entries) and (too_many or self.nbytes + incoming > self.max_bytes)
+    def _is_over(self, nbytes: int, n_entries: int = 1) -> bool:
+        too_many = self.max_entries is not None and len(self._entries) + n_entries > self.max_entries
+        return len(self._entries) > len(self._pinned) and (too_many or self.nbytes + nbytes > self.max_bytes)

@@ -15,14 +15,14 @@ from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import Requests
 from llmcache.calibration.risk_target import Metric
-from llmcache.calibrator import Calibrator, make_claim
+from llmcache.calibrator import make_claim
 from llmcache.config import CacheConfig
+from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
-from llmcache.prefix.chunks import Chunks
-from llmcache.engines.compiled import CompiledTrunk
 from llmcache.execution.flow import Flow
 from llmcache.matching.answers import Reading, read_logits
-from llmcache.models.hooks import Installed, install
+from llmcache.models.hooks import install
+from llmcache.prefix.chunks import Chunks
 from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
@@ -31,25 +31,9 @@ from llmcache.reuse.base import Rung
 from llmcache.stats import Stats
 
 
-def make_core(parts, config, tokenizer):
+def _takes_core(config):
     import os
-    from llmcache.call import CachedForward
-    from llmcache.bank import Bank as NewBank
-    from llmcache.request.reading import RequestReader as NewReader
-    from llmcache.policies import POLICIES
-    from llmcache.models.hooks import is_wrapped
-    trunk, payload = parts.trunk, parts.payload
-    if os.environ.get("OLD") or config.tau is not None or config.learn is not None or parts.tier is not None or config.compression.name != "none" or len(parts.rungs) > 1 or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"):
-        return None
-    if is_wrapped(trunk):
-        raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
-    bank = NewBank(config.policy.build(POLICIES), config.max_bytes, config.max_entries)
-    from llmcache.reuse.prefix.block_pool import BlockPool
-    cuts = parts.prefix is not None
-    if not cuts and trunk.makes_kv and not payload.fits_any_length:
-        parts.prefix = BlockPool(config.prefix_block, config.max_bytes, torch.device("cpu"), config.policy.build(POLICIES))
-    reader = NewReader(trunk, parts.head, payload, tokenizer)
-    return CachedForward(trunk, parts.head, payload, bank, reader, parts.weights, parts.coupling, parts.counters, parts.prefix, cuts)
+    return not (os.environ.get("OLD") or config.tau is not None or config.store.name != "memory" or config.compression.name != "none" or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"))
 
 
 class LLMCache:
@@ -72,20 +56,13 @@ class LLMCache:
         self.config = config
         self._tokenizer = tokenizer
         self._answer_of = answer_of
-        self._components = assemble(model, config, tokenizer, answer_of, rungs)
-        self._compiled: CompiledTrunk | None = None
-        self._core = make_core(self._components, config, tokenizer)
         self._flow: Any
-        if self._core is not None:
-            self._flow = self._core
-            self._installed = Installed()
-            self._installed.add(self._core.remove)
-            from llmcache.models.hooks import HeadSwap, _find_head
-            if self._components.prefix is not None and (head := _find_head(model, self._components.trunk)) is not None:
-                self._installed.add(HeadSwap(head, self._core).remove)
-            if self._core._is_veiled:
-                self._installed.add(self._core.veil.listen(self._components.head.pooled.pooling))
+        if _takes_core(config):
+            self._core = Core(model, config, tokenizer, answer_of, rungs)
+            self._flow, self._installed = self._core.forward, self._core.installed
             return
+        self._core = None
+        self._components = assemble(model, config, tokenizer, answer_of, rungs)
         self._install_flow()
 
     def _install_flow(self) -> None:
@@ -95,14 +72,6 @@ class LLMCache:
         self._installed = install(self._components.trunk, self._flow, self._components.attention, head)
         if self._components.head.pooled is not None and self._components.payload.name == "mean":
             self._installed.add(self._flow.veil.listen(self._components.head.pooled.pooling))
-        self._calibrator = Calibrator(
-            model, config, self._components, self._flow, self._installed, tokenizer, answer_of
-        )
-        try:
-            self._calibrator.start()
-        except BaseException:
-            self._installed.remove()
-            raise
 
     @classmethod
     def wrap(
@@ -243,10 +212,8 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
-        self._leave_core()
-        self._components.settle()
         claim = make_claim(self.config, max_drop, delta, metric, sources, seed)
-        return self._calibrator.calibrate(requests, labels, claim)
+        return self._core.learn().calibrate(requests, labels, claim)
 
     def observe(self, requests: Requests, *, labels: Sequence[Any] | None = None) -> list[Observation]:
         """Compute requests, and keep all that a calibration looks at: `calibrated` tries many on one pass of the model.
@@ -263,20 +230,17 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
-        self._leave_core()
-        self._components.settle()
-        return self._calibrator.observe(requests, labels)
+        return self._core.learn().observe(requests, labels)
 
     @property
     def calibrated(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
-        self._components.settle()
-        return self._components.calibrated
+        return None if self._core.calibrator is None else self._core.calibrator.calibrated
 
     @property
     def calibration(self) -> Calibration | None:
         """What approximate reuse rests on; None before one, and after a failure or a second alarm."""
-        return None if self._components.calibrated is None else self._components.calibrated.calibration
+        return None if self.calibrated is None else self.calibrated.calibration
 
     def compile(
         self,
@@ -310,21 +274,9 @@ class LLMCache:
         """
         if self._installed.is_empty:
             raise WrapError("the cache was unwrapped: wrap the model again")
-        core, parts = self._core, self._components
-        if core is None:
+        if self._core is None:
             raise ConfigError("compile: with tau, decisions are made within the layers, which no graph holds")
-        self._compiled = core.engine = CompiledTrunk(
-            parts.trunk, core.eager, core.arguments, parts.weights, parts.coupling, lengths, rows, mode, backend, max_padding
-        )
-
-    def _leave_core(self) -> None:
-        if self._core is not None:
-            if self._installed.is_empty:
-                raise WrapError("the cache was unwrapped: wrap the model again")
-            self._core.is_retired = True
-            self._installed.remove()
-            self._core = None
-            self._install_flow()
+        self._core.compile(lengths, rows, mode, backend, max_padding)
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
@@ -336,11 +288,10 @@ class LLMCache:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
         """
         if self._core is not None:
-            self._core.is_retired = True
+            self._core.close()
+            return self.model
         if self._components.audit is not None:
             self._components.audit.worker.close()
-        if self._compiled is not None:
-            self._compiled.close()
         if self._components.store_queue is not None:
             self._components.store_queue.close()
         self._installed.remove()
@@ -355,6 +306,8 @@ class LLMCache:
         Hits that were served with other weights than those of now wait until these are back. What is being written to a
         store is waited for, and a calibration that is shared is published or taken up.
         """
+        if self._core is not None:
+            return self._core.drain()
         self._components.settle()
         n_done = 0 if self._components.audit is None else self._components.audit.drain()
         self._components.share()
@@ -376,16 +329,7 @@ class LLMCache:
     def stats(self) -> Stats:
         """Counters since wrapping or `restart_stats`, and what is held now."""
         if self._core is not None:
-            bank, last = self._core._bank, self._components.trunk.depth - 1
-            return self._components.counters.snapshot(
-                n_entries={last: len(bank)}, n_evicted={last: bank.n_evicted}, n_expelled={last: bank.n_expelled},
-                n_stored=len(bank) + (0 if self._components.prefix is None else self._components.prefix.n_tails), nbytes=bank.nbytes, nbytes_by_layer={last: bank.nbytes},
-                max_nbytes_by_layer={last: bank.max_bytes}, index_nbytes=0, reconstruction_error={},
-                reconstruction_distance={}, cost=(), audit=None, compiled=None if self._compiled is None else self._compiled.stats(), store=None,
-                n_blocks=0 if self._components.prefix is None else len(self._components.prefix),
-                n_blocks_evicted=0 if self._components.prefix is None else self._components.prefix.n_evicted,
-                prefix_nbytes=0 if self._components.prefix is None else self._components.prefix.nbytes,
-            )
+            return self._core.stats()
         return self._components.stats()
 
     def restart_stats(self) -> None:
@@ -394,12 +338,15 @@ class LLMCache:
         What a call of each length takes stays known (`Stats.cost`), and so do failures. What banks, the audit, graphs
         and a store count goes on.
         """
+        if self._core is not None:
+            self._core.counters.restart()
+            return
         self._components.restart_stats()
 
     @property
     def payload(self) -> str:
         """What each entry keeps of a request's hidden states: `sequence`, `cls`, `last` or `mean`."""
-        return self._components.payload.name
+        return (self._core or self._components).payload.name
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -420,9 +367,7 @@ class LLMCache:
             StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.
         """
         if self._core is not None:
-            self._core._bank.clear()
-            if self._components.prefix is not None:
-                self._components.prefix.clear()
+            self._core.clear()
             return
         self._components.clear()
         self._flow.forget()
@@ -438,9 +383,7 @@ class LLMCache:
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
         if self._core is not None:
-            name = checked_namespace(namespace)
-            n = 0 if self._components.prefix is None else self._components.prefix.purge(name)
-            return n + self._core._bank.clear(name)
+            return self._core.purge(checked_namespace(namespace))
         return self._components.purge(checked_namespace(namespace))
 
     @contextmanager
@@ -463,7 +406,7 @@ class LLMCache:
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
         if self._core is not None:
-            with setting(self._core.namespace, name), setting(self._core.prefixes_from, shared):
+            with setting(self._core.forward.namespace, name), setting(self._core.forward.prefixes_from, shared):
                 yield self
             return
         with setting(self._flow.namespace, name), setting(self._flow.prefixes_from, shared):
@@ -486,7 +429,7 @@ class LLMCache:
                 `leave_out` where none is, or some cannot be told apart before the layers.
         """
         if self._core is not None:
-            with setting(self._core.is_only_if_cached, True):
+            with setting(self._core.forward.is_only_if_cached, True):
                 yield self
             return
         with setting(self._flow.is_only_if_cached, True), setting(self._flow.may_leave_out, leave_out):
@@ -530,6 +473,9 @@ class LLMCache:
             yield self
 
     def __repr__(self) -> str:
+        if self._core is not None:
+            names = [rung.name for rung in self._core.forward.rungs] + (["prefix"] if self._core.blocks is not None else [])
+            return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={'+'.join(names)!r})"
         names = [rung.name for rung in self._components.rungs]
         rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])
         return f"LLMCache({type(self.model).__name__}, payload={self._components.payload.name!r}, rungs={rungs!r})"

@@ -1,132 +1,211 @@
-"""Turns approximate reuse on: makes a wrapped model ready to learn, runs it on requests, has these calibrated."""
+"""Calibrates a wrapped model: runs requests through it, and lets what learns from them see what it answers."""
 
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from llmcache.assembly import make_calibrated
+from llmcache.audit.audit import Audit
+from llmcache.audit.recompute import RecomputeQueue
+from llmcache.audit.recomputer import Recomputer
+from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
 from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
-from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget, Sources
+from llmcache.calibration.requirements import check_settings, refuse_coupled
+from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
+from llmcache.calibration.risk_target import Sources as Growth
+from llmcache.calibration.training import CalibrationFitter
+from llmcache.call import CachedForward, ModelForward
 from llmcache.config import CacheConfig
+from llmcache.counters import Counters
+from llmcache.decide import NeighbourChooser, Semantic
 from llmcache.errors import ConfigError, WrapError
-from llmcache.execution.components import Components
-from llmcache.execution.flow import Flow
-from llmcache.matching.answers import Reading
-from llmcache.models.hooks import Installed, install, watch
-from llmcache.models.twin import make_replicas
+from llmcache.fingerprint import Learned
+from llmcache.fingerprint.token_vectors import TokenVectors
+from llmcache.matching.answers import Reading, find_answers
+from llmcache.matching.content_gate import ContentGate
+from llmcache.matching.index import INDEXES
+from llmcache.models.adapters import Trunk, vocabulary_size
+from llmcache.models.coupling import Coupling
+from llmcache.models.heads import Head
+from llmcache.models.hooks import Installed
+from llmcache.models.payloads import Payload
+from llmcache.models.twin import make_replicas, run_unseen
+from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
+from llmcache.request.rows import id_dtype
 from llmcache.request.variables import setting
+from llmcache.sources import Sources
 from llmcache.threads import forkable
 
 
-@dataclass(eq=False)
 class Calibrator:
-    """Of one cache. One thread at a time calibrates or observes; the others wait. Nothing is hooked before `start`."""
+    """Of one cache. One thread at a time calibrates or observes; the others wait."""
 
-    model: nn.Module
-    config: CacheConfig
-    components: Components  # what learns is added to them
-    flow: Flow  # is told what the model puts out
-    installed: Installed
-    tokenizer: Any  # of requests that are texts
-    answer_of: Reading  # finds the answer in what the model returned
-    # Reentrant: requests that are given may be made by observing others.
-    _lock: AbstractContextManager[Any] = field(
-        init=False, default_factory=lambda: forkable(threading.RLock(), is_waited_for=False)
-    )
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CacheConfig,
+        trunk: Trunk,
+        head: Head,
+        payload: Payload,
+        weights: Weights,
+        coupling: Coupling,
+        counters: Counters,
+        bank: Bank,
+        forward: CachedForward,
+        installed: Installed,
+        tokenizer: Any,
+        answer_of: Reading,
+    ) -> None:
+        """Make the model ready to be calibrated. Nothing is reused approximately until it is.
 
-    def start(self) -> None:
-        if self.components.observer is not None:
-            self._watch(self.components.observer)
-        if self.config.learn is not None or self.config.share_calibration:
-            self.begin()
-
-    def begin(self) -> None:
-        """Make the cache ready to be calibrated, unless it is: hook what it must hear of the model."""
-        if self.components.calibrated is not None:
-            return
-        calibrated = make_calibrated(
-            self.components, self.model, self.config, self.tokenizer, self.answer_of, self._compute_in
+        Raises:
+            ConfigError: A setting or the model rules out a calibration.
+            UnsafeReuseError: The head answers token by token.
+        """
+        self._model, self._trunk, self._head, self._forward = model, trunk, head, forward
+        self._installed, self._tokenizer = installed, tokenizer
+        # Reentrant: requests that are given may be made by observing others.
+        self._lock: AbstractContextManager[Any] = forkable(threading.RLock(), is_waited_for=False)
+        check_settings(head, config)
+        digest = weights.digest()
+        if weights.unreadable is None:
+            refuse_coupled("a calibration", coupling.reason(digest))
+        names = _names(model)
+        if config.audit and names is not None and "input_ids" not in names:
+            raise ConfigError(
+                f"audit={config.audit}: a hit is computed again from input_ids, which {type(model).__name__}.forward() "
+                f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
+            )
+        tokens = TokenVectors(trunk, payload, partial(run_unseen, trunk.module))
+        fingerprint = Learned(**config.fingerprint_component.options)
+        fingerprint.bind(tokens.embed, tokens.think)
+        answers = find_answers(config.answer, head, model)
+        sources = Sources(lambda dim: config.index_component.build(INDEXES, dim), not payload.fits_any_length)
+        bank.on_leave = sources.remove
+        gate = _make_gate(trunk, config, tokenizer)
+        chooser = NeighbourChooser(sources, answers, gate)
+        rest = Weights(model, without=trunk.module)
+        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers)
+        self.calibrated = CalibratedReuse(fitter, rest, counters, config)
+        self._observer = Observer(answers, answer_of, rest)
+        semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated)
+        queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
+        recomputer = Recomputer(
+            bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue
         )
-        self._watch(calibrated.observer)
-        calibrated.add_to(self.components)
+        self.audit = Audit(recomputer, semantic, config)
+        self._observer.learner = self.audit
+        if not answers.reads_payload:
+            self._watch(model, trunk, forward)
+        forward.learn(self._observer, semantic, self.audit)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
         with self._lock:
-            calibrated, observer = self._learners()
-            calibrated.end()
-            if self.components.cost is not None:
-                self.components.cost.restart()  # what was seen so far does not hold of what can be served afterwards
-            inputs = list(tokenised(requests, self.tokenizer, self.components.trunk))
+            self._check_installed()
+            self.calibrated.end()
+            inputs = list(tokenised(requests, self._tokenizer, self._trunk))
             n = sum(map(n_rows, inputs))
-            told = numbered(labels, n, self.model)
+            told = numbered(labels, n, self._model)
             check_size(n, risk_target.max_drop, risk_target.delta, risk_target.metric)
             # What the first answer can tell is not told after minutes of computing the others.
-            observed = collect(self._compute, observer, inputs[:1], is_learned_from=True)
-            calibrated.check(observed[0], told, risk_target)
-            observed += collect(self._compute, observer, inputs[1:], first=1, is_learned_from=True)
-            with calibrated.held():  # no purge comes between
-                made = calibrated.calibrate(calibrated.remaining(_labelled(observed, told)), risk_target)
-            self.components.share()
-            return made
+            observed = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
+            self.calibrated.check(observed[0], told, risk_target)
+            observed += collect(self._compute, self._observer, inputs[1:], first=1, is_learned_from=True)
+            with self.calibrated.held():  # no purge comes between
+                return self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, told)), risk_target)
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
+        """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
         with self._lock:
-            observer = self._learners()[1]
-            inputs = tokenised(requests, self.tokenizer, self.components.trunk)
-            observed = collect(self._compute, observer, inputs, is_learned_from=True)
-            return _labelled(observed, numbered(labels, len(observed), self.model))
+            self._check_installed()
+            inputs = tokenised(requests, self._tokenizer, self._trunk)
+            observed = collect(self._compute, self._observer, inputs, is_learned_from=True)
+            return _labelled(observed, numbered(labels, len(observed), self._model))
 
-    def _learners(self) -> tuple[CalibratedReuse, Observer]:
-        if self.installed.is_empty:
+    def forget(self, namespace: str | None) -> None:
+        """Learn nothing from requests of a namespace, None: of all, and serve none from them."""
+        self.calibrated.forget(namespace)
+        self.calibrated.fitter.sources.forget(namespace)
+        self.audit.forget(namespace)
+
+    def _check_installed(self) -> None:
+        if self._installed.is_empty:
             raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
-        self.begin()
-        assert self.components.calibrated is not None and self.components.observer is not None
-        return self.components.calibrated, self.components.observer
 
     def _compute(self, inputs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
         """Call a model with tokenised inputs, which sentence-transformers takes in one argument."""
-        model = self.model if model is None else model
+        model = self._model if model is None else model
         with torch.inference_mode():
-            return model(dict(inputs)) if self.components.head.name == "sentence embedding" else model(**inputs)
+            return model(dict(inputs)) if self._head.name == "sentence embedding" else model(**inputs)
 
-    def _compute_in(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
-        with setting(self.flow.namespace, namespace):
+    def _compute_again(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
+        with setting(self._forward.namespace, namespace):
             return self._compute(inputs, self._without_hooks())
 
     def _without_hooks(self) -> nn.Module:
-        """A model of the same tensors that the cache sees, and hooks of users do not."""
+        """A model of the same tensors that the cache sees, and hooks of users do not; it gives way to calls."""
         try:
-            replicas = make_replicas(self.model)
+            replicas = make_replicas(self._model)
         except ConfigError:  # only the model itself computes as it does
-            return self.model
-        trunk, observer = self.components.trunk, self.components.observer
-        norm = None if trunk.norm is None else replicas[trunk.norm]
-        layers = tuple(replicas[layer] for layer in trunk.layers)
-        trunk = replace(trunk, module=replicas[trunk.module], layers=layers, norm=norm)
-        install(trunk, self.flow)
-        model = replicas[self.model]
-        if observer is not None and not observer.answers.reads_payload:
-            watch(model, self.flow, trunk)
-        return model
+            return self._model
+        trunk = self._trunk
+        for layer in set(trunk.layers):
+            replicas[layer].register_forward_pre_hook(self._give_way)
+        twin = replace(trunk, module=replicas[trunk.module], layers=tuple(replicas[layer] for layer in trunk.layers))
+        forward = self._forward.on(twin)
+        if not self._observer.answers.reads_payload:
+            self._watch(replicas[self._model], twin, forward, is_kept=False)
+        return replicas[self._model]
 
-    def _watch(self, observer: Observer) -> None:
-        """See what the whole model puts out, where answers are read from that."""
-        if not observer.answers.reads_payload:
-            self.installed.add(watch(self.model, self.flow, self.components.trunk).remove)
+    def _give_way(self, module: nn.Module, args: Any) -> None:
+        if self.audit.worker.may_stop:
+            self.audit.worker.give_way()
+
+    def _watch(self, model: nn.Module, trunk: Trunk, forward: CachedForward, is_kept: bool = True) -> None:
+        """See what the whole model puts out.
+
+        Raises:
+            ConfigError: The model is its trunk, which puts out states and no answer.
+        """
+        if model is trunk.module:
+            raise ConfigError("answer: a model without a head puts out states and no answer; leave it 'auto'")
+        swap = ModelForward(model, forward)
+        if is_kept:
+            self._installed.add(swap.remove)
 
 
 def _labelled(observed: Sequence[Observation], labels: Sequence[Any]) -> list[Observation]:
     return [replace(case, label=label) for case, label in zip(observed, labels, strict=True)]
+
+
+def _names(model: nn.Module) -> set[str] | None:
+    """What a model may be passed by name; None: anything."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return None if takes_all else {parameter.name for parameter in parameters}
+
+
+def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
+    if config.gate is False:
+        return None
+    if tokenizer is None:
+        raise ConfigError(f"gate={config.gate}: it compares words, so give wrap() the tokenizer")
+    options = {} if config.gate is True else config.gate
+    try:
+        return ContentGate(tokenizer, id_dtype(vocabulary_size(trunk)), **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gate: {options}: {error}") from error
 
 
 def make_claim(
@@ -134,7 +213,7 @@ def make_claim(
     max_drop: float | None,
     delta: float | None,
     metric: MetricName | Metric,
-    sources: Sources | None,
+    sources: Growth | None,
     seed: int,
 ) -> RiskTarget:
     """What a calibration is to show; what is None is as in the settings."""

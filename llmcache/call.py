@@ -20,8 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from llmcache.arrays import Floats
+from llmcache.audit.account import Audited
+from llmcache.audit.audit import Audit
 from llmcache.bank import Bank, Entry
+from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
+from llmcache.decide import Choice, Semantic
 from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk
@@ -60,7 +66,8 @@ class Hit:
     fields: Fields  # what is kept of it
     padding: Fields = ()  # and of its padding, which is like that of the row
     similarity: float | None = 1.0
-    risk: float | None = None
+    answer: Floats | None = None  # signature (S,) of what it was answered, of an approximate hit
+    share: float = 1.0  # of the risk that is allowed, 0 to 1
 
 
 @dataclass(slots=True)
@@ -87,6 +94,13 @@ class Call:
     hits: dict[int, Hit] = field(default_factory=dict)  # by row number
     computed: dict[int, int] = field(default_factory=dict)  # place in the trunk's output, by row number
     output: Any = None  # of the trunk, for the rows that were computed
+    entries: dict[int, Entry] = field(default_factory=dict)  # of the rows that were computed, by row number
+    choices: dict[int, Choice] = field(default_factory=dict)  # who would serve a row approximately
+    vectors: dict[int, Floats] = field(default_factory=dict)  # fingerprints (F,) of rows that were looked up so
+    forecasts: dict[int, Floats] = field(default_factory=dict)  # of the output (C,), likewise
+    made: Calibration | None = None  # in force when that was done
+    audited: dict[int, Audited] = field(default_factory=dict)  # rows that the audit drew
+    started_s: float = field(default_factory=perf_counter)
     lookup_s: float = 0.0
     storing_s: float = 0.0
 
@@ -99,6 +113,11 @@ class Call:
     def open_rows(self) -> list[Row]:
         """Rows that take part in caching and have no hit."""
         return [row for row in self.rows if not row.bypass_reason and row.number not in self.hits]
+
+    def serve(self, row: Row, choice: Choice, share: float) -> None:
+        """Let another request's entry serve a row; `share` is its part of the risk that is allowed, 0 to 1."""
+        source, similarity = choice.neighbour.source, choice.neighbour.similarity
+        self.hits[row.number] = Hit("semantic", source.key, source.entry.fields, (), similarity, source.answer, share)
 
 
 class Rung(Protocol):
@@ -171,6 +190,30 @@ class CachedForward(Swap):
         self._parts: tuple[str, list[dict[str, Any]]] = ("", [])  # attributes of the trunk's modules, by digest
         super().__init__(trunk.module, self)
         self._prefix = None if blocks is None else Prefix(trunk, blocks, counters, self.arguments, cuts)
+        self._observer: Observer | None = None
+        self._audit: Audit | None = None
+        #: Calls that have ended, of the forward of the whole model that is under way.
+        self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
+
+    def learn(self, observer: Observer, semantic: Semantic, audit: Audit | None) -> None:
+        """Reuse approximately as well, as far as a calibration allows it.
+
+        Args:
+            observer: Shown the rows that are computed.
+            semantic: Asked after all other rungs.
+            audit: Looks into approximate hits; None: into none.
+        """
+        self._observer, self._audit = observer, audit
+        self.rungs = (*self.rungs, semantic)
+
+    def on(self, trunk: Trunk) -> "CachedForward":
+        """Take the place of another trunk's forward, of the same tensors, whose calls are computed and observed alone."""
+        assert self._observer is not None
+        other = CachedForward(
+            trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
+        )
+        other.namespace, other._observer = self.namespace, self._observer
+        return other
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -185,12 +228,28 @@ class CachedForward(Swap):
         if torch.compiler.is_compiling():
             self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
+        if self._is_collecting:
+            return self._answer(self.open(args, kwargs))
         self._local.last = ()  # until it has succeeded
-        call = self.open(args, kwargs)
-        self.look_up(call)
-        output = self.answer(call)
+        if self._audit is None:
+            return self._answer(self.open(args, kwargs))
+        with self._audit.busy():
+            return self._answer(self.open(args, kwargs))
+
+    def _answer(self, call: Call) -> Any:
+        try:
+            self.look_up(call)
+            output = self.answer(call)
+        except BaseException:
+            self._withdraw(call)
+            raise
         self.close(call, output)
         return output
+
+    @property
+    def _is_collecting(self) -> bool:
+        """Whether calls are computed to be observed: nothing serves them, and nothing of them is stored or counted."""
+        return self._observer is not None and self._observer.collected.get() is not None
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
@@ -299,7 +358,7 @@ class CachedForward(Swap):
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("look up a prefix", error)
             call.lookup_s += perf_counter() - started
-        elif call.reason is None and call.kind in self._packings:  # else nothing can be put together
+        elif call.reason is None and call.kind in self._packings and not self._is_collecting:  # known to be put together
             started = perf_counter()
             try:
                 for rung in self.rungs:
@@ -318,6 +377,21 @@ class CachedForward(Swap):
             if call.prefill is None or len(call.prefill.whole) < len(call.rows):
                 found = call.hits if call.prefill is None else call.prefill.whole
                 raise NotCachedError(None if call.reason else tuple(r.number for r in call.rows if r.number not in found))
+        if self._audit is not None and call.reason is None and call.prefill is None and not self._is_collecting:
+            with self._counters.guard("draw for the audit") as tried:
+                self._audit.draw(call)
+            if tried.has_failed:
+                call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
+                self._withdraw(call)
+
+    def _drop_hits(self, call: Call) -> None:
+        call.hits.clear()
+        self._withdraw(call)
+
+    def _withdraw(self, call: Call) -> None:
+        """Hits that the audit drew are not served after all."""
+        if call.audited and self._audit is not None:
+            self._audit.withdraw(call)
 
     # -- answer --------------------------------------------------------------------------------------------------------
 
@@ -339,7 +413,7 @@ class CachedForward(Swap):
             try:
                 return self._serve(call)
             except Exception as error:  # also of the model: if it is, it is raised below
-                call.hits.clear()
+                self._drop_hits(call)
                 self._counters.error("serve a call", error)
         return self._run(call, range(len(call.rows)))
 
@@ -397,14 +471,28 @@ class CachedForward(Swap):
         if call.reason is not None:
             n_rows = _count_rows(call.arguments)
             self._counters.bypass(call.reason, n_rows)
-            if call.reason != "decode":
+            if call.reason != "decode" and not self._is_collecting:
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
             return
-        self._local.last = tuple(map(self._outcome, [call] * len(call.rows), call.rows))
-        n_prompt = 0
-        if call.prefill is not None:
-            n_prompt = sum(row.n_valid for row in call.rows if row.number not in call.prefill.whole)
-        self._counters.done(self._local.last, self._trunk.depth, call.lookup_s, call.storing_s, n_prompt)
+        if not self._is_collecting:
+            self._local.last = tuple(map(self._outcome, [call] * len(call.rows), call.rows))
+            n_prompt = 0
+            if call.prefill is not None:
+                n_prompt = sum(row.n_valid for row in call.rows if row.number not in call.prefill.whole)
+            self._counters.done(self._local.last, self._trunk.depth, call.lookup_s, call.storing_s, n_prompt)
+            if call.audited and self._audit is not None:
+                self._audit.served(call)
+        if self._observer is not None and call.entries:
+            if self._observer.answers.reads_payload:
+                self.observe(call, None)
+            elif (seen := self.seen.get()) is not None:
+                seen.append(call)
+
+    def observe(self, call: Call, output: Any) -> None:
+        """Show the observer a call that was closed, and what the whole model returned."""
+        assert self._observer is not None
+        with self._counters.guard("see what the model answered"):
+            self._observer.see(call, output)
 
     def _store(self, call: Call, output: Any) -> str | None:
         """Keep what was computed; the reason why it cannot be cached, where the output or the weights say so."""
@@ -426,16 +514,17 @@ class CachedForward(Swap):
                 return "more_output"
         elif not packing.fits(output, len(call.computed), ids.shape[1]):
             return None
-        entries = []
         for row in call.rows:
             if row.number in call.computed and not row.bypass_reason:
                 place, key = call.computed[row.number], call.requests.keys[row.number][0]
                 fields, padding = packing.take(output, place, row), ()
                 if row.has_layout or row.layout:
                     padding = packing.take_padding(output, place, row)
-                entries.append(Entry(key, call.scope, tuple(map(_owned, fields)), tuple(map(_owned, padding)), row.layout))
-        for _ in range(self._bank.put(entries, call.generation)):
-            self._counters.too_large()
+                fields, padding = tuple(map(_owned, fields)), tuple(map(_owned, padding))
+                call.entries[row.number] = Entry(key, call.scope, fields, padding, row.layout)
+        if not self._is_collecting:
+            for _ in range(self._bank.put(call.entries.values(), call.generation)):
+                self._counters.too_large()
         return None
 
     def _learn(self, call: Call, output: Any, n_rows: int, n_tokens: int) -> Packing | None:
@@ -454,10 +543,11 @@ class CachedForward(Swap):
                 return Outcome(row.key, "exact", self._trunk.depth - 1, key, 1.0)
             n_prefix = call.prefill.served.get(row.number, 0)
             return Outcome(row.key, "prefix", n_prefix=n_prefix) if n_prefix else Outcome(row.key)
-        hit = call.hits.get(row.number)
+        hit, choice = call.hits.get(row.number), call.choices.get(row.number)
+        risk = None if choice is None else choice.risk
         if hit is None:
-            return Outcome(row.key)
-        return Outcome(row.key, hit.rung, self._trunk.depth - 1, hit.source, hit.similarity, hit.risk)
+            return Outcome(row.key, similarity=None if choice is None else choice.neighbour.similarity, risk=risk)
+        return Outcome(row.key, hit.rung, self._trunk.depth - 1, hit.source, hit.similarity, risk)
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 
@@ -473,6 +563,29 @@ class CachedForward(Swap):
         n_rows = _count_rows(self.arguments.bind(args, kwargs))
         self._counters.bypass("compiled", n_rows)
         self._local.last = (Outcome(bypassed="compiled"),) * n_rows
+
+
+class ModelForward(Swap):
+    """Stands in for the forward of the whole model: shows what it returned to those who learn from answers."""
+
+    def __init__(self, model: nn.Module, forward: CachedForward) -> None:
+        """Take the forward's place; `forward` is that of its trunk."""
+        super().__init__(model, forward)
+        self._forward = forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        if self._forward.is_retired or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        calls: list[Call] = []
+        token = self._forward.seen.set(calls)
+        try:
+            output = self.original(*args, **kwargs)
+        finally:
+            self._forward.seen.reset(token)
+        if len(calls) == 1:  # of several nobody knows which of them made which answer
+            self._forward.observe(calls[0], output)
+        return output
 
 
 def _owned(field: Tensor) -> Tensor:

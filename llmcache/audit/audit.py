@@ -12,8 +12,9 @@ Beside that, requests are compared with those of the calibration. That computes 
 
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import get_args
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, get_args
 
 from llmcache.audit.account import MOST_WAITING, AuditAccount, Audited
 from llmcache.audit.idle_worker import IdleWorker, Job
@@ -24,19 +25,22 @@ from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.drift import DriftDetector
 from llmcache.calibration.risk_target import MetricName
 from llmcache.config import CacheConfig
-from llmcache.request.call import Call, Reuse
+from llmcache.decide import Semantic
 from llmcache.request.observation import Observation
 from llmcache.stats import AuditStats
 from llmcache.threads import forkable
+
+if TYPE_CHECKING:
+    from llmcache.call import Call, Hit
 
 
 class Audit:
     """Looks into approximate hits of calibrated reuse. Thread-safe; what fails is counted and costs the look."""
 
-    def __init__(self, recomputer: Recomputer, config: CacheConfig) -> None:
+    def __init__(self, recomputer: Recomputer, semantic: Semantic, config: CacheConfig) -> None:
         self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
         self._recomputer = recomputer
-        self._banks = recomputer.banks
+        self._sources = semantic.sources
         self._calibrated = recomputer.calibrated
         self._weights = recomputer.weights
         self._counters = recomputer.counters
@@ -46,7 +50,7 @@ class Audit:
         self._made: Calibration | None = None  # whose account it is
         self._account: AuditAccount | None = None
         self._likeness: DriftDetector | None = None  # of a certificate that is not void
-        self._marking = Marking(self._banks, self._calibrated.chooser)
+        self._marking = Marking(semantic)
         self._is_renewing = False
         self._n_accounts = 0
         self._process = os.getpid()
@@ -55,90 +59,86 @@ class Audit:
 
     # -- while a call is served ----------------------------------------------------------------------------------------
 
-    def catch_up(self) -> float:
-        """Before a call: audit hits that have waited for long; returns the seconds that it took, or 0."""
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within: a call is served. Before it, hits are audited that have waited for long."""
         self._resume()
-        return self.worker.catch_up()
+        self.worker.catch_up()
+        self.worker.enter()
+        try:
+            yield
+        finally:
+            self.worker.leave()
 
-    def draw(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
-        """Count a call's requests, draw among its approximate hits, and return those that are served.
+    def draw(self, call: "Call") -> None:
+        """Count a call's requests, draw among its approximate hits, and take back those that are not to be served.
 
-        None is once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
-        computed in the call, not served: its own answer is known at once, and the estimate keeps every sample. A hit
-        whose source has no known answer could not be audited, and is computed as well. A call that leaves rows out
-        computes none: the call that does counts them, and what it is told counts hits alone.
+        None is served once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
+        computed in the call: its own answer is known at once, and the estimate keeps every sample.
         """
         is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
         ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
+        assert call.scope is not None
         with self._lock:
-            if not self._follow(call.read.scope.weights):
-                return list(decided)
-            kept = decided if self._are_alike(call) else ()
-            if self._account is None:
-                return list(kept)
-            hits = {reuse.row: reuse for reuse in kept if reuse.answer is not None}
-            if call.inputs.may_leave_out:
-                if is_full:
-                    hits = {}
-                call.leave_out_all_but(hits.keys() | call.plan.reused.keys())
-            self._draw(self._account, call, hits, ease)
-        return [hit for hit in hits.values() if not (is_full and hit.row in call.plan.audited)]
+            if not self._follow(call.scope.weights):
+                return
+            hits = {number: hit for number, hit in call.hits.items() if hit.answer is not None}
+            if not self._are_alike(call):
+                taken_back, hits = set(hits), {}
+            else:
+                taken_back = set()
+            if self._account is not None:
+                self._draw(self._account, call, hits, ease)
+                taken_back |= hits.keys() & call.audited.keys() if is_full else set()
+        for number in taken_back:
+            del call.hits[number]
 
-    def are_alike(self, call: Call) -> bool:
-        """Whether the requests of a call, served or not, are like those of the calibration; it is void if not.
-
-        For calls that leave rows out: some of these may never be computed, and those that are tell nothing of this.
-        """
-        with self._lock:
-            return not self._follow(call.read.scope.weights) or self._are_alike(call)
-
-    def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
-        """Draw among the rows of a call; those that would be hits are given by row."""
-        for row in call.active_rows:
+    def _draw(self, account: AuditAccount, call: "Call", hits: Mapping[int, "Hit"], ease: float) -> None:
+        """Draw among the rows of a call; approximate hits are given by row."""
+        for row in call.rows:
+            if row.bypass_reason:
+                continue
             hit = hits.get(row.number)
             sample = account.see(None if hit is None else hit.share, ease)
             if sample is not None and hit is not None:
                 # Of all hits alike: those that were drawn more often for their risk, or early, are thinned out again.
                 stands_for_all = account.toss(ease * self._floor * sample.weight)
-                call.plan.audited[row.number] = Audited(sample, hit.key, hit.answer, stands_for_all)
-            elif row.number not in call.plan.reused and hit is None and account.toss(ease * self._floor):
-                call.plan.audited[row.number] = Audited(None, "", None, True)
+                call.audited[row.number] = Audited(sample, hit.source, hit.answer, stands_for_all)
+            elif row.number not in call.hits and account.toss(ease * self._floor):
+                call.audited[row.number] = Audited(None, "", None, True)
         self._hear(account, account.lose_overdue())
 
-    def served(self, call: Call) -> None:
+    def served(self, call: "Call") -> None:
         """Queue hits of a call that has ended to be audited, where they were drawn."""
-        for row in call.active_rows:
-            drawn: Audited | None = call.plan.audited.get(row.number)
-            if drawn is None or row.number not in call.plan.reused:
+        for number, drawn in call.audited.items():
+            if number not in call.hits:
                 continue
             with self._counters.guard("have a hit audited") as tried:
-                self._recomputer.add(call, row, drawn)
+                self._recomputer.add(call, call.rows[number], drawn)
             if tried.has_failed:
                 self._lose(drawn)
             else:
                 self.worker.add(Job(Audit._look_on))
 
-    def withdraw(self, call: Call) -> None:
+    def withdraw(self, call: "Call") -> None:
         """Take back what was drawn of a call whose hits are not served after all."""
         with self._lock:
-            for drawn in call.plan.audited.values():
+            for drawn in call.audited.values():
                 if drawn.sample is not None:
                     drawn.sample.account.withdraw(drawn.sample)
-        call.plan.audited.clear()
+        call.audited.clear()
 
-    @property
-    def is_growing(self) -> bool:
-        """Whether requests that are computed become sources."""
-        return self._calibrated.is_growing
-
-    def wanted(self, call: Call) -> Collection[int]:
+    def wanted(self, call: "Call") -> Collection[int]:
         """Rows of a call that are to be observed, if they were computed."""
-        return range(call.n_rows) if self._calibrated.is_learning else call.plan.audited
+        return range(len(call.rows)) if self._calibrated.is_learning or self._calibrated.is_growing else call.audited
 
-    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
+    def observe(self, call: "Call", seen: Mapping[int, Observation]) -> None:
+        """Take in computed rows: sources that grow, what is learned from, and answers that were to be known."""
+        if self._calibrated.is_growing:
+            self._calibrated.grow(call.made, seen, call.vectors)
         if self._calibrated.is_learning:
             self._calibrated.observe(list(seen.values()))
-        for number, drawn in call.plan.audited.items():
+        for number, drawn in call.audited.items():
             if number in seen:
                 self._settle(drawn, seen[number])
 
@@ -166,7 +166,7 @@ class Audit:
 
     def stats(self) -> AuditStats:
         made, status = self._calibrated.calibration, self._calibrated.status(self._weights.digest())
-        n_quarantined = len(self._banks.quarantined)
+        n_quarantined = len(self._sources.quarantined)
         with self._lock:
             n_waiting = len(self._recomputer.queue) + self._is_renewing
             account = self._account if made is not None and self._follow(made.weights) else None
@@ -209,7 +209,7 @@ class Audit:
                 made = self._made
                 self._hear(account, account.settle(drawn.sample, is_changed))
             if is_changed and made is not None and made.metric in get_args(MetricName):
-                self._banks.quarantine(drawn.source, case.scope.namespace)
+                self._sources.quarantine(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._gather(case)
 
@@ -250,18 +250,16 @@ class Audit:
     def _is_made_now(self) -> bool:
         return self._calibrated.is_made_for(self._weights.digest())
 
-    def _are_alike(self, call: Call) -> bool:
+    def _are_alike(self, call: "Call") -> bool:
         """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
-        likeness, made, scope = self._likeness, self._made, call.read.scope
-        # Of bypassed calls, those take part that are held; of calls that others have told of, what is found.
-        if call.progress.is_foretold or call.inputs.is_looked_up:  # these are no sample
-            return True
+        likeness, made, scope = self._likeness, self._made, call.scope
+        assert scope is not None
         if likeness is None or made is None or not self._calibrated.serves_in(scope.namespace):
             return True
-        if not (call.plan.limits or self._calibrated.allowed(scope)):  # what is not looked up tells nothing
+        if self._calibrated.serving(scope.weights) is None:  # what is not looked up tells nothing
             return True
-        for row in call.active_rows:
-            if not likeness.wants(row.key) or (marks := self._marking.find(call, row)) is None:
+        for row in call.rows:
+            if row.bypass_reason or not likeness.wants(row.key) or (marks := self._marking.find(call, row)) is None:
                 continue
             if likeness.see(row.key, marks):
                 self._made, self._likeness = self._calibrated.drifted(made), None

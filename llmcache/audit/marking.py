@@ -1,11 +1,13 @@
 """What is compared of each request that the cache is asked; of a repeat, what it was when it was looked up."""
 
-from llmcache.arrays import Floats
-from llmcache.banks.cache_banks import CacheBanks
+from typing import TYPE_CHECKING
+
 from llmcache.calibration.drift import Marks, marks_of, marks_of_source
-from llmcache.request.call import Call
+from llmcache.decide import Semantic
 from llmcache.request.rows import Row
-from llmcache.reuse.chooser import NeighbourChooser
+
+if TYPE_CHECKING:
+    from llmcache.call import Call
 
 _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others are looked up once more
 
@@ -13,26 +15,27 @@ _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others a
 class Marking:
     """Finds the marks of requests. The caller holds a lock."""
 
-    def __init__(self, banks: CacheBanks, chooser: NeighbourChooser) -> None:
-        self._banks = banks
-        self._chooser = chooser
+    def __init__(self, semantic: Semantic) -> None:
+        self._semantic = semantic
         self._known: dict[str, Marks] = {}  # the longest unasked first
 
-    def find(self, call: Call, row: Row) -> Marks | None:
-        """Marks of a row that was looked up, or is served by its own state; None where that cannot be told."""
-        known, is_pinned = self._known.get(row.key), self._banks.is_pinned(row.key)
-        if row.number in call.plan.choices and not is_pinned:
-            marks = marks_of(call.plan.choices[row.number], _forecast(call, row))
-        elif not is_pinned and row.number not in call.plan.reused:
+    def find(self, call: "Call", row: Row) -> Marks | None:
+        """Marks of a row that was looked up, or is served by its own entry; None where they cannot be told."""
+        known, choice = self._known.get(row.key), call.choices.get(row.number)
+        is_source = row.key in self._semantic.sources and self._semantic.bank.is_pinned(row.key)
+        if is_source:
+            marks = known or marks_of_source(self._semantic.project(call, [row])[1][0])
+        elif choice is not None:
+            marks = marks_of(choice, call.forecasts[row.number])
+        elif row.number in call.forecasts:
+            marks = marks_of(None, call.forecasts[row.number])
+        elif row.number not in call.hits:
             return None
         elif known is not None:
             marks = known
-        elif is_pinned:
-            marks = marks_of_source(_forecast(call, row))
-        elif (found := self._look_up(call, row)) is not None:
-            marks = found
         else:
-            return None
+            (vector,), (forecast,) = self._semantic.project(call, [row])
+            marks = marks_of(self._semantic.choose(call, [row], vector[None], forecast[None])[0], forecast)
         self._known.pop(row.key, None)
         self._known[row.key] = marks
         if len(self._known) > _MOST_KNOWN:
@@ -41,17 +44,3 @@ class Marking:
 
     def forget(self) -> None:
         self._known.clear()
-
-    def _look_up(self, call: Call, row: Row) -> Marks | None:
-        """What is found for a row that needed no lookup to be served: it was stored before marks were kept."""
-        vectors = call.read.fingerprints.get(self._banks.layers[-1])
-        if vectors is None or call.read.fingerprint_epoch != self._banks.fingerprint_epoch:
-            return None
-        forecast = _forecast(call, row)
-        forecasts = None if forecast is None else forecast[None]
-        (choice,) = self._chooser.choose(call.read.scope, [row], vectors[[row.number]], forecasts)
-        return marks_of(choice, forecast)
-
-
-def _forecast(call: Call, row: Row) -> Floats | None:
-    return None if call.read.forecasts is None else call.read.forecasts[row.number]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from torch.nn.functional import pad
 
 from llmcache.audit.account import Audited
 from llmcache.models.arguments import DECIDING
-from llmcache.request.call import Call
 from llmcache.request.rows import Row
 from llmcache.threads import forkable
+
+if TYPE_CHECKING:
+    from llmcache.call import Call
 
 _MOST = 8  # looks that are taken together: more make a call that comes meanwhile wait for longer
 _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest; only equal ones; each is taken alone
@@ -147,15 +149,15 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
     return pad(row, (0, n_tokens - row.shape[1]), value=fill)
 
 
-def look_at(call: Call, row: Row, drawn: Audited, origin: Origin) -> Recompute:
+def look_at(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recompute:
     """Take what a look needs from a call that has ended."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
-    end = call.inputs.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
-    given = {name: call.inputs.arguments.get(name) for name in DECIDING}
+    end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
+    given = {name: call.arguments.get(name) for name in DECIDING}
     inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    return Recompute(drawn, row.key, call.inputs.namespace, inputs, autocast, origin)
+    return Recompute(drawn, row.key, call.namespace, inputs, autocast, origin)
 
 
 def _row(tensor: Any, number: int, end: int) -> Tensor:

@@ -7,7 +7,7 @@ heads of one's own may read padding, and some decoders refuse batches.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,17 +16,19 @@ from torch import Tensor
 from llmcache.audit.account import Audited
 from llmcache.audit.idle_worker import GaveWay
 from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue, look_at
-from llmcache.banks.cache_banks import CacheBanks
+from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer, collect
 from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
-from llmcache.fingerprint import Fingerprint
+from llmcache.fingerprint import Learned
 from llmcache.models.adapters import Trunk
 from llmcache.models.weights import Weights
-from llmcache.request.call import Call
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Row
+
+if TYPE_CHECKING:
+    from llmcache.call import Call
 
 Compute = Callable[[str, Mapping[str, Tensor]], Any]
 
@@ -37,19 +39,20 @@ _ROUNDING = 0.02  # of the largest output: that much may differ between rows alo
 class Recomputer:
     """Of one wrapped model. Thread-safe."""
 
-    banks: CacheBanks
+    bank: Bank
+    fingerprint: Learned  # of the calibration
     trunk: Trunk
     weights: Weights
-    fingerprint: Fingerprint  # that of the calibration
     calibrated: CalibratedReuse
     observer: Observer
     counters: Counters
     compute: Compute  # runs the model in a namespace on tokenised inputs, in inference mode
     queue: RecomputeQueue
 
-    def add(self, call: Call, row: Row, drawn: Audited) -> None:
+    def add(self, call: "Call", row: Row, drawn: Audited) -> None:
         """Have a hit of a call that has ended computed; others may have edited the model since."""
-        scope = call.read.scope
+        scope = call.scope
+        assert scope is not None
         origin = Origin(scope.weights, self.calibrated.head_digest(), scope.attention)
         self.queue.add(look_at(call, row, drawn, origin))
 
@@ -132,11 +135,10 @@ class Recomputer:
 
     def _keep(self, case: Observation) -> None:
         """Store a computed request for its own repeats; where sources grow, it becomes one."""
-        vectors, fingerprint_epoch = None, self.banks.fingerprint_epoch
+        self.bank.put([case.entry], case.generation)
+        made = self.calibrated.calibration
         if self.calibrated.is_growing:
-            vectors = dict.fromkeys(self.banks.layers, self.fingerprint.project(case.features[None])[0])
-        self.banks.put(case.scope, case.row, case.states, vectors=vectors, fingerprint_epoch=fingerprint_epoch)
-        self.banks.sign(case.row.key, case.answer)
+            self.calibrated.grow(made, {0: case}, {0: self.fingerprint.project(case.features[None])[0]})
 
     def _origin(self) -> Origin:
         """What decides the model's answers now."""

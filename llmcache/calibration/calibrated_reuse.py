@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.arrays import Doubles, Floats, below
+from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import check_labels
 from llmcache.calibration.observer import flaw
-from llmcache.calibration.published import Published
 from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
@@ -59,7 +58,7 @@ class CalibratedReuse:
         #: Scope of the sources, and the generation of their namespace; None where they differ, or it is not known.
         self.origin: tuple[Scope, int] | None = None
         self._answers = fitter.answers
-        self._banks = fitter.banks
+        self._bank = fitter.bank
         self._head = head
         self._counters = counters
         self._learn = config.learn  # requests after which it calibrates by itself; None: when told
@@ -68,7 +67,6 @@ class CalibratedReuse:
         #: Of those who serve; with one of them the calibration is forgotten.
         self.namespaces: set[str] = set()
         self._observed: list[Observation] = []
-        self._limits: dict[int, float] = {}
         self._is_calibrating = False
         self._lock = forkable(threading.RLock(), is_waited_for=False)
 
@@ -80,20 +78,18 @@ class CalibratedReuse:
     @property
     def is_growing(self) -> bool:
         """Whether misses become sources."""
-        return bool(self._limits) and self.calibration is not None and self.calibration.sources == "growing"
+        made = self.calibration
+        return made is not None and made.limit is not None and made.sources == "growing"
 
-    def allowed(self, scope: Scope) -> Mapping[int, float]:
-        """Largest risk by layer: nothing for other weights than those of the calibration, the head's included.
+    def serving(self, weights: str) -> Calibration | None:
+        """The calibration by which requests of a trunk of these weights are served; None where they are computed.
 
-        Nothing either while the cache fails: what it has lost track of it cannot vouch for.
+        None while the cache fails as well: what it has lost track of it cannot vouch for.
         """
-        if not self.is_serving(scope.weights):
-            return {}
-        return self._limits
-
-    def is_serving(self, weights: str) -> bool:
-        """Whether anything may be reused approximately by a trunk of these weights."""
-        return bool(self._limits) and not self._counters.is_failing and self.is_made_for(weights)
+        made = self.calibration
+        if made is None or made.limit is None or self._counters.is_failing or not self.is_made_for(weights):
+            return None
+        return made
 
     def is_made_for(self, weights: str) -> bool:
         """Whether there is a calibration, and it is one of this trunk and of the head as it is now."""
@@ -106,8 +102,8 @@ class CalibratedReuse:
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self._limits, self.calibration, self.namespaces, self.origin = {}, None, set(), None
-            self._banks.search_by(None)
+            self.calibration, self.namespaces, self.origin = None, set(), None
+            self.fitter.clear()
 
     def forget(self, namespace: str | None = None) -> None:
         """Learn nothing from requests seen so far, of one namespace or all; a calibration that rests on them ends."""
@@ -118,8 +114,7 @@ class CalibratedReuse:
 
     def remaining(self, observed: Sequence[Observation]) -> list[Observation]:
         """Those that were not purged since they were computed; some were not here yet when that was forgotten."""
-        purges = self._banks.purges
-        return [case for case in observed if not purges.has_come(case.scope.namespace, case.purges)]
+        return [case for case in observed if self._bank.generation(case.scope.namespace) == case.generation]
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Take in requests that were computed; with the last one that is needed, calibrate."""
@@ -192,7 +187,7 @@ class CalibratedReuse:
             if made.n_alarms:
                 self.end()
             else:
-                self._serve(told)
+                self.calibration = told
             self.on_void(told)
         logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
@@ -205,7 +200,7 @@ class CalibratedReuse:
         with self._lock:
             told = replace(made, has_drifted=True)
             if self.calibration is made:
-                self._serve(told)
+                self.calibration = told
                 if self._learn is not None:
                     self.end()
                 self.on_void(told)
@@ -281,59 +276,40 @@ class CalibratedReuse:
         self.namespaces = {case.scope.namespace for case in sources.values()}
         origins = {(case.scope, case.generation) for case in sources.values()}
         self.origin = origins.pop() if len(origins) == 1 else None
-        self._serve(calibration)
+        self.calibration = calibration
         return calibration
 
     def state(self) -> dict[str, Floats]:
-        """What was learned, but for the fingerprint, which the banks have."""
+        """What was learned, but for the fingerprint, which is saved beside it."""
         return self.chooser.state()
+
+    def grow(self, made: Calibration | None, cases: Mapping[int, Observation], vectors: Mapping[int, Floats]) -> None:
+        """Let computed requests serve from now on, if the sources of the calibration in force grow.
+
+        Args:
+            made: The one in force when the vectors were made.
+            cases: By number.
+            vectors: Their fingerprints (F,), by number; others are left out.
+        """
+        sources = self.fitter.sources
+        pairs = [(self.fitter.source_of(case), vectors[n]) for n, case in cases.items() if n in vectors]
+        with sources.lock:  # `end` clears them after it has let go of the calibration
+            if made is not self.calibration or not self.is_growing:
+                return
+            pairs = [(one, vector) for one, vector in pairs if one.key in self._bank]
+            if pairs:
+                sources.add([one for one, _ in pairs], np.stack([vector for _, vector in pairs]))
 
     def held(self) -> AbstractContextManager[object]:
         """Within: no calibration begins or ends."""
         return self._lock
 
     def restore(self, calibration: Calibration, state: Mapping[str, Floats], namespaces: Collection[str]) -> None:
-        """Take up a calibration, what was learned for it, and of whom. The banks are filled afterwards."""
+        """Take up a calibration, what was learned for it, and of whom. The sources are added afterwards."""
         self.chooser.restore(state)
         self.namespaces = set(namespaces)
         self.fitter.resume()
-        self._serve(calibration)
-
-    def take_up(self, published: Published, generation: int) -> None:
-        """Serve as a calibration does that was made elsewhere; what was calibrated or observed here ends.
-
-        Its sources were computed in that generation of their namespace. Calls that go on meanwhile find nobody, and are
-        computed.
-        """
-        with self._lock:
-            self.end()
-            self._observed = []
-            try:
-                self.fitter.fingerprint.restore(below("fingerprint.", published.learned))
-                self.chooser.restore(below("trust.", published.learned))
-                self.fitter.resume()
-                self._banks.stand_all(published.sources)
-            except Exception:
-                self.end()
-                raise
-            scope = published.sources[0].scope
-            self.namespaces, self.origin = {scope.namespace}, (scope, generation)
-            self._serve(published.calibration)
-
-    def published(self) -> Published | None:
-        """The calibration in force, for others to take up; None unless its sources are requests of one scope."""
-        with self._lock:
-            made, origin = self.calibration, self.origin
-            if made is None or origin is None:
-                return None
-            held = [one for one in self._banks.records() if one.scope == origin[0] and (one.is_pinned or one.slots)]
-            learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
-            learned |= {f"trust.{name}": array for name, array in self.state().items()}
-            return Published(made, learned, held)
-
-    def _serve(self, calibration: Calibration) -> None:
-        self.calibration, limit = calibration, calibration.limit
-        self._limits = {} if limit is None else dict.fromkeys(self._banks.layers, limit)
+        self.calibration = calibration
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""

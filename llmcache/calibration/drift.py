@@ -34,7 +34,7 @@ import numpy as np
 
 from llmcache.arrays import Floats
 from llmcache.calibration.bounds import share_upper
-from llmcache.reuse.chooser import Choice
+from llmcache.decide import Choice
 
 _QUANTILES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
 _STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)

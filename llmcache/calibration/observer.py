@@ -1,30 +1,29 @@
 """What is learned from: requests that were computed, with all that was seen of them.
 
-Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
+Sizes: n computed rows, D hidden width, S width of a signature, C logits.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from math import nan
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration.inputs import n_rows
 from llmcache.errors import CalibrationError
 from llmcache.matching.answers import Answers, Reading
 from llmcache.models.weights import Weights
-from llmcache.request.call import Call
 from llmcache.request.observation import Observation
 from llmcache.request.rows import to_host
 from llmcache.request.variables import setting
 
-States = Mapping[int, Mapping[str, Tensor]]  # named, by layer
+if TYPE_CHECKING:  # it holds this
+    from llmcache.call import Call
 
 _MOST = 1e18  # the square of more is no number in float32
 
@@ -32,85 +31,72 @@ _MOST = 1e18  # the square of more is no number in float32
 class Learner(Protocol):
     """Who wants observations."""
 
-    @property
-    def is_growing(self) -> bool:
-        """Whether requests that are computed become sources, whose answers have to be known."""
-
-    def wanted(self, call: Call) -> Collection[int]:
+    def wanted(self, call: "Call") -> Collection[int]:
         """Rows of a call of which they are wanted, if they were computed."""
 
-    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
-        """Take in those of a call, by row; states come with rows that the audit drew."""
+    def observe(self, call: "Call", seen: Mapping[int, Observation]) -> None:
+        """Take in those of a call, by row."""
 
 
 class Observer:
-    """Reads the answers of calls that have ended: notes them beside entries, and shows whole requests to a learner."""
+    """Reads the answers of calls that have ended, and shows computed requests to a learner."""
 
-    def __init__(self, banks: CacheBanks, answers: Answers, read: Reading, head: Weights | None = None) -> None:
-        """Remember whom to tell; learners need `head`, what of the model makes the answers."""
+    def __init__(self, answers: Answers, read: Reading, head: Weights) -> None:
+        """Remember how answers are read; `head` is all of the model but its trunk."""
         self.answers = answers
         self.learner: Learner | None = None
         #: Within: rows are computed, and shown to this list instead of being stored.
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
-        self._banks = banks
-        self._read = read
-        self._head = head
+        self._read, self._head = read, head
 
-    def see(self, call: Call, output: Any) -> None:
-        """Take in a call that has ended, and what the whole model returned, unless answers are read from payloads."""
-        computed = {
-            number: states for number, states in call.progress.captured.items() if number not in call.plan.reused
-        }
-        if not computed:
+    def see(self, call: "Call", output: Any) -> None:
+        """Take in a call that has ended.
+
+        Args:
+            call: It was closed.
+            output: What the whole model returned; not looked at where answers are read from payloads.
+        """
+        collected, entries = self.collected.get(), call.entries
+        if not entries or call.requests is None:
             return
-        collected = self.collected.get()
-        wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
-        serve_others = collected is None and (self.learner is None or self.learner.is_growing)
-        if not (wanted or serve_others):
+        wanted = entries if collected is not None else () if self.learner is None else self.learner.wanted(call)
+        numbers = [number for number in entries if number in wanted]
+        if not numbers:
             return
-        signatures, outputs, vectors = self._answers_of(call, output, computed)
-        if serve_others:
-            for number, signature in zip(computed, signatures, strict=True):
-                self._banks.sign(call.rows[number].key, signature, call.read.generation)
-        if call.read.features is None or not wanted:
-            return
-        head = "" if self._head is None else self._head.digest()
-        seconds = (perf_counter() - call.inputs.opened) / call.n_rows
+        signatures, outputs, targets = self._answers_of(call, output, numbers)
+        head, seconds = self._head.digest(), (perf_counter() - call.started_s) / len(call.rows)
         seen = {
             number: Observation(
-                call.read.scope,
+                entries[number].scope,
                 call.rows[number],
-                call.read.features[number].copy(),
-                vectors[i],
+                call.requests.features(number),
+                targets[i],
                 signatures[i],
                 outputs[i],
-                states if collected is not None or number in call.plan.audited else {},
+                entries[number],
                 head,
                 seconds,
-                generation=call.read.generation,
-                purges=call.read.purges,
+                generation=call.generation,
             )
-            for i, (number, states) in enumerate(computed.items())
-            if number in wanted
+            for i, number in enumerate(numbers)
         }
         if collected is not None:
             collected += seen.values()
         elif self.learner is not None:
             self.learner.observe(call, seen)
 
-    def _answers_of(self, call: Call, output: Any, computed: Mapping[int, States]) -> list[Floats]:
-        """Of computed rows: signatures (n, S), outputs (n, C), and mean rows of the last layer's payload (n, D)."""
-        last = self._banks.layers[-1]
-        targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
-        logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
+    def _answers_of(self, call: "Call", output: Any, numbers: Sequence[int]) -> list[Floats]:
+        """Of computed rows: signatures (n, S), outputs (n, C), and mean rows of the payload (n, D)."""
+        targets = torch.stack([call.entries[number].fields[0].float().mean(dim=0) for number in numbers])
+        logits = targets if self.answers.reads_payload else self._logits(call, output)[numbers]
         # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
         signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
         return [array for array in to_host(signed, logits.float(), targets) if array is not None]
 
-    def _logits(self, call: Call, output: Any) -> Tensor:
+    def _logits(self, call: "Call", output: Any) -> Tensor:
         logits = self._read(output)
-        if len(logits) != call.n_rows:
-            raise ValueError(f"{len(logits)} answers for {call.n_rows} requests")
+        if len(logits) != len(call.rows):
+            raise ValueError(f"{len(logits)} answers for {len(call.rows)} requests")
         return logits
 
 

@@ -13,18 +13,18 @@ from typing import NamedTuple
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.banks.cache_banks import CacheBanks
+from llmcache.bank import Bank
 from llmcache.calibration.calibration import HoldoutOutcome, candidate_limits, losses
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
 from llmcache.calibration.risk_target import Metric, MetricName
+from llmcache.decide import MAX_RISK, Choice, NeighbourChooser
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Learned
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
 from llmcache.request.observation import Observation
-from llmcache.reuse.chooser import Choice, NeighbourChooser
-from llmcache.reuse.semantic import Semantic
+from llmcache.sources import Source, Sources
 
 N_TURNS = 5
 
@@ -41,7 +41,8 @@ class Found(NamedTuple):
 class CalibrationFitter:
     """Of one wrapped model. One thread at a time."""
 
-    banks: CacheBanks
+    bank: Bank
+    sources: Sources
     fingerprint: Learned
     tokens: TokenVectors  # where the fingerprint takes vectors of tokens from
     chooser: NeighbourChooser
@@ -61,7 +62,7 @@ class CalibrationFitter:
             looks += [self.chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
         limits = candidate_limits(self.chooser.fit(looks))
         self.refit(cases)
-        return limits[limits <= self.chooser.max_risk]
+        return limits[limits <= MAX_RISK]
 
     def refit(self, cases: Sequence[Observation], is_pinned: bool = True) -> None:
         """Fit the fingerprint, and let the requests, which all differ, serve from then on, and no others.
@@ -78,7 +79,12 @@ class CalibrationFitter:
     def resume(self) -> None:
         """Let requests be found by the fingerprint, which was just fitted or restored."""
         self.forget()
-        self.banks.search_by(self.fingerprint)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let no request serve others; those that did may leave."""
+        self.sources.clear()
+        self.bank.release()
 
     def forget(self) -> None:
         """Drop what the fingerprint told of requests; it would tell the same again."""
@@ -128,17 +134,34 @@ class CalibrationFitter:
 
     def restart(self, cases: Sequence[Observation]) -> None:
         """Let these requests serve, and no others; what was learned stays."""
-        self.banks.search_by(self.fingerprint)
+        self.clear()
         self.stand(cases)
 
     def stand(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
-        """Let requests serve, too; those that are pinned do not leave until the next calibration, and must be held."""
-        self._hold(cases)
-        for case in cases:
-            if not self.banks.stand(case.row, self._forecast(case)[0], is_pinned) and is_pinned:
-                raise CalibrationError(
-                    "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
-                )
+        """Let requests serve, too; those that are pinned do not leave until the next calibration.
+
+        Raises:
+            CalibrationError: They are to be pinned, and do not fit the budgets.
+        """
+        if is_pinned and not self.bank.pin([case.entry for case in cases]):
+            raise CalibrationError(
+                "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
+            )
+        if not is_pinned:
+            for case in cases:
+                if case.row.key not in self.bank:
+                    self.bank.put([case.entry], case.generation)
+        held = [case for case in cases if case.row.key in self.bank]
+        if held:
+            vectors = np.stack([self._forecast(case)[0] for case in held])
+            self.sources.add(map(self.source_of, held), vectors)
+            for case in held:
+                if case.row.key not in self.bank:  # evicted meanwhile
+                    self.sources.remove(case.row.key)
+
+    def source_of(self, case: Observation) -> Source:
+        """A computed request as others find it."""
+        return Source(case.entry, case.row.ids, case.answer, self.sources.length_of(case.row))
 
     def _choose(self, case: Observation) -> Choice | None:
         vector, forecast = self._forecast(case)
@@ -147,13 +170,7 @@ class CalibrationFitter:
 
     def _find(self, case: Observation) -> Found:
         choice = self._choose(case)
-        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, Semantic.name)
-
-    def _hold(self, cases: Sequence[Observation]) -> None:
-        for case in cases:
-            if case.states and not self.banks.known(case.row):
-                self.banks.put(case.scope, case.row, case.states)
-            self.banks.sign(case.row.key, case.answer)
+        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, "semantic")
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
         return not self.answers.agree(case.answer, source.answer)

@@ -470,7 +470,7 @@ def _hang(module: nn.Module, hook: _OutputHook) -> Callable[[], None]:
     return remove
 
 
-def _find_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
+def find_lm_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
     """A language-model head of transformers right around the trunk that can be asked for the last logits alone."""
     for module in model.modules():
         is_theirs = type(module).__module__.startswith("transformers.")
@@ -511,7 +511,7 @@ def install(
             installed.add(_hang(trunk.norm, _NormHook(lambda both: listener.normed(*both))))
         if attention is not None:
             installed.add(listen(attention, listener))
-        if model is not None and (head := _find_head(model, trunk)) is not None:
+        if model is not None and (head := find_lm_head(model, trunk)) is not None:
             installed.add(HeadSwap(head, listener).remove)
         installed.add(TrunkSwap(trunk.module, listener).remove)
         installed.add(listener.retire)  # before the rest: calls that begin from then on are plain

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-from llmcache.arrays import Bools
+from llmcache.arrays import Bools, Floats
 from llmcache.models.adapters import Trunk, first_position, special_ids, vocabulary_size
 from llmcache.models.heads import Head
 from llmcache.models.masks import expand
@@ -43,6 +42,10 @@ class Requests:
     content: Bools
     keys: list[tuple[str, ...]]
     may_be_refused: bool
+
+    def features(self, numbers: int | Sequence[int]) -> Floats:
+        """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere. No vocabulary has 2**24 tokens."""
+        return np.where(self.content[numbers], self.ids[numbers], -1).astype(np.float32)
 
 
 class RequestReader:

@@ -1,0 +1,267 @@
+"""Who would serve a request, how risky that is, and whether it does: the approximate rung.
+
+Of the nearest sources those that have the same answer vote together. The risk of an answer is the chance that the
+request's own is another one, a logistic regression on what votes and forecast say. The least risky answer is taken, from
+the nearest source that has it, and serves where its risk is within the limit that a calibration chose.
+
+Numbers are plain ones, of one request at a time: for so few, arrays cost ten times as much.
+
+Sizes: B rows, n neighbours that were found, at most k, F features, C outputs, S width of a signature.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from math import exp, inf, log
+from operator import mul
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from llmcache.arrays import Doubles, Floats, below
+from llmcache.bank import Bank
+from llmcache.fingerprint import Learned
+from llmcache.matching.answers import Answers
+from llmcache.matching.content_gate import ContentGate
+from llmcache.request.observation import Observation
+from llmcache.request.rows import Row, Scope
+from llmcache.sources import Neighbour, Sources
+
+if TYPE_CHECKING:
+    from llmcache.calibration.calibration import Calibration
+    from llmcache.call import Call
+
+K = 8  # neighbours that vote
+_WIDTH = 0.05  # similarity lost at which a vote counts 1 / e
+MAX_RISK = 0.5  # an answer that more likely changes than not is not served, be it so rare that a bound would allow it
+_HIGHEST = 700.0  # odds, as a logarithm: of more `exp` overflows
+
+
+class Evidence(NamedTuple):
+    """What the neighbours of one request are like.
+
+    Attributes:
+        similarity: Of each, best first (n,).
+        agree: Which pairs of them have the same answer (n, n).
+        favour: How much the forecast of the request speaks for the answer of each (n,).
+    """
+
+    similarity: Sequence[float]
+    agree: Sequence[Sequence[bool]] = ()
+    favour: Sequence[float] = ()
+
+
+class Choice(NamedTuple):
+    """Who would serve a request, and how risky that is; infinite where the gate refuses, or it was quarantined."""
+
+    neighbour: Neighbour
+    risk: float  # 0 to 1, or infinite
+    at_first: float  # before anybody was quarantined: of like requests it stays alike
+
+
+class Limits(Protocol):
+    """Which calibration is in force."""
+
+    def serving(self, weights: str) -> "Calibration | None":
+        """The one by which requests of a trunk of these weights are served; None where they are computed."""
+
+
+class Risk:
+    """Chooses among neighbours. Learned by a calibration; before that no neighbour may serve."""
+
+    def __init__(self) -> None:
+        self._weights: Sequence[float] = ()  # of the features (F,), and the constant
+
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        """The number of the neighbour that would serve, and its risk, infinite where none may."""
+        number, least = 0, inf
+        for candidate, features in _describe(seen) if self._weights else ():
+            if (risk := _chance(self._weights, features)) < least:
+                number, least = candidate, risk
+        return number, least
+
+    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
+        """Learn from N requests whose own answers are known: which of their neighbours, N times (n,), have these."""
+        told = [
+            (features, not right[number])
+            for one, right in zip(seen, is_right, strict=True)
+            for number, features in _describe(one)
+        ]
+        if told:
+            self._weights = _fitted([features for features, _ in told], [changed for _, changed in told])
+
+    def state(self) -> dict[str, Floats]:
+        """What was learned."""
+        return {"weights": np.array(self._weights, np.float32)}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up what was learned."""
+        self._weights = _rounded(state["weights"])
+
+
+class NeighbourChooser:
+    """Finds, for each request, the source that would serve it best."""
+
+    def __init__(self, sources: Sources, answers: Answers, gate: ContentGate | None = None) -> None:
+        """Look among `sources`; a gate compares tokens, too."""
+        self._sources, self._answers, self._gate = sources, answers, gate
+        self._risk = Risk()
+
+    def choose(self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
+        """The best source of each row, by fingerprints (B, F) and forecasts (B, C); None where none was found."""
+        found = self._sources.search(scope, [self._sources.length_of(row) for row in rows], vectors, K)
+        return [
+            self._choose(row, near, forecast) for row, near, forecast in zip(rows, found, forecasts, strict=True)
+        ]
+
+    def learn(self, cases: Sequence[Observation]) -> None:
+        """Take in what answers look like, and how rare tokens are."""
+        self._answers.learn(np.stack([case.answer for case in cases]))
+        if self._gate is not None:
+            self._gate.learn(case.row.ids for case in cases)
+
+    def look(self, case: Observation, vector: Floats, forecast: Floats) -> tuple[Evidence, list[bool]]:
+        """What the neighbours of a request are like, and which have its own answer (n,)."""
+        lengths = [self._sources.length_of(case.row)]
+        (near,) = self._sources.search(case.scope, lengths, vector[None], K)
+        if not near:
+            return Evidence(()), []
+        return self._see(near, forecast), self._answers.agree(_signatures(near), case.answer).tolist()
+
+    def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
+        """Learn from requests whose answers are known, and return their risks (N,)."""
+        seen = [one for one, _ in looks]
+        self._risk.fit(seen, [is_right for _, is_right in looks])
+        return np.array([self._risk.choose(one)[1] if one.similarity else inf for one in seen], np.float64)
+
+    def state(self) -> dict[str, Floats]:
+        """What risk, answers and gate learned."""
+        return {f"{part}.{name}": array for part, one in self._learners() for name, array in one.state().items()}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up what was learned."""
+        for part, one in self._learners():
+            one.restore(below(f"{part}.", state))
+
+    def _learners(self) -> Iterator[tuple[str, Risk | Answers | ContentGate]]:
+        yield from (("decision", self._risk), ("answers", self._answers))
+        if self._gate is not None:
+            yield "gate", self._gate
+
+    def _choose(self, row: Row, near: Sequence[Neighbour], forecast: Floats) -> Choice | None:
+        if not near:
+            return None
+        number, risk = self._risk.choose(self._see(near, forecast))
+        chosen = near[number]
+        if self._gate is not None and self._gate.refuses(row.ids, chosen.source.ids):
+            risk = inf
+        return Choice(chosen, inf if chosen.is_quarantined else risk, risk)
+
+    def _see(self, near: Sequence[Neighbour], forecast: Floats) -> Evidence:
+        signatures = _signatures(near)
+        agree = self._answers.agree(signatures[:, None], signatures).tolist()
+        told = self._answers.favour(forecast, signatures).tolist()
+        return Evidence([one.similarity for one in near], agree, [one if one == one else 0.0 for one in told])
+
+
+class Semantic:
+    """Serves a request from the source that was chosen, where its risk is within the limit. Approximate."""
+
+    name = "semantic"
+    is_lossless = False
+
+    def __init__(
+        self, bank: Bank, sources: Sources, fingerprint: Learned, chooser: NeighbourChooser, limits: Limits
+    ) -> None:
+        """Serve from `sources`, as far as the calibration in force allows."""
+        self.bank, self.sources = bank, sources
+        self._fingerprint, self._chooser, self._limits = fingerprint, chooser, limits
+
+    def look_up(self, call: "Call", rows: Sequence[Row]) -> None:
+        """Add to `call.hits` what serves these rows, and to the call who was chosen for each."""
+        assert call.scope is not None and call.requests is not None
+        made = self._limits.serving(call.scope.weights)
+        rows = [row for row in rows if not row.is_misread]
+        if made is None or made.limit is None or not rows or call.requests.may_be_refused:
+            return
+        vectors, forecasts = self.project(call, rows)
+        chosen = self.choose(call, rows, vectors, forecasts)
+        if self._limits.serving(call.scope.weights) is not made:  # what was looked at may be another calibration's
+            return
+        call.made = made
+        for row, choice, vector, forecast in zip(rows, chosen, vectors, forecasts, strict=True):
+            call.vectors[row.number], call.forecasts[row.number] = vector, forecast
+            if choice is None:
+                continue
+            call.choices[row.number] = choice
+            if choice.risk <= made.limit:
+                call.serve(row, choice, min(1.0, choice.risk / made.limit) if made.limit > 0 else 1.0)
+        self.bank.used(call.choices[number].neighbour.key for number in call.hits if number in call.choices)
+
+    def project(self, call: "Call", rows: Sequence[Row]) -> tuple[Floats, Floats]:
+        """Fingerprints (B, F) of rows, and forecasts (B, C) of what the model puts out for them."""
+        assert call.requests is not None
+        return self._fingerprint.project_with_forecast(call.requests.features([row.number for row in rows]))
+
+    def choose(self, call: "Call", rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
+        """Who would serve each row; see `NeighbourChooser.choose`."""
+        assert call.scope is not None
+        return self._chooser.choose(call.scope, rows, vectors, forecasts)
+
+
+def _signatures(near: Sequence[Neighbour]) -> Floats:
+    """Of the answers of neighbours (n, S)."""
+    return np.stack([one.source.answer for one in near])
+
+
+def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """The neighbours that may serve, each the nearest with its answer, and what speaks for that answer (F,)."""
+    similarity, n = seen.similarity, len(seen.similarity)
+    if n < K:
+        return
+    nearest, last = similarity[0], similarity[-1]
+    votes = [exp((one - nearest) / _WIDTH) for one in similarity]
+    n_votes, mean = sum(votes), sum(similarity) / n
+    for number, agrees in enumerate(seen.agree):
+        if not agrees[number] or any(agrees[:number]):
+            continue
+        share = sum(compress(votes, agrees)) / n_votes
+        others = (one for one, is_same in zip(similarity, agrees, strict=True) if not is_same)
+        own = similarity[number]
+        yield (
+            number,
+            (
+                own,
+                own - next(others, last - _WIDTH / 2),
+                sum(agrees) / n,
+                share,
+                log(share + 1e-3),
+                similarity[2],
+                mean,
+                all(agrees[:3]),
+                own == nearest,
+                seen.favour[number],
+            ),
+        )
+
+
+def _chance(weights: Sequence[float], features: Sequence[float]) -> float:
+    odds = sum(map(mul, weights, features), weights[-1])
+    return 1 / (1 + exp(min(-odds, _HIGHEST)))
+
+
+def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
+    """Weights (F + 1,) of a logistic regression that tells from features, N times (F,), whether answers change."""
+    from sklearn.linear_model import LogisticRegression
+
+    known = np.array(features)
+    centre, scale = known.mean(axis=0), known.std(axis=0) + 1e-6
+    # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
+    shown = np.vstack([(known - centre) / scale, np.zeros((2, known.shape[1]))])
+    fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
+    weights = fitted.coef_[0] / scale
+    return _rounded([*weights, float(fitted.intercept_[0] - weights @ centre)])
+
+
+def _rounded(weights: Iterable[float]) -> tuple[float, ...]:
+    """Weights as they are saved, so that a cache that was loaded decides as the saved one did."""
+    return tuple(np.array([*weights], np.float32).tolist())

@@ -1,0 +1,207 @@
+"""Requests that may serve others: what each was answered, its tokens, its entry, and the index that finds them.
+
+Sizes: B rows of a call, k neighbours, F fingerprint width, S width of a signature.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from llmcache.arrays import Floats
+from llmcache.bank import Entry
+from llmcache.matching.index import Index
+from llmcache.request.rows import Row, Scope
+from llmcache.threads import forkable
+
+_AT_ONCE = 4096  # vectors that are added at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A stored request that may serve others.
+
+    Attributes:
+        entry: What is kept of it. Nobody writes to it.
+        ids: Its valid token ids, packed.
+        answer: Signature of its answer (S,), float32.
+        length: Valid tokens where requests of other lengths must not find it; else 0.
+    """
+
+    entry: Entry
+    ids: bytes
+    answer: Floats
+    length: int = 0
+
+    @property
+    def key(self) -> str:
+        """Its exact key."""
+        return self.entry.key
+
+
+class Neighbour(NamedTuple):
+    """A source that a search found."""
+
+    source: Source
+    similarity: float  # to the request that was searched for
+    is_quarantined: bool = False  # it may vote, and serves no other request
+
+    @property
+    def key(self) -> str:
+        """Its exact key."""
+        return self.source.key
+
+
+class _Partition:
+    """Sources of one scope and length. Slots of sources that left are taken by later ones."""
+
+    __slots__ = ("_free", "index", "slots", "sources")
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.sources: list[Source | None] = []  # by slot
+        self.slots: dict[str, int] = {}  # by key
+        self._free: list[int] = []
+
+    def add(self, sources: Sequence[Source], vectors: Floats) -> None:
+        slots = []
+        for source in sources:
+            slot = self.slots.get(source.key)
+            if slot is None:
+                slot = self._free.pop() if self._free else len(self.sources)
+                if slot == len(self.sources):
+                    self.sources.append(None)
+            self.slots[source.key] = slot
+            slots.append(slot)
+        self.index.add(np.array(slots, np.int64), vectors)
+        for slot, source in zip(slots, sources, strict=True):
+            self.sources[slot] = source
+
+    def remove(self, key: str) -> None:
+        slot = self.slots.pop(key)
+        self.sources[slot] = None  # first: a row that the index fails to remove must not be taken for a source
+        self.index.remove(np.array([slot], np.int64))
+        self._free.append(slot)
+
+
+class Sources:
+    """Sources by scope, and by length where payloads fit one length only. Thread-safe; one lock a search."""
+
+    def __init__(self, make_index: Callable[[int], Index], by_length: bool) -> None:
+        """Begin empty.
+
+        Args:
+            make_index: Makes an empty index of vectors of F numbers.
+            by_length: Requests of different lengths never find each other.
+        """
+        self._make_index = make_index
+        self._by_length = by_length
+        self._partitions: dict[tuple[Scope, int], _Partition] = {}
+        self._where: dict[str, _Partition] = {}  # by key
+        self._quarantined: dict[str, str] = {}  # namespace by key; also of requests that left, which may come again
+        #: Guards all of it.
+        self.lock = forkable(threading.RLock())
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __iter__(self) -> Iterator[Source]:
+        with self.lock:
+            held = [one for part in self._partitions.values() for one in part.sources if one is not None]
+        return iter(held)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._where
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the indexes."""
+        with self.lock:
+            return sum(part.index.nbytes for part in self._partitions.values())
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """The namespace of each request that serves no other one, by key."""
+        with self.lock:
+            return dict(self._quarantined)
+
+    def length_of(self, row: Row) -> int:
+        """The length that a row's sources have, 0: any."""
+        return row.n_valid if self._by_length else 0
+
+    def add(self, sources: Iterable[Source], vectors: Floats) -> None:
+        """Let sources be found by their fingerprints, float32 (N, F); of those that are, the fingerprint is replaced."""
+        with self.lock:
+            parts: dict[tuple[Scope, int], list[tuple[Source, Floats]]] = {}
+            for source, vector in zip(sources, vectors, strict=True):
+                parts.setdefault((source.entry.scope, source.length), []).append((source, vector))
+            for name, pairs in parts.items():
+                part = self._partitions.get(name)
+                if part is None:
+                    part = self._partitions[name] = _Partition(self._make_index(vectors.shape[1]))
+                for first in range(0, len(pairs), _AT_ONCE):
+                    some, near = zip(*pairs[first : first + _AT_ONCE], strict=True)
+                    part.add(some, np.stack(near))
+                    self._where |= dict.fromkeys((source.key for source in some), part)
+
+    def search(self, scope: Scope, lengths: Sequence[int], vectors: Floats, k: int) -> list[list[Neighbour]]:
+        """The k nearest sources of each row, best first.
+
+        Args:
+            scope: Of the rows.
+            lengths: Of each row, see `length_of` (B,).
+            vectors: Fingerprints, float32 (B, F).
+            k: At least 1.
+        """
+        found: list[list[Neighbour]] = [[] for _ in lengths]
+        with self.lock:
+            for length in set(lengths):  # one search unless lengths are kept apart
+                part = self._partitions.get((scope, length))
+                if part is None or not part.slots:
+                    continue
+                members = [i for i, other in enumerate(lengths) if other == length]
+                some = vectors if len(members) == len(lengths) else vectors[members]
+                slots, similarity = part.index.search(some, k)
+                for i, near, like in zip(members, slots.tolist(), similarity.tolist(), strict=True):
+                    pairs = ((part.sources[slot], s) for slot, s in zip(near, like, strict=True) if slot >= 0)
+                    found[i] = [Neighbour(one, s, one.key in self._quarantined) for one, s in pairs if one is not None]
+        return found
+
+    def vectors(self, sources: Iterable[Source]) -> Floats:
+        """Fingerprints (N, F) of sources that are held, as a search sees them."""
+        with self.lock:
+            parts = [(self._where[one.key], one.key) for one in sources]
+            return np.concatenate([part.index.vectors(np.array([part.slots[key]])) for part, key in parts])
+
+    def remove(self, key: str) -> None:
+        """Let a request be found no more. An unknown key is ignored."""
+        if key not in self._where:  # asked for every entry that leaves the bank
+            return
+        with self.lock:
+            if (part := self._where.pop(key, None)) is not None:
+                part.remove(key)
+
+    def quarantine(self, key: str, namespace: str) -> None:
+        """Let a request serve no other one from now on, until `forget`. It is found as before, and votes."""
+        with self.lock:
+            self._quarantined[key] = namespace
+
+    def clear(self) -> None:
+        """Hold none. Quarantines stay."""
+        with self.lock:
+            self._partitions.clear()
+            self._where.clear()
+
+    def forget(self, namespace: str | None = None) -> None:
+        """Forget sources and quarantines of a namespace, None: all."""
+        with self.lock:
+            for name, part in list(self._partitions.items()):
+                if namespace in (None, name[0].namespace):
+                    del self._partitions[name]
+                    for key in part.slots:
+                        self._where.pop(key, None)
+            self._quarantined = {
+                key: of for key, of in self._quarantined.items() if namespace is not None and of != namespace
+            }
