@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcache.arrays import Floats
 from llmcache.audit.account import Audited
