@@ -20,6 +20,7 @@ from llmcache.config import CacheConfig
 from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
 from llmcache.execution.flow import Flow
+from llmcache.found import Found, look_up
 from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.hooks import install
 from llmcache.prefix.chunks import Chunks
@@ -411,6 +412,26 @@ class LLMCache:
             return
         with setting(self._flow.namespace, name), setting(self._flow.prefixes_from, shared):
             yield self
+
+    def look_up(self, batch: Mapping[str, Any]) -> Found:
+        """Look a batch up without running the model.
+
+        Each part of the result can be run once, in the same namespace, without a second look-up. What was found is
+        dropped with the result, and looked up anew where weights, entries, calibration or inputs changed meanwhile.
+        Nothing is counted here; running a part counts its rows as usual. `last` is empty afterwards.
+
+        Args:
+            batch: Tokenised inputs of the model by name: `input_ids` (B, T), and tensors (B, ...) or others.
+
+        Returns:
+            Rows that are served and rows that are missing. Of calls that keep K/V, bypass the cache, or reach the trunk
+            with other tensors than those of the batch, all rows are missing.
+
+        Raises:
+            ConfigError: There are no `input_ids`.
+            Exception: What the model raises for the batch before its layers run.
+        """
+        return look_up(self.model, None if self._core is None else self._core.forward, batch)
 
     @contextmanager
     def only_if_cached(self, *, leave_out: bool = False) -> Iterator[Self]:

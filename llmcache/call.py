@@ -9,13 +9,14 @@ What fails here is counted, logged once, and computed around. Errors of the mode
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import itemgetter
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class Hit:
     share: float = 1.0  # of the risk that is allowed, 0 to 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Call:
     """What one call knows. Filled step by step."""
 
@@ -100,6 +101,9 @@ class Call:
     forecasts: dict[int, Floats] = field(default_factory=dict)  # of the output (C,), likewise
     made: Calibration | None = None  # in force when that was done
     audited: dict[int, Audited] = field(default_factory=dict)  # rows that the audit drew
+    is_looked_up: bool = False
+    inputs: dict[str, Any] = field(default_factory=dict)  # of the model, where it waits to be run: see `prepare`
+    versions: tuple[int, ...] = ()  # of the tensors among them
     started_s: float = field(default_factory=perf_counter)
     lookup_s: float = 0.0
     storing_s: float = 0.0
@@ -113,6 +117,16 @@ class Call:
     def open_rows(self) -> list[Row]:
         """Rows that take part in caching and have no hit."""
         return [row for row in self.rows if not row.bypass_reason and row.number not in self.hits]
+
+    def take_over(self, known: "Call", numbers: Sequence[int]) -> None:
+        """Have what was found of some rows of another call as what was found of this one's."""
+        assert known.requests is not None
+        place = {number: new for new, number in enumerate(numbers)}
+        for name in ("hits", "choices", "vectors", "forecasts"):
+            found = getattr(known, name)
+            setattr(self, name, {place[number]: one for number, one in found.items() if number in place})
+        self.requests, self.made, self.is_looked_up = known.requests.take(numbers), known.made, True
+        self.lookup_s += known.lookup_s * len(numbers) / len(known.rows)
 
     def serve(self, row: Row, choice: Choice, share: float) -> None:
         """Let another request's entry serve a row; `share` is its part of the risk that is allowed, 0 to 1."""
@@ -177,6 +191,8 @@ class CachedForward(Swap):
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
+        self._is_preparing: ContextVar[bool] = ContextVar("llmcache_preparing", default=False)
+        self._prepared: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
         self.eager = Eager(self)
         self.engine: Engine = self.eager
         self._local = threading.local()
@@ -192,6 +208,7 @@ class CachedForward(Swap):
         self._prefix = None if blocks is None else Prefix(trunk, blocks, counters, self.arguments, cuts)
         self._observer: Observer | None = None
         self._audit: Audit | None = None
+        self._semantic: Semantic | None = None
         #: Calls that have ended, of the forward of the whole model that is under way.
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
@@ -203,7 +220,7 @@ class CachedForward(Swap):
             semantic: Asked after all other rungs.
             audit: Looks into approximate hits; None: into none.
         """
-        self._observer, self._audit = observer, audit
+        self._observer, self._audit, self._semantic = observer, audit, semantic
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk) -> "CachedForward":
@@ -310,10 +327,52 @@ class CachedForward(Swap):
         call.is_whole = bool(self._coupling.reason(digest))
         activated = weights.activated
         call.is_activated = activated is not None
+        known = self._prepared.pop(id(arguments["input_ids"]), None)
+        if known is not None and self._is_still(known, call):
+            call.take_over(known, range(len(known.rows)))
+            return None
         call.requests = self._reader.read(arguments, call.mask_4d, call.scope, activated, call.is_whole)
         if keeps_kv:
             return "prefix_off" if self._prefix is None else self._prefix.open(call)
         return None
+
+    # -- calls that are looked up before they are made ---------------------------------------------------------------
+
+    def prepare(self, run: Callable[[], object]) -> Call | None:
+        """Return the call that `run` makes of the trunk, looked up and not run; None if it makes none."""
+        if not self.is_retired:
+            try:
+                with setting_variable(self._is_preparing, True):
+                    run()
+            except _LookedUp as prepared:
+                return prepared.call
+        return None
+
+    def can_resume(self, call: Call, batch: Mapping[str, Any]) -> bool:
+        """Return whether a call with tensors like those of `batch` can be recognised when it is made."""
+        is_plain = call.reason is None and call.prefill is None and call.mask_4d is None
+        return is_plain and all(call.arguments.get(name) is batch.get(name) for name in DECIDING)
+
+    def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
+        """Remember what was found of some rows until the model is run on `inputs`, or the result is let go."""
+        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, generation=call.generation, inputs=inputs)
+        kept.versions = _versions(inputs)
+        kept.take_over(call, numbers)
+        self._prepared[id(inputs["input_ids"])] = kept
+        return kept
+
+    def _is_still(self, known: Call, call: Call) -> bool:
+        """Return whether a call is the one that was looked up, and what was found still holds."""
+        is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
+        if not is_same or known.versions != _versions(known.inputs):
+            return False
+        if (known.scope, known.kind, known.generation) != (call.scope, call.kind, call.generation):
+            return False
+        if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
+            return False
+        return all(hit.rung != "exact" or hit.source in self._bank for hit in known.hits.values())
+
+    # -- small facts of a call ---------------------------------------------------------------------------------------
 
     def _is_kv_kept(self, arguments: dict[str, Any]) -> bool:
         """Whether the caller is to hold K/V afterwards."""
@@ -350,6 +409,23 @@ class CachedForward(Swap):
         Raises:
             NotCachedError: The call is to be answered from the cache or not at all, and cannot be.
         """
+        if not call.is_looked_up:
+            self._ask(call)
+        if self._is_preparing.get():
+            raise _LookedUp(call)
+        if self.is_only_if_cached.get() and (call.reason or len(call.hits) < len(call.rows)):
+            if call.prefill is None or len(call.prefill.whole) < len(call.rows):
+                found = call.hits if call.prefill is None else call.prefill.whole
+                raise NotCachedError(None if call.reason else tuple(r.number for r in call.rows if r.number not in found))
+        if self._audit is not None and call.reason is None and call.prefill is None and not self._is_collecting:
+            with self._counters.guard("draw for the audit") as tried:
+                self._audit.draw(call)
+            if tried.has_failed:
+                call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
+                self._withdraw(call)
+
+    def _ask(self, call: Call) -> None:
+        """Ask the rungs; what fails serves nothing."""
         if call.reason is None and call.prefill is not None:
             started = perf_counter()
             try:
@@ -373,16 +449,6 @@ class CachedForward(Swap):
                 call.hits.clear()
                 self._counters.error("look up a call", error)
             call.lookup_s += perf_counter() - started
-        if self.is_only_if_cached.get() and (call.reason or len(call.hits) < len(call.rows)):
-            if call.prefill is None or len(call.prefill.whole) < len(call.rows):
-                found = call.hits if call.prefill is None else call.prefill.whole
-                raise NotCachedError(None if call.reason else tuple(r.number for r in call.rows if r.number not in found))
-        if self._audit is not None and call.reason is None and call.prefill is None and not self._is_collecting:
-            with self._counters.guard("draw for the audit") as tried:
-                self._audit.draw(call)
-            if tried.has_failed:
-                call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
-                self._withdraw(call)
 
     def _drop_hits(self, call: Call) -> None:
         call.hits.clear()
@@ -586,6 +652,19 @@ class ModelForward(Swap):
         if len(calls) == 1:  # of several nobody knows which of them made which answer
             self._forward.observe(calls[0], output)
         return output
+
+
+class _LookedUp(BaseException):
+    """Ends the model's forward where the trunk would run: it was made to look a call up."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("looked up")
+        self.call = call
+
+
+def _versions(inputs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of tensors that are not of inference mode."""
+    return tuple(one._version for one in inputs.values() if isinstance(one, Tensor) and not one.is_inference())
 
 
 def _owned(field: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Sizes: B rows, T tokens of a row (padding included).
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,12 @@ class Requests:
     content: Bools
     keys: list[tuple[str, ...]]
     may_be_refused: bool
+
+    def take(self, numbers: Sequence[int]) -> "Requests":
+        """Some of the requests, as those of a call of their own."""
+        rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
+        keys = [self.keys[number] for number in numbers]
+        return Requests(rows, self.ids[numbers], self.content[numbers], keys, self.may_be_refused)
 
     def features(self, numbers: int | Sequence[int]) -> Floats:
         """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere. No vocabulary has 2**24 tokens."""
