@@ -146,7 +146,6 @@ def test_threads_look_up_and_run_at_once(cache: LLMCache) -> None:
     assert failures == [] and cache.stats().errors == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_calls_that_keep_kv_are_missing_as_a_whole() -> None:
     cache, batch = LLMCache.wrap(fresh("llama", "causal")), inputs_of("llama", "causal")
     with torch.inference_mode():
