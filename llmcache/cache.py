@@ -434,36 +434,15 @@ class LLMCache:
         return look_up(self.model, None if self._core is None else self._core.forward, batch)
 
     @contextmanager
-    def only_if_cached(self, *, leave_out: bool = False) -> Iterator[Self]:
+    def only_if_cached(self) -> Iterator[Self]:
         """Within: a call is answered from the cache, or raises before the layers run. Per thread and async task.
 
-        Meant for servers, which answer hits at once and gather misses. A call that raised is not counted: the one that
-        computes its requests counts them.
-
-        Args:
-            leave_out: A call of several requests, of which the cache has some, is answered with these. The outputs of
-                the others mean nothing (states are NaN), `last` names no rung for them, and they are not counted.
-                Compute them within `looked_up`.
+        A call that raised is not counted: the one that computes its requests counts them.
 
         Raises:
-            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it; with
-                `leave_out` where none is, or some cannot be told apart before the layers.
+            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it.
         """
-        if self._core is not None:
-            with setting(self._core.forward.is_only_if_cached, True):
-                yield self
-            return
-        with setting(self._flow.is_only_if_cached, True), setting(self._flow.may_leave_out, leave_out):
-            yield self
-
-    @contextmanager
-    def looked_up(self) -> Iterator[Self]:
-        """Within: requests are computed and stored, not looked up. Per thread and async task.
-
-        Meant for those that `only_if_cached(leave_out=True)` has just left out, which are counted as misses here: they
-        are not looked up twice, nor is it asked whether that is worthwhile.
-        """
-        with setting(self._flow.is_looked_up, True):
+        with setting(self._flow.is_only_if_cached, True):
             yield self
 
     @contextmanager

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from llmcache.errors import ConfigError
@@ -249,8 +248,3 @@ def _max_length(tokenizer: Any, config: Any) -> int:
     positions = getattr(config, "max_position_embeddings", None) or _MOST
     most = tokenizer.model_max_length
     return int(min(positions, most if most < _MOST else _MOST))
-
-
-def to_device(inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Inputs on the model's device."""
-    return inputs if device.type == "cpu" else {name: one.to(device) for name, one in inputs.items()}

@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from llmcache.serving import openai_answers
+from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
-from llmcache.serving.padded_model import Output
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server

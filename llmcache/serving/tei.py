@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
+from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
-from llmcache.serving.padded_model import Output
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
@@ -138,7 +138,7 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     fields = Fields("inputs", not is_one(body.inputs))
     check_number(server, len(items))
     tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
-    states = await server.encoder.states(fields.all(tokens, Tokens), server.on_device(server.served.states))
+    states = await server.encoder.states(fields.all(tokens, Tokens), server.served.states)
     return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llmcache.serving.padded_model import Output
+from llmcache.serving.encoder import Output
 from llmcache.serving.server import Server
 
 
