@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from llmcache.cache import LLMCache
 from llmcache.found import Part
+from llmcache.serving.keys import PUBLIC
+from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, stopping
 from llmcache.serving.settings import ServerSettings
-from llmcache.serving.tenants import PUBLIC
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
-from llmcache.serving.watching import Watcher
 
 logger = logging.getLogger("llmcache.serving")
 
@@ -120,8 +120,8 @@ class Encoder:
         tokenizing: Tokenizing,
         forward: Forward,
         pad_id: int,
-        watcher: Watcher | None = None,
-        is_caching: Callable[[], bool] = lambda: True,
+        metrics: Metrics,
+        is_caching: Callable[[], bool],
     ) -> None:
         """Begin with nothing queued.
 
@@ -132,13 +132,13 @@ class Encoder:
             tokenizing: The model's tokenizer.
             forward: The model.
             pad_id: Token id of padding.
-            watcher: Told what becomes of inputs.
+            metrics: Counts what becomes of inputs.
             is_caching: Whether inputs are looked up and stored at all.
         """
         self._cache, self._thread, self._settings, self._tokenizing = cache, thread, settings, tokenizing
         self._forward, self._pad_id, self._is_caching = forward, pad_id, is_caching
         self._device = next(cache.model.parameters()).device
-        self._watcher = watcher or Watcher()
+        self._metrics = metrics
         self._waiting: deque[_Request] = deque()  # to be looked up, oldest first
         self._n_looked_up = 0  # requests that wait for it, or are
         self._n_batches = 0
@@ -190,8 +190,8 @@ class Encoder:
         outputs = [computed[i] if isinstance(one, _Missing) else one for i, one in enumerate(found)]
         for one in outputs:
             if isinstance(one, Output):
-                self._watcher.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
-            self._watcher.finished("stop" if isinstance(one, Output) else "error")
+                self._metrics.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
+            self._metrics.finished("stop" if isinstance(one, Output) else "error")
         return outputs
 
     async def tokens(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
@@ -249,7 +249,7 @@ class Encoder:
             self._queue.remove(miss)
             del self._in_flight[miss.namespace, miss.tokens]
             miss.answer.cancel()
-            self._watcher.cancelled()
+            self._metrics.cancelled.inc()
 
     async def _compute_all(self) -> None:
         """Compute what is queued, batch by batch, until nothing is."""
@@ -260,7 +260,7 @@ class Encoder:
             begun = perf_counter()
             for miss in batch:
                 miss.is_running = True
-                self._watcher.queued(begun - miss.queued_at)
+                self._metrics.queue.observe(begun - miss.queued_at)
             try:
                 outputs = await self._thread.run(lambda batch=batch: self._compute(batch)) if batch else []  # type: ignore[misc]
             except Exception as error:  # the thread was closed
@@ -269,7 +269,7 @@ class Encoder:
             self._n_batches += 1
             for miss, output in zip(batch, outputs, strict=True):
                 if isinstance(output, Output):
-                    self._watcher.computed(output.compute_s)
+                    self._metrics.inference.observe(output.compute_s)
                     output = replace(output, queue_s=begun - miss.queued_at)
                 self._end(miss, output)
 
@@ -308,7 +308,7 @@ class Encoder:
     def _tokenised(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
         began = perf_counter()
         found = self._tokenizing.encode(items, truncate, side)
-        self._watcher.tokenised(perf_counter() - began)
+        self._metrics.tokenisation.observe(perf_counter() - began)
         return found
 
     def _take_turn(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -392,7 +392,7 @@ class Encoder:
     def _compute(self, batch: Sequence[_Miss]) -> list[Output | Refusal]:
         """Outputs of a batch; where it fails, of each by itself, so that one that fails does not spoil the others."""
         tokens = [miss.tokens for miss in batch]
-        self._watcher.batch(len(batch), sum(map(len, tokens)))
+        self._metrics.batch(len(batch), sum(map(len, tokens)))
         part = batch[0].missing.part if len(batch) == 1 else None
         try:
             made = self._run(tokens, batch[0].namespace, part)
@@ -458,7 +458,7 @@ class Encoder:
 
     def _failed(self, why: str) -> Refusal:
         """Count and log that an input could not be computed; returns what the client is told."""
-        self._watcher.failed()
+        self._metrics.failed.inc()
         logger.error("the model failed on an input: %s", why)
         return Refusal("backend", "the model failed on this input")
 
