@@ -50,12 +50,12 @@ if TYPE_CHECKING:
         packaged_minilm,
         quiet,
     )
+    from llmcache.prefix.block import Block
+    from llmcache.prefix.block_pool import BlockPool
     from llmcache.registry import Component, Registry
     from llmcache.request.observation import Observation
     from llmcache.request.prefill import Link
     from llmcache.request.rows import Scope
-    from llmcache.reuse.prefix.block import Block
-    from llmcache.reuse.prefix.block_pool import BlockPool
     from llmcache.serving.loading import Served, load_served
     from llmcache.serving.saving import Saves
     from llmcache.yaml_file import parse_yaml, read_yaml

@@ -144,28 +144,33 @@ class Banks(dict[int, LayerBank]):
             }
 
     def state(self, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What `restore` needs, of entries of some weights: metadata that JSON holds, and tensors by name."""
+        """What `restore` needs, of entries of these weights: metadata that JSON holds, and tensors by name."""
         with self._lock:
             learned = self._fingerprint.state().items()
             tensors = {f"fingerprint.{name}": torch.from_numpy(array) for name, array in learned}
             for number, (_, features) in enumerate(self._waiting.values()):
                 tensors[f"waiting.{number}"] = torch.from_numpy(features)
             waiting = [[key, namespace] for key, (namespace, _) in self._waiting.items()]
-            meta: dict[str, Any] = {"banks": {}, "waiting": waiting}
+            meta: dict[str, Any] = {"banks": {}, "waiting": waiting, "weights": weights}
             for layer, bank in self.items():
                 meta["banks"][str(layer)], of_bank = bank.state(weights)
                 tensors |= {f"{layer}.{name}": tensor for name, tensor in of_bank.items()}
         return meta, tensors
 
-    def restore(self, weights: str, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave, as entries of some weights."""
+    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: The parts do not fit each other.
+        """
         with self._lock:
             learned = below("fingerprint.", tensors)
             self._fingerprint.restore({name: tensor.numpy() for name, tensor in learned.items()})
             for number, (key, namespace) in enumerate(meta["waiting"]):
                 self._waiting[key] = namespace, tensors[f"waiting.{number}"].numpy()
             for layer, notes in meta["banks"].items():
-                self[int(layer)].restore(weights, notes, below(f"{layer}.", tensors), self._device)
+                self[int(layer)].restore(meta["weights"], notes, below(f"{layer}.", tensors), self._device)
 
     def _keys(self) -> set[str]:
         return {key for bank in self.values() for key in bank.entries}

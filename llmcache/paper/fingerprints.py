@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from llmcache.arrays import Floats, product
+from llmcache.arrays import Floats, normalise, product
 from llmcache.registry import Registry
 
 
@@ -279,13 +279,6 @@ def content_mean(hidden: Tensor, content: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         total = torch.bmm(content.unsqueeze(1).float(), hidden.float()).squeeze(1)
     return total / content.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def normalise(x: Floats) -> Floats:
-    """Rows scaled to L2 norm 1; a zero row stays zero, so it is similar to nothing."""
-    norm = np.sqrt(np.einsum("nd,nd->n", x, x))
-    scaled: Floats = x / np.maximum(norm, np.float32(1e-12))[:, None]
-    return scaled
 
 
 FINGERPRINTS: Registry[Fingerprint] = Registry(

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk, repack, unpack
@@ -28,6 +30,7 @@ from llmcache.paper.forwards import LayerForward, Reuse, Runner, TrunkForward, c
 from llmcache.paper.opening import Call, Opener
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row
+from llmcache.save import Saved, save
 from llmcache.stats import Stats
 from llmcache.threads import forkable
 
@@ -66,7 +69,7 @@ class Layerwise:
         Raises:
             WrapError: The trunk carries a cache already.
         """
-        self._fingerprint, self._payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
+        self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
         self._weights, self._opener, self._depth = weights, opener, trunk.depth
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
@@ -202,7 +205,7 @@ class Layerwise:
                 reuse = call.reused.get(row.number)
                 if reuse is not None and reuse.layer >= number:
                     continue
-                tensors = {"hidden": self._payload.take(states[row.number], row.valid)}
+                tensors = {"hidden": self.payload.take(states[row.number], row.valid)}
                 if call.kv_cache is not None:
                     tensors |= copy_kv(call.kv_cache, row, 0 if self._is_ahead else number, number)
                 vector = None if call.vectors is None else call.vectors[row.number]
@@ -338,11 +341,6 @@ class Layerwise:
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
 
-    @property
-    def payload(self) -> str:
-        """What entries keep of a request's states."""
-        return self._payload.name
-
     def stats(self) -> Stats:
         """Counts since the start or `restart_stats`, and what is held now."""
         counted = self.counters.snapshot(**self._banks.held())
@@ -364,12 +362,11 @@ class Layerwise:
             self._reuses_by_layer.clear()
             self._n_skipped = self._n_checked = 0
 
-    def clear(self) -> None:
-        """Forget all entries; counts, and what fingerprint and codecs have learned, stay."""
-        self._banks.forget()
+    def clear(self, namespace: str | None = None) -> int:
+        """Forget the entries of a namespace, None: all; returns how many requests they were.
 
-    def purge(self, namespace: str) -> int:
-        """Forget the entries of a namespace; returns how many requests they were."""
+        Counts, and what fingerprint and codecs have learned, stay.
+        """
         return self._banks.forget(namespace)
 
     def drain(self) -> int:
@@ -385,18 +382,13 @@ class Layerwise:
         self._is_retired = True  # first: calls that begin from now on are plain
         self.installed.remove()
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What `restore` needs: metadata that JSON holds, and tensors by name. Leaves out entries of other weights."""
-        return self._banks.state(self._weights.digest(is_kept=True))
+    def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
+        """See `LLMCache.save`."""
+        save(folder, model, self._trunk, self._weights, config, tokenizer, self.payload.name, None, {}, {"layers": self._banks})
 
-    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state` of a cache with the same settings and weights gave.
-
-        Raises:
-            KeyError: A part is missing.
-            ValueError: The parts do not fit each other.
-        """
-        self._banks.restore(self._weights.digest(), meta, tensors)
+    def restore(self, saved: Saved) -> None:
+        """Fill the empty cache from a save."""
+        saved.restore(self.payload.name, {"layers": self._banks})
 
 
 def _count_rows(arguments: Mapping[str, Any]) -> int:
