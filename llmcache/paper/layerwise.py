@@ -389,7 +389,18 @@ class Layerwise:
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
-        save(folder, model, self._trunk, self._weights, config, tokenizer, self.payload.name, None, {}, {"layers": self._banks})
+        save(
+            folder,
+            model,
+            self._trunk,
+            self._weights,
+            config,
+            tokenizer,
+            self.payload.name,
+            None,
+            {},
+            {"layers": self._banks},
+        )
 
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save."""
