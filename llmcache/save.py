@@ -210,8 +210,9 @@ def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | P
         )
     if manifest.head and manifest.head != (head := Weights(model, without=trunk.module).digest()):
         raise UnfitBankError(
-            f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has {head[:12]}), "
-            "by which others than repeats were answered; give the model that it was saved from, or another folder"
+            f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has "
+            f"{head[:12]}), by which others than repeats were answered; give the model that it was saved from, or "
+            "another folder"
         )
 
 
