@@ -1,4 +1,4 @@
-"""`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
+"""`LLMCache`: what a user holds. Its parts are put together in `core`, with `tau` in `paper`; `call` is how calls go."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from llmcache.assembly import assemble
-from llmcache.banks.cache_banks import CacheBanks
+from llmcache.bank import Bank
+from llmcache.calibration.answers import Reading, read_logits
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import Requests
@@ -19,31 +19,17 @@ from llmcache.calibrator import make_claim
 from llmcache.config import CacheConfig
 from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
-from llmcache.execution.chunks import Chunks
-from llmcache.execution.compiled import CompiledTrunk
-from llmcache.execution.flow import Flow
-from llmcache.execution.graphs import make_buckets
-from llmcache.matching.answers import Reading, read_logits
-from llmcache.models.hooks import install
+from llmcache.found import Found, look_up
+from llmcache.paper.build import build as build_layerwise
+from llmcache.paper.layerwise import Layerwise
+from llmcache.prefix.chunks import Chunks
+from llmcache.request.call import Rung
 from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
 from llmcache.request.variables import setting
-from llmcache.reuse.base import Rung
+from llmcache.save import Saved
 from llmcache.stats import Stats
-
-
-def _takes_core(config):
-    import os
-
-    return not (
-        os.environ.get("OLD")
-        or config.tau is not None
-        or config.compression.name != "none"
-        or config.exact is False
-        or config.mode == "paper"
-        or config.layers not in ("auto", "last")
-    )
 
 
 class LLMCache:
@@ -59,29 +45,27 @@ class LLMCache:
         config: CacheConfig,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
-        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
+        rungs: Sequence[Callable[[Bank], Rung]] = (),
     ) -> None:
         """Use `wrap` or `load`."""
         self.model = model
         self.config = config
         self._tokenizer = tokenizer
-        self._answer_of = answer_of
-        self._flow: Any
-        if _takes_core(config):
-            self._core = Core(model, config, tokenizer, answer_of, rungs)
-            self._flow, self._installed = self._core.forward, self._core.installed
-            return
-        self._core = None
-        self._components = assemble(model, config, tokenizer, answer_of, rungs)
-        self._install_flow()
+        self._way: Core | Layerwise
+        self._forward: Any  # what holds the context of calls
+        if config.tau is None:
+            self._way = Core(model, config, tokenizer, answer_of, rungs)
+            self._forward = self._way.forward
+        elif rungs:
+            raise ConfigError(f"rungs with tau={config.tau}: the paper's cache serves alone; leave one of them out")
+        else:
+            self._way = self._forward = build_layerwise(model, config, tokenizer)
 
-    def _install_flow(self) -> None:
-        model, config, tokenizer, answer_of = self.model, self.config, self._tokenizer, self._answer_of
-        self._flow = Flow(self._components, tokenizer)
-        head = None if self._components.prefix is None else model
-        self._installed = install(self._components.trunk, self._flow, self._components.attention, head)
-        if self._components.head.pooled is not None and self._components.payload.name == "mean":
-            self._installed.add(self._flow.veil.listen(self._components.head.pooled.pooling))
+    @property
+    def _core(self) -> Core:
+        if isinstance(self._way, Layerwise):
+            raise ConfigError(f"not with tau={self.config.tau}: the paper's cache decides at each layer; leave tau out")
+        return self._way
 
     @classmethod
     def wrap(
@@ -91,7 +75,7 @@ class LLMCache:
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
-        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
+        rungs: Sequence[Callable[[Bank], Rung]] = (),
         **settings: Any,
     ) -> Self:
         """Make a model remember.
@@ -128,7 +112,7 @@ class LLMCache:
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
-        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
+        rungs: Sequence[Callable[[Bank], Rung]] = (),
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
@@ -149,48 +133,16 @@ class LLMCache:
             ConfigError: What was saved cannot be served with `config`.
             WrapError: The model is wrapped already.
         """
-        from llmcache import persist
-        from llmcache.save import Saved
-        from llmcache.saved_settings import choose_settings
-
         given = None if config is None else CacheConfig.make(config)
-        if persist.format_of(folder) != persist.FORMAT:
-            return cls._load(Saved(folder, model, tokenizer), model, given, tokenizer, answer_of, rungs)
-        manifest, tensors = persist.read(folder, model, tokenizer)
-        chosen = choose_settings(manifest.config, given, manifest.calibration is not None, folder)
-        try:
-            cache = cls(model, chosen, tokenizer, answer_of, rungs)
-        except ConfigError as error:
-            if given is not None:
-                raise
-            raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
-        try:
-            if manifest.calibration is not None:
-                cache._calibrator.begin()
-            persist.restore(cache._components, manifest, tensors, folder)
-        except BaseException:
-            cache.unwrap()
-            raise
-        return cache
-
-    @classmethod
-    def _load(
-        cls,
-        saved: "Saved",
-        model: nn.Module,
-        given: CacheConfig | None,
-        tokenizer: Any,
-        answer_of: Reading,
-        rungs: Sequence[Callable[[CacheBanks], Rung]],
-    ) -> Self:
+        saved = Saved(folder, model, tokenizer)
         try:
             cache = cls(model, saved.settings(given), tokenizer, answer_of, rungs)
         except ConfigError as error:
             if given is not None:
                 raise
-            raise UnfitBankError(f"{saved.folder}: its settings do not suit this model: {error}") from error
+            raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
         try:
-            cache._core.restore(saved)
+            cache._way.restore(saved)
         except BaseException:
             cache.unwrap()
             raise
@@ -206,13 +158,7 @@ class LLMCache:
             StoreError: Writing failed, or the folder has a `manifest.json` that is none of ours. An earlier save is
                 still whole.
         """
-        if self._core is not None:
-            self._core.save(folder)
-            return
-        from llmcache import persist
-
-        self._components.settle()
-        persist.save(self._components, self.model, self.config, self._tokenizer, folder)
+        self._way.save(folder, self.model, self.config, self._tokenizer)
 
     def calibrate(
         self,
@@ -274,7 +220,8 @@ class LLMCache:
     @property
     def calibrated(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
-        return None if self._core.calibrator is None else self._core.calibrator.calibrated
+        calibrator = self._way.calibrator if isinstance(self._way, Core) else None
+        return None if calibrator is None else calibrator.calibrated
 
     @property
     def calibration(self) -> Calibration | None:
@@ -294,9 +241,9 @@ class LLMCache:
 
         Decisions stay outside of the graphs. The rows of a call that nothing serves are padded to the smallest bucket
         that holds them. All graphs are made and tried here, which takes seconds to minutes each; none is made in
-        service. Other calls run eagerly, counted by reason in `stats().compiled`. While there are graphs, requests are
-        stored apart from those of before, and states are within 1e-4 of the largest (5e-2 below float32) of what the
-        model computes alone, bypassed calls included. Called again, it makes all graphs anew. Not saved.
+        service. Calls that keep K/V or bypass the cache run eagerly, and so do others that no graph fits, counted by
+        reason in `stats().compiled`. What graphs compute is stored apart from what the model computes: its states are
+        within 1e-4 of the largest (5e-2 below float32). Called again, it makes and counts anew. Not saved.
 
         Args:
             lengths: Tokens of a row, padding included; what is beyond the model's positions is left out.
@@ -306,50 +253,16 @@ class LLMCache:
             max_padding: Largest share of a bucket's tokens that may be padding, 0 to 1; beyond it, calls run eagerly.
 
         Raises:
-            ConfigError: An argument is wrong; the model's calls are decided at its layers (they keep K/V, say); it is
-                in training mode; a part's forward was replaced; or no bucket could be compiled. Where some could,
-                failures are counted and logged.
+            ConfigError: An argument is wrong; the cache has `tau`; the model is in training mode; its rows affect each
+                other; a part's forward was replaced; or no bucket could be compiled. Earlier graphs stay then. Where
+                some could be compiled, failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
-        self._leave_core()
-        compiler = self._compiler()
-        n_positions = getattr(self._components.trunk.config, "max_position_embeddings", None)
-        buckets = make_buckets(lengths, rows, n_positions)
-        if not 0 <= max_padding <= 1:
-            raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
-        compiler.make(buckets, mode, backend, max_padding)
-
-    def start_model_process(self) -> None:
-        """Have a process of its own compute what nothing serves, so that this one's threads need not wait for it.
-
-        For servers on a CPU, whose threads look up and answer meanwhile: in one process they and a small model's
-        forward take turns at Python's interpreter lock. Outputs are equal bit for bit. The process shares the weights;
-        it takes the memory of the libraries once more. It ends with `unwrap`, or when it fails; calls are computed here
-        then. A forked process computes by itself. Calls that have to see layers are computed here as well, counted in
-        `stats().compiled`. It takes the place of graphs (`compile`). Not saved.
-
-        Raises:
-            ConfigError: The model is on an accelerator; its calls are decided at its layers (they keep K/V, say); it is
-                in training mode; or the process could not be started.
-            WrapError: The cache was unwrapped.
-        """
-        self._leave_core()
-        self._compiler().start_process()
-
-    def _compiler(self) -> CompiledTrunk:
         if self._installed.is_empty:
             raise WrapError("the cache was unwrapped: wrap the model again")
-        assert self._components.compiled is not None
-        return self._components.compiled
-
-    def _leave_core(self) -> None:
-        if self._core is not None:
-            if self._installed.is_empty:
-                raise WrapError("the cache was unwrapped: wrap the model again")
-            self._core.is_retired = True
-            self._installed.remove()
-            self._core = None
-            self._install_flow()
+        if self._core.installed.is_empty:
+            raise WrapError("the cache was unwrapped: wrap the model again")
+        self._core.compile(lengths, rows, mode, backend, max_padding)
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
@@ -360,18 +273,7 @@ class LLMCache:
         Raises:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
         """
-        if self._core is not None:
-            self._core.close()
-            return self.model
-        if self._components.audit is not None:
-            self._components.audit.worker.close()
-        if self._components.compiled is not None:
-            self._components.compiled.close()
-        if self._components.store_queue is not None:
-            self._components.store_queue.close()
-        self._installed.remove()
-        if self._components.tier is not None:
-            self._components.tier.close()
+        self._way.close()
         return self.model
 
     def drain(self) -> int:
@@ -381,14 +283,7 @@ class LLMCache:
         Hits that were served with other weights than those of now wait until these are back. What is being written to a
         store is waited for, and a calibration that is shared is published or taken up.
         """
-        if self._core is not None:
-            return self._core.drain()
-        self._components.settle()
-        n_done = 0 if self._components.audit is None else self._components.audit.drain()
-        self._components.share()
-        if self._components.tier is not None:
-            self._components.tier.drain()
-        return n_done
+        return self._way.drain()
 
     def __enter__(self) -> Self:
         return self
@@ -403,9 +298,7 @@ class LLMCache:
 
     def stats(self) -> Stats:
         """Counters since wrapping or `restart_stats`, and what is held now."""
-        if self._core is not None:
-            return self._core.stats()
-        return self._components.stats()
+        return self._way.stats()
 
     def restart_stats(self) -> None:
         """Count requests, hits and times in `stats` from here on: what came before was a warm-up, say.
@@ -413,15 +306,12 @@ class LLMCache:
         What a call of each length takes stays known (`Stats.cost`), and so do failures. What banks, the audit, graphs
         and a store count goes on.
         """
-        if self._core is not None:
-            self._core.counters.restart()
-            return
-        self._components.restart_stats()
+        self._way.restart_stats()
 
     @property
     def payload(self) -> str:
         """What each entry keeps of a request's hidden states: `sequence`, `cls`, `last` or `mean`."""
-        return (self._core or self._components).payload.name
+        return self._way.payload.name
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -431,7 +321,7 @@ class LLMCache:
         the first call and after one that raised; of calls made within one another it tells of the outer one. Async
         tasks of a thread share it: read it before an `await`.
         """
-        return self._flow.last
+        return self._forward.last
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay.
@@ -441,11 +331,7 @@ class LLMCache:
         Raises:
             StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.
         """
-        if self._core is not None:
-            self._core.clear()
-            return
-        self._components.clear()
-        self._flow.forget()
+        self._way.clear()
 
     def purge(self, *, namespace: str) -> int:
         """Forget all entries of a namespace and return how many requests they were, of those in memory.
@@ -457,9 +343,7 @@ class LLMCache:
             StoreError: The store could not be purged. Nothing of it is in this cache's memory any more.
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
-        if self._core is not None:
-            return self._core.clear(checked_namespace(namespace))
-        return self._components.purge(checked_namespace(namespace))
+        return self._way.clear(checked_namespace(namespace))
 
     def forget(self, *args: Any, **kwargs: Any) -> int:
         """Forget what serves a call: a wrong answer, say. It takes what the model takes; nothing is computed.
@@ -473,6 +357,7 @@ class LLMCache:
             How many requests were in memory.
 
         Raises:
+            ConfigError: The cache has a `tau`.
             StoreError: The store could not forget them. They are in this cache's memory no more.
         """
         return self._core.forget(lambda: self(*args, **kwargs))
@@ -496,44 +381,43 @@ class LLMCache:
             ConfigError: A namespace is not a string, or one of a class of its own, or no Unicode text.
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
-        if self._core is not None:
-            with setting(self._core.forward.namespace, name), setting(self._core.forward.prefixes_from, shared):
+        with setting(self._forward.namespace, name):
+            if shared is None:
                 yield self
-            return
-        with setting(self._flow.namespace, name), setting(self._flow.prefixes_from, shared):
-            yield self
+            else:
+                with setting(self._core.forward.prefixes_from, shared):
+                    yield self
 
-    @contextmanager
-    def only_if_cached(self, *, leave_out: bool = False) -> Iterator[Self]:
-        """Within: a call is answered from the cache, or raises before the layers run. Per thread and async task.
+    def look_up(self, batch: Mapping[str, Any]) -> Found:
+        """Look a batch up without running the model.
 
-        Meant for servers, which answer hits at once and gather misses. A call that raised is not counted: the one that
-        computes its requests counts them.
+        Each part of the result can be run once, in the same namespace, without a second look-up. What was found is
+        dropped with the result, and looked up anew where weights, entries, calibration or inputs changed meanwhile.
+        Nothing is counted here; running a part counts its rows as usual. `last` is empty afterwards.
 
         Args:
-            leave_out: A call of several requests, of which the cache has some, is answered with these. The outputs of
-                the others mean nothing (states are NaN), `last` names no rung for them, and they are not counted.
-                Compute them within `looked_up`.
+            batch: Tokenised inputs of the model by name: `input_ids` (B, T), and tensors (B, ...) or others.
+
+        Returns:
+            Rows that are served and rows that are missing. Of calls that keep K/V, bypass the cache, or reach the trunk
+            with other tensors than those of the batch, all rows are missing.
 
         Raises:
-            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it; with
-                `leave_out` where none is, or some cannot be told apart before the layers.
+            ConfigError: There are no `input_ids`.
+            Exception: What the model raises for the batch before its layers run.
         """
-        if self._core is not None:
-            with setting(self._core.forward.is_only_if_cached, True):
-                yield self
-            return
-        with setting(self._flow.is_only_if_cached, True), setting(self._flow.may_leave_out, leave_out):
-            yield self
+        return look_up(self.model, self._core.forward, batch)
 
     @contextmanager
-    def looked_up(self) -> Iterator[Self]:
-        """Within: requests are computed and stored, not looked up. Per thread and async task.
+    def only_if_cached(self) -> Iterator[Self]:
+        """Within: a call is answered from the cache, or raises before the layers run. Per thread and async task.
 
-        Meant for those that `only_if_cached(leave_out=True)` has just left out, which are counted as misses here: they
-        are not looked up twice, nor is it asked whether that is worthwhile.
+        A call that raised is not counted: the one that computes its requests counts them.
+
+        Raises:
+            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it.
         """
-        with setting(self._flow.is_looked_up, True):
+        with setting(self._forward.is_only_if_cached, True):
             yield self
 
     @contextmanager
@@ -554,21 +438,18 @@ class LLMCache:
         """
         if n_tokens < 1:
             raise ConfigError(f"n_tokens={n_tokens}: a chunk has 1 token at least")
-        with setting(self._flow.chunks, Chunks(n_tokens, between)):
+        with setting(self._core.forward.chunks, Chunks(n_tokens, between)):
             yield self
 
     @contextmanager
     def disabled(self) -> Iterator[Self]:
         """Within: the model computes as if it were not wrapped. Per thread and async task."""
-        with setting(self._flow.is_disabled, True):
+        with setting(self._forward.is_disabled, True):
             yield self
 
     def __repr__(self) -> str:
-        if self._core is not None:
-            names = [rung.name for rung in self._core.forward.rungs] + (
-                ["prefix"] if self._core.blocks is not None else []
-            )
-            return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={'+'.join(names)!r})"
-        names = [rung.name for rung in self._components.rungs]
-        rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])
-        return f"LLMCache({type(self.model).__name__}, payload={self._components.payload.name!r}, rungs={rungs!r})"
+        rungs = "paper"
+        if isinstance(self._way, Core):
+            blocks = () if self._way.blocks is None else ("prefix",)
+            rungs = "+".join([*(rung.name for rung in self._way.forward.rungs), *blocks])
+        return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={rungs!r})"

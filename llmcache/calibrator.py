@@ -15,8 +15,10 @@ from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Recomputer
 from llmcache.bank import Bank
+from llmcache.calibration.answers import Reading, find_answers
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
+from llmcache.calibration.content_gate import ContentGate
 from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
@@ -29,15 +31,13 @@ from llmcache.counters import Counters
 from llmcache.decide import NeighbourChooser, Semantic
 from llmcache.errors import ConfigError, WrapError
 from llmcache.fingerprint import Learned
-from llmcache.fingerprint.token_vectors import TokenVectors
-from llmcache.matching.answers import Reading, find_answers
-from llmcache.matching.content_gate import ContentGate
-from llmcache.matching.index import INDEXES
+from llmcache.index import INDEXES
 from llmcache.models.adapters import Trunk, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed
 from llmcache.models.payloads import Payload
+from llmcache.models.token_vectors import TokenVectors
 from llmcache.models.twin import make_replicas, run_unseen
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
@@ -98,7 +98,7 @@ class Calibrator:
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers)
         self.calibrated = CalibratedReuse(fitter, rest, counters, config)
         self._observer = Observer(answers, answer_of, rest)
-        semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated)
+        self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
             bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue

@@ -11,12 +11,13 @@ import transformers
 from torch import nn
 
 from llmcache.bank import Bank
+from llmcache.calibration.answers import Reading
 from llmcache.calibrator import Calibrator
 from llmcache.call import CachedForward, Rung
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
+from llmcache.engines.compiled import CompiledTrunk
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
-from llmcache.matching.answers import Reading
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
@@ -25,9 +26,9 @@ from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
+from llmcache.prefix.block_pool import BlockPool
 from llmcache.request.kinds import Kinds
 from llmcache.request.reading import RequestReader
-from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats
 from llmcache.stores import MEMORY, STORES
@@ -70,6 +71,7 @@ class Core:
         reader = RequestReader(self.trunk, self.head, self.payload, tokenizer)
         self.installed = Installed()
         self.calibrator: Calibrator | None = None
+        self._compiled: CompiledTrunk | None = None
         self.forward = CachedForward(
             self.trunk,
             self.head,
@@ -118,6 +120,21 @@ class Core:
             )
         return self.calibrator
 
+    def compile(
+        self,
+        lengths: Sequence[int],
+        rows: Sequence[int],
+        mode: str | None,
+        backend: str | Callable[..., Any],
+        max_padding: float,
+    ) -> None:
+        """Compute by graphs from now on; see `LLMCache.compile`."""
+        forward, known = self.forward, (self.weights, self._coupling)
+        made = CompiledTrunk(
+            self.trunk, forward.eager, forward.arguments, *known, lengths, rows, mode, backend, max_padding
+        )
+        self._compiled = forward.engine = made
+
     def stats(self) -> Stats:
         """Counters since wrapping, and what is held now."""
         bank, blocks, last = self.bank, self.blocks, self.trunk.depth - 1
@@ -136,6 +153,7 @@ class Core:
             prefix_nbytes=0 if blocks is None else blocks.nbytes,
             audit=None if calibrator is None else calibrator.audit.stats(),
             store=None if self.tier is None else self.tier.stats(),
+            compiled=None if self._compiled is None else self._compiled.stats(),
         )
 
     def clear(self, namespace: str | None = None) -> int:
@@ -154,25 +172,27 @@ class Core:
         Raises:
             StoreError: As of `clear`.
         """
-        n_requests = 0
-        for one in self.forward.read_only(call):
-            if one.reason is not None or one.requests is None or one.scope is None:
-                continue
-            entries = [key for row in one.rows for key in (row.again, row.key) if key]
-            blocks = [] if one.prefill is None or self.forward.prefix is None else self.forward.prefix.keys_of(one)
-            if self.tier is not None:
-                names = [*map(entry_name, entries), *map(block_name, blocks)]
-                n_requests += self.tier.forget(one.scope, names)
-            else:
-                n_requests += self.drop_keys([*entries, *blocks])
-            for rung in self.forward.rungs[1:]:
-                rung.look_up(one, one.open_rows())
-            if self.calibrator is not None:
-                sources = self.calibrator.calibrated.fitter.sources
-                for key in {*entries, *(hit.source for hit in one.hits.values())}:
-                    if key in sources:
-                        sources.bury(key, one.namespace)
+        one = self.forward.prepare(call)
+        if one is None or one.reason is not None or one.scope is None:
+            return 0
+        entries = [key for row in one.rows for key in (row.again, row.key) if key]
+        blocks = [] if one.prefill is None or self.forward.prefix is None else self.forward.prefix.keys_of(one)
+        if self.tier is not None:
+            n_requests = self.tier.forget(one.scope, [*map(entry_name, entries), *map(block_name, blocks)])
+        else:
+            n_requests = self.drop_keys([*entries, *blocks])
+        if self.calibrator is not None:
+            one.hits.clear()  # who would serve them once they are gone?
+            self.calibrator.semantic.look_up(one, [row for row in one.rows if not row.bypass_reason])
+            sources = self.calibrator.semantic.sources
+            for key in {*entries, *(hit.source for hit in one.hits.values())}:
+                if key in sources:
+                    sources.bury(key, one.namespace)
         return n_requests
+
+    def restart_stats(self) -> None:
+        """Count requests, hits and times anew."""
+        self.counters.restart()
 
     def drop(self, namespace: str | None) -> int:
         """Forget what is in memory of a namespace, None: of all; returns how many requests."""
@@ -191,16 +211,16 @@ class Core:
         """Those of which anything is in memory."""
         return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
         numbers = None if self.tier is None else self.tier.numbers()  # first: a purge may come
         save(
             folder,
-            self._model,
+            model,
             self.trunk,
             self.weights,
-            self._config,
-            self._tokenizer,
+            config,
+            tokenizer,
             self.payload.name,
             numbers,
             {name: kinds.state() for name, kinds in self._kinds().items()},
@@ -250,6 +270,8 @@ class Core:
         self.installed.remove()
         if self.tier is not None:
             self.tier.close()
+        if self._compiled is not None:
+            self._compiled.close()
 
     def _make_blocks(self) -> BlockPool | None:
         """Where requests of calls that keep K/V are kept; None where the model makes no such calls."""

@@ -19,9 +19,9 @@ import numpy as np
 
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.bank import Bank
+from llmcache.calibration.answers import Answers
+from llmcache.calibration.content_gate import ContentGate
 from llmcache.fingerprint import Learned
-from llmcache.matching.answers import Answers
-from llmcache.matching.content_gate import ContentGate
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Row, Scope
 from llmcache.sources import Neighbour, Sources
@@ -194,6 +194,11 @@ class Semantic:
             if choice.risk <= made.limit:
                 call.serve(row, choice, min(1.0, choice.risk / made.limit) if made.limit > 0 else 1.0)
         self.bank.used(call.choices[number].neighbour.key for number in call.hits if number in call.choices)
+
+    def is_current(self, call: "Call") -> bool:
+        """Return whether the calibration by which a call was looked up is still in force."""
+        assert call.scope is not None
+        return self._limits.serving(call.scope.weights) is call.made
 
     def project(self, call: "Call", rows: Sequence[Row]) -> tuple[Floats, Floats]:
         """Fingerprints (B, F) of rows, and forecasts (B, C) of what the model puts out for them."""

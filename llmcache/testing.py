@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from llmcache.arrays import Floats, Ids
-from llmcache.banks.compression.base import Codec
 from llmcache.errors import StoreError
-from llmcache.fingerprint.base import Fingerprint, View
-from llmcache.matching.index.base import Index
+from llmcache.index.base import Index
+from llmcache.paper.codecs import Codec
+from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.policies.base import Policy
 from llmcache.stores.base import Purge, Put, Store, StoreKey
 

@@ -9,7 +9,7 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter

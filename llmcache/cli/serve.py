@@ -50,9 +50,6 @@ def command(
         float, typer.Option(min=0, help="Seconds for requests under way to end, once it is told to stop.")
     ] = 20.0,
     auto_truncate: Annotated[bool, typer.Option(help="Cut inputs that are too long.")] = False,
-    model_process: Annotated[
-        bool, typer.Option(help="Compute an encoder's layers in a process of its own, on a CPU.")
-    ] = True,
     warmup_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest warm-up input; 0: none.")] = 128,
     reveal_hits: Annotated[
         bool,
@@ -101,7 +98,6 @@ def command(
         batch_wait_ms=batch_wait,
         grace_s=grace,
         auto_truncate=auto_truncate,
-        model_process=model_process,
         warmup_tokens=warmup_tokens,
         reveal_hits=reveal_hits,
         otlp_endpoint=otlp_endpoint,

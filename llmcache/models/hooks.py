@@ -105,7 +105,7 @@ class _Reduce(_StandIn):
     name = "__reduce_ex__"
 
     def __call__(self, protocol: Any) -> Any:
-        if any(not isinstance(swap, LayerSwap) for swap in _beneath(self.module.forward)):  # once for a whole model
+        if any(swap.is_of_trunk for swap in _beneath(self.module.forward)):  # once for a whole model
             logger.info("llmcache: a copy of a %s is made without its cache", type(self.module).__name__)
         return _cleaned(_own(self.module, self.name)(protocol))
 
@@ -455,9 +455,9 @@ def watch(model: nn.Module, listener: Listener, trunk: Trunk) -> Swap:
     return ModelSwap(model, listener)
 
 
-def listen(attention: nn.Module, listener: Listener) -> Callable[[], None]:
-    """Show what a module of the first layer puts out; returns what takes the hook off."""
-    return _hang(attention, _OutputHook(listener.attended))
+def listen(module: nn.Module, receive: Callable[[Any], Any]) -> Callable[[], None]:
+    """Hand on what a module puts out, or put out what `receive` returns; returns what takes the hook off."""
+    return _hang(module, _OutputHook(receive))
 
 
 def _hang(module: nn.Module, hook: _OutputHook) -> Callable[[], None]:
@@ -512,7 +512,7 @@ def install(
         if trunk.norm is not None:
             installed.add(_hang(trunk.norm, _NormHook(lambda both: listener.normed(*both))))
         if attention is not None:
-            installed.add(listen(attention, listener))
+            installed.add(listen(attention, listener.attended))
         if model is not None and (head := find_lm_head(model, trunk)) is not None:
             installed.add(HeadSwap(head, listener).remove)
         installed.add(TrunkSwap(trunk.module, listener).remove)

@@ -24,15 +24,15 @@ from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
 from llmcache.models.payloads import padding_of
+from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
+from llmcache.prefix.block_hash import links
+from llmcache.prefix.block_pool import BlockPool
+from llmcache.prefix.kv_fill import Pieces, empty, fill, join, lay, put
+from llmcache.prefix.slabs import slab_blocks
 from llmcache.request.bypass import is_plain_cache
 from llmcache.request.kinds import Kinds, name_of, type_of
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
-from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
-from llmcache.reuse.prefix.block_hash import links
-from llmcache.reuse.prefix.block_pool import BlockPool
-from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay, put
-from llmcache.reuse.prefix.slabs import slab_blocks
 from llmcache.stores.blocks import StoredBlocks, Wanted
 
 if TYPE_CHECKING:  # it holds this
@@ -87,7 +87,7 @@ class Prefix:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        call.prefill = Prefill(kv_cache, call.scope, requests.rows, call.number, True, self.blocks.n_purges)
+        call.prefill = Prefill(kv_cache, call.scope, requests.rows, self.blocks.n_purges)
         prefill = call.prefill
         prefill.has_chains = not (call.is_activated or call.is_whole or call.state.sees_later)
         return None

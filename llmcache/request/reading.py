@@ -5,7 +5,7 @@ Sizes: B rows, T tokens of a row (padding included).
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,11 @@ class Requests:
     def may_be_refused(self) -> bool:
         """Whether the model may raise for positions or token types beyond its tables."""
         return self.reader.may_be_refused(self.inputs)
+
+    def take(self, numbers: Sequence[int]) -> "Requests":
+        """Some of the requests, as those of a call of their own."""
+        rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
+        return Requests(rows, self.ids[numbers], self.content[numbers], self.reader, self.inputs)
 
     def features(self, numbers: int | Sequence[int]) -> Floats:
         """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere."""

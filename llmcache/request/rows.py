@@ -30,12 +30,14 @@ class Scope:
         weights: Digest of the trunk's weights and active adapters.
         dtype: Dtype of the hidden states, autocast included.
         attention: Attention implementation; kernels differ in the last bits.
+        engine: What computes, where that is not the trunk itself; likewise.
     """
 
     namespace: str
     weights: str
     dtype: str
     attention: str
+    engine: str = ""
 
     @property
     def key(self) -> bytes:
@@ -44,6 +46,8 @@ class Scope:
         `str.__repr__`, not `repr`: a subclass of `str` may have one of its own. Saved caches hang on these bytes.
         """
         fields = (self.namespace, self.weights, self.dtype, self.attention)
+        if self.engine:
+            fields = (*fields, self.engine)
         return f"({', '.join(map(str.__repr__, fields))})".encode()
 
 
@@ -158,7 +162,6 @@ def read_rows(
     padding_counts: bool = False,
     layout_counts: bool = False,
     layout_is_kept: bool = False,
-    is_compiled: bool = False,
     is_whole: bool = False,
 ) -> list[Row]:
     """Work out each row's valid tokens and exact key.
@@ -173,15 +176,11 @@ def read_rows(
         padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
         layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
         layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
-        is_compiled: Graphs may run the call, whose kernels differ in the last bits.
         is_whole: Rows affect each other: the key of each covers all rows, and its place among them.
     """
     prefix = _sha_of(scope)
-    if is_compiled or is_whole:
-        prefix = prefix.copy()
-    if is_compiled:
-        prefix.update(b"compiled;")
     if is_whole:
+        prefix = prefix.copy()
         for number, mask in enumerate([None] * len(inputs.ids) if inputs.valid is None else inputs.valid):
             _update_layout(prefix, inputs, number, mask)
     ids, types, positions = np.asarray(inputs.ids, np.int64), inputs.types, inputs.positions

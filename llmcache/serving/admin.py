@@ -1,28 +1,20 @@
-"""What an operator may have done: forget, switch the cache off and on, audit, save, drain. Scope `admin`.
-
-A browser sends Basic credentials by itself, whoever's page asks it to. So what changes anything is refused to pages of
-other origins.
-"""
+"""What an operator may have done: forget, switch the cache off and on, audit, save, drain. Scope `admin`."""
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Awaitable
 from typing import Annotated, Any, Final, TypeVar
-from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictStr
 
 from llmcache.errors import LLMCacheError
+from llmcache.serving.keys import PUBLIC
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tei_answers import ERRORS
-from llmcache.serving.tenants import PUBLIC
 
 logger = logging.getLogger("llmcache")
 
-_OWN_SITES: Final = ("same-origin", "none")  # of Sec-Fetch-Site; `none`: the user typed the address
 _COPIES: Final = "tenants keep copies of its prefixes with what they computed after them: purge their namespaces too"
 _T = TypeVar("_T")
 
@@ -57,26 +49,10 @@ class State(BaseModel):
     under_way: int
 
 
-def from_own_page(request: Request) -> None:
-    """Refuse what a page of another origin has a browser send; other clients name no origin."""
-    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-    if site is None and origin is None:
-        return
-    host = request.headers.get("host", "")
-    is_own = site in _OWN_SITES if site is not None else (origin or "").partition("://")[2] == host
-    if not is_own:
-        raise Refusal("forbidden", "a page of another origin asked for this; open this server's own page")
-    server: Server = request.app.state.server
-    if server.settings.keys is None and not _is_address(host):
-        # Any name can be made to lead here by those who own it, and without keys nothing else tells their page apart.
-        raise Refusal("forbidden", "without keys, open the page by localhost or an IP address, not by another name")
+router = APIRouter(prefix="/admin", tags=["admin"])
 
 
-router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
-changing = APIRouter(dependencies=[Depends(from_own_page)])
-
-
-@changing.post("/purge", response_model_exclude_none=True)
+@router.post("/purge", response_model_exclude_none=True)
 async def purge(asked: Purge, request: Request) -> Purged:
     """Forget all entries of a namespace; answers how many requests they were."""
     server = _server(request, "purges a namespace")
@@ -85,34 +61,34 @@ async def purge(asked: Purge, request: Request) -> Purged:
     return Purged(purged=n_requests, note=_COPIES if has_copies else None)
 
 
-@changing.post("/clear")
+@router.post("/clear")
 async def clear(request: Request) -> dict[str, bool]:
     """Forget all entries, and the calibration that rests on them."""
     await _done(_server(request, "clears the cache").clear())
     return {"cleared": True}
 
 
-@changing.post("/disable")
+@router.post("/disable")
 async def disable(request: Request) -> dict[str, bool]:
     """Compute all requests from now on as if there were no cache. What is held stays."""
     _server(request, "disables the cache").is_disabled = True
     return {"enabled": False}
 
 
-@changing.post("/enable")
+@router.post("/enable")
 async def enable(request: Request) -> dict[str, bool]:
     """Serve from the cache again."""
     _server(request, "enables the cache").is_disabled = False
     return {"enabled": True}
 
 
-@changing.post("/audit")
+@router.post("/audit")
 async def audit(request: Request) -> dict[str, int]:
     """Audit now what waits to be audited; answers how many jobs were done."""
     return {"audited": await _done(asyncio.to_thread(_server(request, "audits what waits").cache.drain))}
 
 
-@changing.post("/drain")
+@router.post("/drain")
 async def drain(request: Request) -> State:
     """Refuse new requests with 503, and finish those under way; answers at once. `/health` is 503 until `/resume`."""
     server = _server(request, "drains the server")
@@ -120,7 +96,7 @@ async def drain(request: Request) -> State:
     return _state(server)
 
 
-@changing.post("/resume")
+@router.post("/resume")
 async def resume(request: Request) -> State:
     """Take requests again. A server that was told to stop does not."""
     server = _server(request, "has the server take requests again")
@@ -128,7 +104,7 @@ async def resume(request: Request) -> State:
     return _state(server)
 
 
-@changing.post("/save")
+@router.post("/save")
 async def save(request: Request) -> dict[str, bool]:
     """Save the cache to the folder that the server was given."""
     server = _server(request, "saves the cache")
@@ -146,9 +122,6 @@ async def stats(request: Request) -> dict[str, Any]:
     server: Server = request.app.state.server
     found = await _done(asyncio.to_thread(server.cache.stats))
     return {"enabled": not server.is_disabled, **_state(server).model_dump(), **found.to_dict()}
-
-
-router.include_router(changing)
 
 
 def _server(request: Request, does: str) -> Server:
@@ -169,12 +142,3 @@ async def _done(work: Awaitable[_T]) -> _T:
     except LLMCacheError as error:
         logger.warning("llmcache: an operator's request failed", exc_info=True)
         raise Refusal("backend", f"it failed ({type(error).__name__}); the server's log says why") from None
-
-
-def _is_address(host: str) -> bool:
-    """Whether a Host header, its port aside, is an IP address or this machine's own name for itself."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False

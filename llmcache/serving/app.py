@@ -8,16 +8,13 @@ from fastapi.responses import JSONResponse
 
 from llmcache import __version__
 from llmcache.serving import admin, metrics, openai_decoders, openai_encoders, page, tei
-from llmcache.serving.authentication import Authentication
-from llmcache.serving.failures import RequestIds, install_handlers
+from llmcache.serving.failures import install_handlers
+from llmcache.serving.front import Front
 from llmcache.serving.keys import Keys
-from llmcache.serving.limits import Limits
-from llmcache.serving.route_times import CountRequests
 from llmcache.serving.server import Server
-from llmcache.serving.tei_answers import ERRORS
 from llmcache.serving.telemetry import instrument
 
-_alive = APIRouter(tags=["health"], responses=ERRORS)
+_alive = APIRouter(tags=["health"])
 
 
 @_alive.get("/health", response_model=dict[str, str])
@@ -40,14 +37,10 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if keys is not None:
-            keys.follow()
         await server.start()
         async with server.history.kept(server.cache.stats):
             yield
         await server.stop()
-        if keys is not None:
-            keys.close()
 
     keys = None if server.settings.keys is None else Keys(server.settings.keys)
     if keys is not None:
@@ -59,11 +52,8 @@ def create_app(server: Server) -> FastAPI:
     for part in (tei, openai_encoders, openai_decoders, metrics, admin, page):
         app.include_router(part.router)
     app.include_router(_alive)
-    install_handlers(app)  # before what lies around it, innermost first
-    app.add_middleware(Limits, settings=server.settings, watch=server.metrics.watch_limits, check=server.check_ready)
-    app.add_middleware(Authentication, keys=keys)
-    app.add_middleware(CountRequests, metrics=server.metrics)
-    app.add_middleware(RequestIds)
+    install_handlers(app)
+    app.add_middleware(Front, server=server, keys=keys)
     if server.settings.otlp_endpoint is not None:
         instrument(app, server.settings.otlp_endpoint)
     return app

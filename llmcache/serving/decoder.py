@@ -27,12 +27,12 @@ from llmcache.errors import ConfigError, RequestError
 from llmcache.generation import PromptCache, Sampling, StoppedBy, Stream, Token, stream
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
+from llmcache.serving.keys import PUBLIC, Tenant
+from llmcache.serving.metrics import IN_FLIGHT, Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, stopping
 from llmcache.serving.settings import ServerSettings
-from llmcache.serving.tenants import PUBLIC, Tenant
 from llmcache.serving.tokenizing import beginning
-from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 logger = logging.getLogger("llmcache.serving")
 
@@ -55,8 +55,8 @@ class Decoder:
         thread: ModelThread,
         settings: ServerSettings,
         tokenizer: Any,
-        watcher: Watcher | None = None,
-        is_caching: Callable[[], bool] = lambda: True,
+        metrics: Metrics,
+        is_caching: Callable[[], bool],
     ) -> None:
         """Begin with nothing to do.
 
@@ -65,7 +65,7 @@ class Decoder:
             thread: Runs it.
             settings: Limits.
             tokenizer: Of the model.
-            watcher: Told what becomes of requests.
+            metrics: Counts what becomes of requests.
             is_caching: Whether requests are looked up and stored at all.
 
         Raises:
@@ -75,7 +75,7 @@ class Decoder:
         self.context = context_length(config)
         self.vocabulary = int(config.vocab_size)
         self.eos_ids = tuple(sorted(Sampling().stops_of(cache.model)))
-        self.watcher: Watcher = watcher or Watcher()
+        self.metrics = metrics
         self._cache = cache
         self._thread = thread
         self._settings = settings
@@ -225,7 +225,7 @@ class Decoder:
             ids = known.encode(prompt).ids
         except RequestError as error:
             raise _refused(prompt, error, param) from None  # its text may quote the prompt
-        self.watcher.tokenised(perf_counter() - began)
+        self.metrics.tokenisation.observe(perf_counter() - began)
         return ids
 
     def _may_have_room(self, prompt: Any) -> bool:
@@ -253,7 +253,7 @@ class Decoder:
         try:
             await self._run(flight)
         except Exception as error:
-            self.watcher.failed()
+            self.metrics.failed.inc()
             logger.error("a generation failed: %s", described(error))
             self._end(flight, Refusal("backend", "the model failed on this request"))
         finally:
@@ -278,7 +278,7 @@ class Decoder:
             return False
         finally:
             self._waiting.discard(flight)
-        self.watcher.queued(perf_counter() - began)
+        self.metrics.queue.observe(perf_counter() - began)
         return True
 
     async def _run(self, flight: "_Flight") -> None:
@@ -287,17 +287,19 @@ class Decoder:
             while (answer := flight.stream) is not None:
                 token, stopped_by = await self._next(flight, answer)
                 flight.put(token, stopped_by, answer)
-                self.watcher.generated(1)
+                self.metrics.generated.inc()
                 if first_s is None:
                     first_s, prefill_s = token.time_s, perf_counter() - begun_s
                 else:
-                    self.watcher.inter_token(token.time_s - last_s)
+                    self.metrics.inter_token.observe(token.time_s - last_s)
                 last_s = token.time_s
                 if stopped_by is not None:
                     return
         finally:  # whoever read it may have had enough
             if first_s is not None:
-                self.watcher.inferred(prefill_s, last_s - first_s)
+                self.metrics.prefill.observe(prefill_s)
+                self.metrics.decode.observe(last_s - first_s)
+                self.metrics.inference.observe(prefill_s + last_s - first_s)
 
     async def _next(self, flight: "_Flight", answer: Stream) -> "_Item":
         """The next token. A long prompt, before the first one, is run in chunks."""
@@ -440,18 +442,18 @@ class Generating(AsyncIterator[Token]):
     def close(self) -> None:
         """Read no further: whoever asked has gone. After the end it does nothing."""
         if not self._is_over:
-            self._decoder.watcher.cancelled()
+            self._decoder.metrics.cancelled.inc()
             self._finish(None)
 
     def _begin(self) -> None:
         self._is_begun = True
-        self._decoder.watcher.first_token(perf_counter() - self._started_s)
-        self._decoder.watcher.served(self.rung, self.n_prompt, self.n_cached)
+        self._decoder.metrics.first_token.observe(perf_counter() - self._started_s)
+        self._decoder.metrics.served(self.rung, self.n_prompt, self.n_cached)
 
     def _finish(self, reason: str | None) -> None:
         self._is_over = True
         if reason is not None:
-            self._decoder.watcher.finished(reason)
+            self._decoder.metrics.finished(reason)
         self._decoder.leave(self._flight, self)
 
 

@@ -1,56 +1,112 @@
 """Encoder requests: hits are answered as soon as they are tokenised, misses gathered and computed in batches.
 
-    tokens -> looked up at once: a hit never waits for what the model is computing (`lookups`)
-           -> the same request in flight: its answer is waited for
-           -> queue -> a batch of one namespace, with little padding -> the model's thread -> stored by the cache
+    texts -> the look-up thread tokenises and looks up all that wait, some inputs a turn, and runs the hits
+             (long texts are tokenised in a thread of their own first: nobody waits for them)
+          -> the same input in flight: its answer is waited for
+          -> queue -> a batch of one namespace, with little padding -> the model's thread -> stored by the cache
 
-Lookups and batches run the same wrapped model, which any number of threads may use.
+Sizes: B rows of a call, T tokens a row (padding included), O numbers of an output.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from llmcache.cache import LLMCache
-from llmcache.serving.lookups import Lookups, Missing, overloaded
+from llmcache.found import Part
+from llmcache.serving.keys import PUBLIC
+from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.padded_model import Forward, Output, PaddedModel
 from llmcache.serving.refusals import Refusal, described, stopping
 from llmcache.serving.settings import ServerSettings
-from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens
-from llmcache.serving.watching import Watcher
+from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
 
 logger = logging.getLogger("llmcache.serving")
 
+#: The model on padded rows: inputs to outputs (B, O), of which the dialects make answers.
+Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+_TURN: Final = 64  # inputs that are looked up in a turn; a request may have more
+_SHORT, _LONG = 8, 64  # tokens of inputs by which runs are measured; no input is padded beyond twice its own or _SHORT
 _PADDED = 0.25  # of a batch's tokens: so much padding is always allowed
 _PADDING = 4  # tokens of padding that are worth one run less, until that is measured
-_BATCH_S = (
-    0.1  # seconds for which a batch is computed at most, since what comes meanwhile waits; one input may be longer
-)
-_SHORT, _LONG = 8, 64  # tokens of inputs by which it is measured
-_N_RUNS = 5  # of each; the fastest counts
-
-_Key = tuple[str, Tokens]
+_BATCH_S = 0.1  # a batch is computed for so long at most, since what comes meanwhile waits; one input may be longer
+_N_RUNS = 5  # of a measurement; the fastest counts
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the model made of one input.
+
+    Attributes:
+        values: float32 (O,): an embedding, or logits.
+        n_tokens: Of the input, special ones included.
+        rung: What served it, or None where it was computed.
+        queue_s: Seconds that it waited.
+        compute_s: Seconds that its lookup or its batch took.
+    """
+
+    values: NDArray[np.float32]
+    n_tokens: int
+    rung: str | None
+    queue_s: float
+    compute_s: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it is an answer at all."""
+        return bool(np.isfinite(self.values).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """An input that the cache does not hold."""
+
+    tokens: Tokens
+    part: Part | None = None  # the prepared call of a batch that holds it alone
+    n_batches: int = 0  # that had been computed when it was looked up
+
+
+_Found = Output | Refusal | _Missing
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """Inputs that wait to be looked up, texts or, of long ones, tokens."""
+
+    items: Sequence[Item]
+    tokens: Sequence[Tokens | Refusal] | None
+    namespace: str
+    truncate: bool
+    side: Side
+    asked_at: float
+    found: "asyncio.Future[list[_Found]]"
+
+
+@dataclass(eq=False, slots=True)
 class _Miss:
     """An input that waits to be computed."""
 
-    key: _Key
+    namespace: str
+    missing: _Missing
+    asked_at: float  # before it was looked up
     answer: "asyncio.Future[Output]"
-    is_looked_up: bool = False
     queued_at: float = field(default_factory=perf_counter)
-    asked_at: float = field(default_factory=perf_counter)  # before it was looked up
     n_waiting: int = 0  # who wants it; at 0 nobody does any more
     is_running: bool = False
 
     @property
-    def kind(self) -> tuple[str, bool, int]:
-        """What inputs of one batch have in common."""
-        return self.key[0], self.is_looked_up, self.key[1].n_prompt
+    def tokens(self) -> Tokens:
+        return self.missing.tokens
 
 
 class Encoder:
@@ -64,8 +120,8 @@ class Encoder:
         tokenizing: Tokenizing,
         forward: Forward,
         pad_id: int,
-        watcher: Watcher | None = None,
-        is_caching: Callable[[], bool] = lambda: True,
+        metrics: Metrics,
+        is_caching: Callable[[], bool],
     ) -> None:
         """Begin with nothing queued.
 
@@ -76,21 +132,23 @@ class Encoder:
             tokenizing: The model's tokenizer.
             forward: The model.
             pad_id: Token id of padding.
-            watcher: Told what becomes of inputs.
+            metrics: Counts what becomes of inputs.
             is_caching: Whether inputs are looked up and stored at all.
         """
-        watcher = watcher or Watcher()
-        self._thread = thread
-        self._settings = settings
-        self._tokenizing = tokenizing
-        self._watcher = watcher
-        self._model = PaddedModel(cache, forward, pad_id, is_caching)
-        self._lookups = Lookups(self._model, settings, tokenizing, watcher, is_caching)
-        self._in_flight: dict[_Key, _Miss] = {}
+        self._cache, self._thread, self._settings, self._tokenizing = cache, thread, settings, tokenizing
+        self._forward, self._pad_id, self._is_caching = forward, pad_id, is_caching
+        self._device = next(cache.model.parameters()).device
+        self._metrics = metrics
+        self._waiting: deque[_Request] = deque()  # to be looked up, oldest first
+        self._n_looked_up = 0  # requests that wait for it, or are
+        self._n_batches = 0
+        self._in_flight: dict[tuple[str, Tokens], _Miss] = {}
         self._queue: list[_Miss] = []  # oldest first
         self._batching: asyncio.Task[None] | None = None
         self._padding = _PADDING
         self._most_tokens = settings.max_batch_tokens
+        self._lookups = ThreadPoolExecutor(1, "llmcache-lookup")
+        self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # of long texts
 
     def __len__(self) -> int:
         """Inputs that wait or are being computed."""
@@ -110,25 +168,36 @@ class Encoder:
             truncate: Cut what is too long; else it is refused.
             side: Where it is cut.
         """
-        asked_at = perf_counter()
-        found = await self._lookups.find(items, namespace, truncate, side, asked_at)
-        waiting = {i: self._wanted(namespace, one, asked_at) for i, one in enumerate(found) if isinstance(one, Missing)}
+        asked_at, loop = perf_counter(), asyncio.get_running_loop()
+        tokens = await self.tokens(items, truncate, side) if is_long(items) else None
+        request = _Request(items, tokens, namespace, truncate, side, asked_at, loop.create_future())
+        self._n_looked_up += 1
+        try:
+            self._waiting.append(request)
+            self._lookups.submit(self._take_turn, loop)
+            found = await request.found
+        except RuntimeError:  # the threads were closed
+            raise stopping() from None
+        finally:
+            self._n_looked_up -= 1
+        waiting = {i: self._wanted(request, one) for i, one in enumerate(found) if isinstance(one, _Missing)}
         try:
             answers = await asyncio.gather(*(self._answer(miss) for miss in waiting.values()))
         finally:
             for miss in waiting.values():
                 self._leave(miss)
         computed = dict(zip(waiting, answers, strict=True))
-        outputs = [computed[i] if isinstance(one, Missing) else one for i, one in enumerate(found)]
+        outputs = [computed[i] if isinstance(one, _Missing) else one for i, one in enumerate(found)]
         for one in outputs:
             if isinstance(one, Output):
-                self._watcher.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
-            self._watcher.finished("stop" if isinstance(one, Output) else "error")
+                self._metrics.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
+            self._metrics.finished("stop" if isinstance(one, Output) else "error")
         return outputs
 
     async def tokens(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
         """Tokens of each input, or why it has none; arguments as of `run`."""
-        return await self._lookups.tokens(items, truncate, side)
+        pool = self._tokenising if is_long(items) else self._lookups
+        return await asyncio.get_running_loop().run_in_executor(pool, self._tokenised, items, truncate, side)
 
     async def states(self, tokens: Sequence[Tokens], states_of: Forward) -> list[list[list[float]]]:
         """States of all tokens of inputs, one input at a time, computed as if there were no cache.
@@ -137,26 +206,33 @@ class Encoder:
             Refusal: The model failed.
         """
 
+        def compute(one: Tokens) -> list[list[float]]:
+            with torch.inference_mode(), self._cache.disabled():
+                rows: list[list[float]] = states_of(self._padded([one]))[0].float().tolist()
+            return rows
+
         try:
-            return [await self._thread.run(lambda one=one: self._model.states(one, states_of)) for one in tokens]  # type: ignore[misc]
+            return [await self._thread.run(lambda one=one: compute(one)) for one in tokens]  # type: ignore[misc]
         except Exception as error:
             raise self._failed(described(error)) from None
 
     def close(self) -> None:
-        """End the threads of lookups."""
-        self._lookups.close()
+        """End the threads, after what they do now."""
+        for pool in (self._tokenising, self._lookups):
+            pool.shutdown()
 
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
-    def _wanted(self, namespace: str, missing: Missing, asked_at: float) -> _Miss:
+    def _wanted(self, request: _Request, missing: _Missing) -> _Miss:
         """The input that waits to be computed, which is queued now if it does not yet."""
-        key = namespace, missing.tokens
+        loop, key = asyncio.get_running_loop(), (request.namespace, missing.tokens)
         if (miss := self._in_flight.get(key)) is None:
-            answer = asyncio.get_running_loop().create_future()
-            miss = self._in_flight[key] = _Miss(key, answer, missing.is_looked_up, asked_at=asked_at)
+            if missing.n_batches != self._n_batches:  # it may have been computed meanwhile: it is looked up again
+                missing = replace(missing, part=None)
+            miss = self._in_flight[key] = _Miss(request.namespace, missing, request.asked_at, loop.create_future())
             self._queue.append(miss)
             if self._batching is None or self._batching.done():
-                self._batching = asyncio.get_running_loop().create_task(self._compute_all())
+                self._batching = loop.create_task(self._compute_all())
         miss.n_waiting += 1
         return miss
 
@@ -171,83 +247,190 @@ class Encoder:
         miss.n_waiting -= 1
         if not miss.n_waiting and not miss.is_running and not miss.answer.done():
             self._queue.remove(miss)
-            del self._in_flight[miss.key]
+            del self._in_flight[miss.namespace, miss.tokens]
             miss.answer.cancel()
-            self._watcher.cancelled()
+            self._metrics.cancelled.inc()
 
     async def _compute_all(self) -> None:
         """Compute what is queued, batch by batch, until nothing is."""
-        if len(self._lookups):  # others are on their way, and may join; later ones have the time that a batch takes
+        if self._n_looked_up:  # others are on their way, and may join; later ones have the time that a batch takes
             await asyncio.sleep(self._settings.batch_wait_ms / 1e3)
         while self._queue:
             batch = self._next_batch()
-            if not batch:
-                continue
             begun = perf_counter()
             for miss in batch:
                 miss.is_running = True
-                self._watcher.queued(begun - miss.queued_at)
+                self._metrics.queue.observe(begun - miss.queued_at)
             try:
-                outputs = await self._thread.run(lambda batch=batch, begun=begun: self._compute(batch, begun))  # type: ignore[misc]
+                outputs = await self._thread.run(lambda batch=batch: self._compute(batch)) if batch else []  # type: ignore[misc]
             except Exception as error:  # the thread was closed
                 logger.warning("a batch was not computed: %s", described(error))
                 outputs = [stopping()] * len(batch)
+            self._n_batches += 1
             for miss, output in zip(batch, outputs, strict=True):
-                del self._in_flight[miss.key]
-                if isinstance(output, Refusal):
-                    miss.answer.set_exception(output)
-                    miss.answer.exception()  # seen, should nobody wait for it any more
-                else:
-                    self._watcher.computed(output.compute_s)
-                    miss.answer.set_result(output)
+                if isinstance(output, Output):
+                    self._metrics.inference.observe(output.compute_s)
+                    output = replace(output, queue_s=begun - miss.queued_at)
+                self._end(miss, output)
+
+    def _end(self, miss: _Miss, output: Output | Refusal) -> None:
+        """Tell those who wait for an input what came of it."""
+        del self._in_flight[miss.namespace, miss.tokens]
+        if isinstance(output, Output):
+            miss.answer.set_result(output)
+        else:
+            miss.answer.set_exception(output)
+            miss.answer.exception()  # seen, should nobody wait for it any more
 
     def _next_batch(self) -> list[_Miss]:
         """What is computed next: the oldest, and others of its namespace, the nearest in length first."""
-        self._refuse_overdue()
+        now = perf_counter()
+        while self._queue and now - self._queue[0].asked_at > self._settings.max_queue_s:
+            self._end(self._queue.pop(0), _overloaded())
         if not self._queue:
             return []
-        first, settings = self._queue[0], self._settings
-        most = settings.max_batch_requests or len(self._queue)
-        near = [miss for miss in self._queue if miss.kind == first.kind]
-        near.sort(key=lambda miss: abs(len(miss.key[1]) - len(first.key[1])))
+        first = self._queue[0]
+        near = [one for one in self._queue if _kind(one.namespace, one.tokens) == _kind(first.namespace, first.tokens)]
+        near.sort(key=lambda one: abs(len(one.tokens) - len(first.tokens)))
         batch: list[_Miss] = []
         longest = n_tokens = 0
-        for miss in near[:most]:
-            longest, n_tokens = max(longest, len(miss.key[1])), n_tokens + len(miss.key[1])
+        for miss in near[: self._settings.max_batch_requests or len(near)]:
+            longest, n_tokens = max(longest, len(miss.tokens)), n_tokens + len(miss.tokens)
             n_padded = longest * (len(batch) + 1)
             if batch and n_padded > min(self._most_tokens, n_tokens + max(_PADDED * n_tokens, self._padding)):
                 break
             batch.append(miss)
-        chosen = set(map(id, batch))
-        self._queue = [miss for miss in self._queue if id(miss) not in chosen]
+        self._queue = [miss for miss in self._queue if miss not in batch]
         return batch
 
-    def _refuse_overdue(self) -> None:
-        """Refuse what has waited for too long; the oldest come first."""
-        now = perf_counter()
-        while self._queue and now - self._queue[0].asked_at > self._settings.max_queue_s:
-            miss = self._queue.pop(0)
-            del self._in_flight[miss.key]
-            miss.answer.set_exception(overloaded())
-            miss.answer.exception()
+    # -- in the thread of look-ups -------------------------------------------------------------------------------------
 
-    # -- in the model's thread -----------------------------------------------------------------------------------------
+    def _tokenised(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
+        began = perf_counter()
+        found = self._tokenizing.encode(items, truncate, side)
+        self._metrics.tokenisation.observe(perf_counter() - began)
+        return found
 
-    def _compute(self, batch: Sequence[_Miss], begun: float) -> list[Output | Refusal]:
-        """Outputs of a batch; where it fails, of each by itself, so that one that fails does not spoil the others."""
-        namespace = batch[0].key[0]
-        tokens = [miss.key[1] for miss in batch]
-        self._watcher.batch(len(batch), sum(map(len, tokens)))
+    def _take_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look up what waits, some inputs at once: one call takes hardly longer than that of one input."""
+        turn: list[_Request] = []
+        while self._waiting and sum(len(one.items) for one in turn) < _TURN:
+            request = self._waiting.popleft()
+            if not request.found.done():  # else who asked has gone
+                turn.append(request)
         try:
-            made = self._model.run(tokens, namespace, batch[0].is_looked_up)
+            found = self._look_up(turn)
+        except Exception as error:
+            logger.error("a lookup failed: %s", described(error))
+            found = [[Refusal("backend", "the lookup failed")] * len(request.items) for request in turn]
+
+        def tell() -> None:
+            for request, one in zip(turn, found, strict=True):
+                if not request.found.done():
+                    request.found.set_result(one)
+
+        loop.call_soon_threadsafe(tell)
+
+    def _look_up(self, turn: Sequence[_Request]) -> list[list[_Found]]:
+        """What there is of the inputs of each request."""
+        now, n_batches = perf_counter(), self._n_batches
+        found: list[list[_Found]] = []
+        for request in turn:
+            if now - request.asked_at > self._settings.max_queue_s:
+                found.append([_overloaded()] * len(request.items))
+                continue
+            tokens = request.tokens or self._tokenised(request.items, request.truncate, request.side)
+            found.append([_Missing(one, None, n_batches) if isinstance(one, Tokens) else one for one in tokens])
+        if not self._is_caching():
+            return found
+        for namespace in dict.fromkeys(request.namespace for request in turn):
+            asked = [one for request, one in zip(turn, found, strict=True) if request.namespace == namespace]
+            self._search(asked, namespace, is_own=True)
+            if self._settings.keys is not None and namespace != PUBLIC:  # without keys everybody has one namespace
+                self._search(asked, PUBLIC, is_own=False)
+        return found
+
+    def _search(self, asked: Sequence[list[_Found]], namespace: str, is_own: bool) -> None:
+        """Put in the place of missing inputs what a namespace holds, or a prepared call where that is their own."""
+        missing = [(found, i, one) for found in asked for i, one in enumerate(found) if isinstance(one, _Missing)]
+        for numbers in self._parts([one.tokens for *_, one in missing]):
+            tokens = [missing[number][2].tokens for number in numbers]
+            try:
+                with self._cache.namespace(namespace):
+                    looked_up = self._cache.look_up(self._padded(tokens))
+                served = [] if looked_up.served is None else self._run(tokens, namespace, looked_up.served)
+            except Exception as error:
+                logger.error("inputs could not be looked up, and are computed: %s", described(error))
+                continue
+            for place, output in zip([] if looked_up.served is None else looked_up.served.rows, served, strict=True):
+                found, i, _ = missing[numbers[place]]
+                if output.is_finite:
+                    found[i] = output
+            if is_own and looked_up.missing is not None and len(looked_up.missing.rows) == 1:
+                found, i, one = missing[numbers[looked_up.missing.rows[0]]]
+                found[i] = replace(one, part=looked_up.missing)
+
+    def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:
+        """Numbers of inputs that are looked up in one call: as many tokens as a batch has, and of about one length.
+
+        Pooling leaves out as many tokens of each.
+        """
+        part: list[int] = []
+        # So that the latest is the longest.
+        for i in sorted(range(len(tokens)), key=lambda i: (tokens[i].n_prompt, len(tokens[i]))):
+            first = tokens[part[0]] if part else tokens[i]
+            is_other = tokens[i].n_prompt != first.n_prompt or len(tokens[i]) > max(_SHORT, 2 * len(first))
+            if part and (is_other or len(tokens[i]) * (len(part) + 1) > self._settings.max_batch_tokens):
+                yield part
+                part = []
+            part.append(i)
+        if part:
+            yield part
+
+    # -- in the model's thread, and in that of look-ups ----------------------------------------------------------------
+
+    def _compute(self, batch: Sequence[_Miss]) -> list[Output | Refusal]:
+        """Outputs of a batch; where it fails, of each by itself, so that one that fails does not spoil the others."""
+        tokens = [miss.tokens for miss in batch]
+        self._metrics.batch(len(batch), sum(map(len, tokens)))
+        part = batch[0].missing.part if len(batch) == 1 else None
+        try:
+            made = self._run(tokens, batch[0].namespace, part)
         except Exception as error:
             if len(batch) == 1:
                 return [self._failed(described(error))]
-            return [self._compute([miss], begun)[0] for miss in batch]
+            return [self._compute([miss])[0] for miss in batch]
+        return [one if one.is_finite else self._failed("its output is not finite") for one in made]
+
+    def _run(self, tokens: Sequence[Tokens], namespace: str, part: Part | None = None) -> list[Output]:
+        """Outputs of inputs, or of those in a part of them that was looked up; computed ones are stored."""
+        begun = perf_counter()
+        inputs = self._padded(tokens) if part is None else part.inputs
+        with torch.inference_mode(), self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled():
+            values = self._forward(inputs).float().cpu().numpy()
+        outcomes, took = self._cache.last, perf_counter() - begun
+        rungs = [one.rung for one in outcomes] if len(outcomes) == len(values) else [None] * len(values)
+        rows = range(len(tokens)) if part is None else part.rows
         return [
-            replace(one, queue_s=begun - miss.queued_at) if one.is_finite else self._failed("its output is not finite")
-            for miss, one in zip(batch, made, strict=True)
+            Output(values[i], len(tokens[row]), rungs[i], 0.0, took) for i, row in enumerate(rows[: len(values)])
         ]
+
+    def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
+        """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""
+        longest = max(map(len, tokens))
+
+        def rows(values: Iterable[tuple[int, ...]], padding: int) -> torch.Tensor:
+            return torch.tensor([[*one, *(padding,) * (longest - len(one))] for one in values], device=self._device)
+
+        made = {
+            "input_ids": rows((one.ids for one in tokens), self._pad_id),
+            "attention_mask": rows(((1,) * len(one) for one in tokens), 0),
+        }
+        if tokens[0].types:
+            made["token_type_ids"] = rows((one.types for one in tokens), 0)
+        if tokens[0].n_prompt:  # as sentence-transformers names it
+            made["prompt_length"] = torch.tensor([tokens[0].n_prompt], device=self._device)
+        return made
 
     def warm_up(self, token: int, n_tokens: int, namespace: str) -> None:
         """Run inputs of up to so many tokens, of one kind, in a namespace, twice each; in the model's thread.
@@ -258,12 +441,16 @@ class Encoder:
         def tokens(length: int) -> Tokens:
             return Tokens((token,) * length, (0,) * length if self._tokenizing.takes_types else ())
 
+        def plain_s(length: int) -> float:
+            with self._cache.disabled():
+                return min(self._run([tokens(length)], "")[0].compute_s for _ in range(_N_RUNS))
+
         lengths = [1 << bit for bit in range(3, n_tokens.bit_length())]
         for length in (*lengths, n_tokens):
             for _ in range(2):
-                self._model.run([tokens(length)], namespace)
+                self._run([tokens(length)], namespace)
         if n_tokens >= _LONG:
-            short_s, long_s = (self._model.plain_s(tokens(length), _N_RUNS) for length in (_SHORT, _LONG))
+            short_s, long_s = plain_s(_SHORT), plain_s(_LONG)
             token_s = max(long_s - short_s, 1e-9) / (_LONG - _SHORT)
             self._padding = max(_PADDING, int(short_s / token_s) - _SHORT)
             # Far beyond what fills a run a larger batch computes no more inputs a second.
@@ -271,6 +458,16 @@ class Encoder:
 
     def _failed(self, why: str) -> Refusal:
         """Count and log that an input could not be computed; returns what the client is told."""
-        self._watcher.failed()
+        self._metrics.failed.inc()
         logger.error("the model failed on an input: %s", why)
         return Refusal("backend", "the model failed on this input")
+
+
+def _kind(namespace: str, tokens: Tokens) -> tuple[str, int]:
+    """What inputs of one batch have in common."""
+    return namespace, tokens.n_prompt
+
+
+def _overloaded() -> Refusal:
+    """Of an input that has waited for too long."""
+    return Refusal("overloaded", "the model is overloaded", retry_after_s=1)

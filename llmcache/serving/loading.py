@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
+from llmcache.calibration.answers import Reading, read_logits
 from llmcache.errors import ConfigError
-from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.adapters import locate
 from llmcache.models.loading import (
     MINILM,
@@ -249,8 +248,3 @@ def _max_length(tokenizer: Any, config: Any) -> int:
     positions = getattr(config, "max_position_embeddings", None) or _MOST
     most = tokenizer.model_max_length
     return int(min(positions, most if most < _MOST else _MOST))
-
-
-def to_device(inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Inputs on the model's device."""
-    return inputs if device.type == "cpu" else {name: one.to(device) for name, one in inputs.items()}

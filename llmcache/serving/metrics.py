@@ -6,9 +6,10 @@ templates, rungs, reasons. Nothing of a request is in a label.
 """
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import (
@@ -28,23 +29,53 @@ from prometheus_client.registry import Collector
 
 from llmcache.cache import LLMCache
 from llmcache.serving.cache_figures import CacheFigures
-from llmcache.serving.route_times import RouteTimes
-from llmcache.serving.tei_answers import ERRORS
-from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 PREFIX: Final = "llmcache_"
 COMPUTED: Final = "computed"
 OTHER: Final = "other"
+#: What serves those who join a request in flight, beside the rungs.
+IN_FLIGHT: Final = "in_flight"
 #: How a request may end, in OpenAI's words; an encoder's ends with `stop`.
 REASONS: Final = ("stop", "length", "abort", "error")
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LATEST = 1024  # requests a route whose times are kept
 
 
-class Metrics(Watcher):
-    """Counters of one server, in a registry of their own. Thread-safe; each call takes a few microseconds."""
+class RouteTime(NamedTuple):
+    """What requests of a route took lately.
+
+    Attributes:
+        route: Its template.
+        n_requests: Since the start.
+        p50_s: Half of the latest took no longer, seconds.
+        p99_s: Likewise of all but a hundredth.
+    """
+
+    route: str
+    n_requests: int
+    p50_s: float
+    p99_s: float
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own. Thread-safe; each call takes a few microseconds.
+
+    Attributes:
+        n_under_way: Requests for inference that have not ended.
+        queue: Waits of what is computed, seconds.
+        tokenisation: Times in which the inputs of a request became tokens, seconds.
+        inference: Of inputs that were computed, the time of their batch; of generations prefill and decode; seconds.
+        first_token: Times from a request to its first token, seconds.
+        inter_token: Times between two tokens, seconds.
+        prefill: Times from a generation's place to its first token, seconds.
+        decode: Times from there to its last, seconds.
+        generated: Tokens of answers.
+        failed: Inputs and generations that the model failed on.
+        cancelled: Requests whose client had gone before their end.
+    """
 
     def __init__(self, model_name: str, cache: LLMCache) -> None:
         """All zero.
@@ -54,65 +85,63 @@ class Metrics(Watcher):
             cache: Whose figures are read when Prometheus asks, once each time.
         """
         self.registry = CollectorRegistry()
-        self.routes = RouteTimes()
         self.n_under_way = 0
         self._model_name = model_name
         self._rungs = {COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "paper"}
         self._results = {"success": 0, "failure": 0}
+        self._latest: dict[str, deque[float]] = {}  # of each route
+        self._n_answered: dict[str, int] = {}
 
-        self._http = self._counter("http_requests", "Requests answered, by route and HTTP status.", "route", "status")
+        self._http = self._make(Counter, "http_requests", "Requests answered, by route and status.", "route", "status")
         self._http_seconds = self._histogram("http_request_duration_seconds", "From request to its end.", "route")
-        self._by_rung = self._counter("requests", "Inputs answered, by what served them.", "rung")
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of all inputs.").labels(model_name)
-        self._cached = self._counter("prompt_tokens_cached", "Tokens of inputs that the cache served.")
-        self._cached_tokens = self._cached.labels(model_name)
-        self._generated = self._counter("generation_tokens", "Tokens generated.").labels(model_name)
-        self._success = self._counter("request_success", "Requests that came to their end.", "finished_reason")
-        self._failed = self._counter("model_failures", "Inputs and generations that the model failed on.").labels(
-            model_name
-        )
-        self._cancelled = self._counter("requests_cancelled", "Requests whose client had gone.").labels(model_name)
+        self._by_rung = self._make(Counter, "requests", "Inputs answered, by what served them.", "rung")
+        self._success = self._make(Counter, "request_success", "Requests that came to their end.", "finished_reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of all inputs.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Tokens of inputs that the cache served.")
+        self.generated = self._counter("generation_tokens", "Tokens generated.")
+        self.failed = self._counter("model_failures", "Inputs and generations that the model failed on.")
+        self.cancelled = self._counter("requests_cancelled", "Requests whose client had gone.")
 
         e2e = self._histogram("e2e_request_latency_seconds", "Of requests for inference that were answered.")
         queue = self._histogram("request_queue_time_seconds", "Wait before a request was computed.")
-        self._e2e, self._queue = e2e.labels(model_name), queue.labels(model_name)
-        self._first = self._histogram("time_to_first_token_seconds", "From request to first token.").labels(model_name)
-        self._inter = self._histogram("inter_token_latency_seconds", "Between two tokens.").labels(model_name)
-        tokenisation = self._histogram("request_tokenization_duration", "Until inputs were tokens, without waits.")
-        self._tokenisation = tokenisation.labels(model_name)
-        self._prefill, self._decode = (
-            self._histogram(f"request_{part}_time_seconds", f"Of generations: {text}.").labels(model_name)
-            for part, text in (
-                ("prefill", "from the end of the wait to the first token"),
-                ("decode", "from the first token to the last"),
-            )
-        )
         text = "Of inputs that were computed: their batch; of generations: prefill and decode."
         inference = self._histogram("request_inference_time_seconds", text)
-        self._inference = inference.labels(model_name)
-        self._batch_size = self._histogram("batch_next_size", "Inputs computed at once.", buckets=_ROWS)
-        self._batch_tokens = self._histogram(
-            "batch_next_tokens", "Tokens computed at once, padding included.", buckets=_TOKENS
+        self._e2e, self.queue, self.inference = (one.labels(model_name) for one in (e2e, queue, inference))
+        self.first_token, self.inter_token, self.tokenisation, self.prefill, self.decode = (
+            self._histogram(name, text).labels(model_name)
+            for name, text in (
+                ("time_to_first_token_seconds", "From request to first token."),
+                ("inter_token_latency_seconds", "Between two tokens."),
+                ("request_tokenization_duration", "Until inputs were tokens, without waits."),
+                ("request_prefill_time_seconds", "Of generations: from the end of the wait to the first token."),
+                ("request_decode_time_seconds", "Of generations: from the first token to the last."),
+            )
         )
-        self._running = self._gauge(
-            "num_requests_running", "Requests for inference under way, those that wait left out."
+        self._batch_size, self._batch_tokens = (
+            self._histogram(f"batch_next_{name}", text, buckets=buckets).labels(model_name)
+            for name, text, buckets in (
+                ("size", "Inputs computed at once.", _ROWS),
+                ("tokens", "Tokens computed at once, padding included.", _TOKENS),
+            )
         )
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be computed.")
-        self._concurrent = self._gauge("concurrent_requests", "Requests that --max-concurrent-requests counts.")
-        self.watch()
+        text = "Requests for inference under way, those that wait left out."
+        self._running = self._make(Gauge, "num_requests_running", text)
+        self._waiting = self._make(Gauge, "num_requests_waiting", "Requests that wait to be computed.")
+        text = "Requests that --max-concurrent-requests counts."
+        self._concurrent = self._make(Gauge, "concurrent_requests", text)
+        self.watch(lambda: 0)
 
         self.registry.register(CacheFigures(model_name, cache))
         durations = {"request_duration": e2e, "request_queue_duration": queue, "request_inference_duration": inference}
-        self.registry.register(_Copies(durations))
-        self.registry.register(_Copies({"queue_size": self._waiting}))
+        self.registry.register(_Copies({**durations, "queue_size": self._waiting}))
         self.registry.register(_Counts(model_name, UnknownMetricFamily, "Requests for inference.", self._counts))
         for make in (ProcessCollector, PlatformCollector, GCCollector):
             make(registry=self.registry)
 
-    def watch(self, waiting: Callable[[], float] = lambda: 0, running: Callable[[], float] | None = None) -> None:
-        """Set what the gauges of requests read; by default all that are under way are running."""
+    def watch(self, waiting: Callable[[], float]) -> None:
+        """Set what tells how many requests wait; all others that are under way are running."""
         self._waiting.labels(self._model_name).set_function(waiting)
-        self._running.labels(self._model_name).set_function(running or (lambda: max(0, self.n_under_way - waiting())))
+        self._running.labels(self._model_name).set_function(lambda: max(0, self.n_under_way - waiting()))
 
     def watch_limits(self, concurrent: Callable[[], float]) -> None:
         """Set what the gauge of requests that take a place reads."""
@@ -128,7 +157,8 @@ class Metrics(Watcher):
         """Count a request that has ended, by the template of its route."""
         self._http.labels(self._model_name, route, str(status)).inc()
         self._http_seconds.labels(self._model_name, route).observe(seconds)
-        self.routes.add(route, seconds)
+        self._latest.setdefault(route, deque(maxlen=_LATEST)).append(seconds)
+        self._n_answered[route] = self._n_answered.get(route, 0) + 1
         if is_inference:
             self._results["success" if status < 400 else "failure"] += 1
             if status < 400:
@@ -141,70 +171,39 @@ class Metrics(Watcher):
         self._prompt_tokens.inc(n_prompt_tokens)
         self._cached_tokens.inc(n_cached_tokens)
 
-    def tokenised(self, seconds: float) -> None:
-        """Count a request by the time in which its inputs became tokens."""
-        self._tokenisation.observe(seconds)
-
-    def computed(self, seconds: float) -> None:
-        """Count an input by the time in which its batch was computed."""
-        self._inference.observe(seconds)
-
-    def queued(self, seconds: float) -> None:
-        """Count the wait of a request that was computed."""
-        self._queue.observe(seconds)
-
     def batch(self, n_requests: int, n_tokens: int) -> None:
         """Count a batch."""
-        self._batch_size.labels(self._model_name).observe(n_requests)
-        self._batch_tokens.labels(self._model_name).observe(n_tokens)
-
-    def first_token(self, seconds: float) -> None:
-        """Count a first token, and the time that it took since the request."""
-        self._first.observe(seconds)
-
-    def inter_token(self, seconds: float) -> None:
-        """Count the time between two tokens."""
-        self._inter.observe(seconds)
-
-    def generated(self, n: int) -> None:
-        """Count tokens of answers."""
-        self._generated.inc(n)
-
-    def inferred(self, prefill_s: float, decode_s: float) -> None:
-        """Count a generation that has ended, by the time to its first token and that from there to its last."""
-        self._prefill.observe(prefill_s)
-        self._decode.observe(decode_s)
-        self._inference.observe(prefill_s + decode_s)
+        self._batch_size.observe(n_requests)
+        self._batch_tokens.observe(n_tokens)
 
     def finished(self, reason: str) -> None:
         """Count a request that came to its end, of `REASONS`."""
         self._success.labels(self._model_name, reason if reason in REASONS else OTHER).inc()
 
-    def failed(self) -> None:
-        """Count an input or a generation that the model failed on."""
-        self._failed.inc()
-
-    def cancelled(self) -> None:
-        """Count a request whose client had gone before its end."""
-        self._cancelled.inc()
+    def slowest(self) -> list[RouteTime]:
+        """All routes by the times of their latest requests, the largest p99 first."""
+        kept = [(route, sorted(times.copy())) for route, times in list(self._latest.items())]
+        found = [RouteTime(route, self._n_answered[route], _nth(s, 0.5), _nth(s, 0.99)) for route, s in kept]
+        return sorted(found, key=lambda one: -one.p99_s)
 
     def text(self) -> bytes:
         """All figures, in Prometheus' text format. Reads the cache's, which may wait for it."""
         return generate_latest(self.registry)
 
     def _counts(self) -> dict[str, int]:
-        return {"request_count": sum(self._results.values())} | {
-            f"request_{result}": n for result, n in self._results.items()
-        }
+        counts = {f"request_{result}": n for result, n in self._results.items()}
+        return {"request_count": sum(self._results.values()), **counts}
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, ("model_name", *labels), registry=self.registry)
+    def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+        return kind(PREFIX + name, text, ("model_name", *labels), registry=self.registry, **more)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(PREFIX + name, text, ("model_name",), registry=self.registry)
+    def _counter(self, name: str, text: str) -> Counter:
+        made: Counter = self._make(Counter, name, text).labels(self._model_name)
+        return made
 
     def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-        return Histogram(PREFIX + name, text, ("model_name", *labels), registry=self.registry, buckets=buckets)
+        made: Histogram = self._make(Histogram, name, text, *labels, buckets=buckets)
+        return made
 
 
 class _Copies(Collector):
@@ -225,10 +224,7 @@ class _Counts(Collector):
     """Counts that others keep, read when Prometheus asks; untyped without `_total` at their end, as TEI has them."""
 
     def __init__(self, model_name: str, kind: Any, text: str, read: Callable[[], dict[str, int]]) -> None:
-        self._model_name = model_name
-        self._kind = kind
-        self._text = text
-        self._read = read
+        self._model_name, self._kind, self._text, self._read = model_name, kind, text, read
 
     def collect(self) -> Iterable[Metric]:
         for name, value in self._read().items():
@@ -237,14 +233,15 @@ class _Counts(Collector):
             yield family
 
 
-router = APIRouter(responses=ERRORS)
+def _nth(ordered: list[float], share: float) -> float:
+    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
-_TEXT: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+router = APIRouter()
 
 
-@router.get("/metrics", response_class=Response, responses=_TEXT)
+@router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Figures of server, model and cache, for Prometheus."""
-    text = await asyncio.to_thread(partial(Metrics.text, request.app.state.server.metrics))
+    text = await asyncio.to_thread(request.app.state.server.metrics.text)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})

@@ -5,8 +5,7 @@ An answer that the cache serves is made of the same tokens as one that is comput
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Any, Final, Protocol, TypeVar
@@ -18,27 +17,22 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 
 from llmcache.generation import StoppedBy, Token
 from llmcache.generation.detokenizer import Detokenizer
-from llmcache.serving import openai_answers
 from llmcache.serving.decoder import Decoder, Generating, Ids
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
+from llmcache.serving.front import unless_gone
+from llmcache.serving.keys import Tenant
 from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tenants import Tenant
 
-router = APIRouter(tags=["openai"], responses=openai_answers.ERRORS)
+router = APIRouter(tags=["openai"])
 
 _T = TypeVar("_T")
 _SHORT: Final = 16  # tokens of a completion where none are asked for, as OpenAI has it
-_BOTH: Final = "Whole, or with `stream` in chunks."
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-@router.post(
-    "/v1/completions",
-    response_model=openai_answers.Completion,
-    responses={200: {"content": openai_answers.streamed(openai_answers.CompletionChunk), "description": _BOTH}},
-)
+@router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with texts."""
     server, decoder = _checked(body, request)
@@ -51,11 +45,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return await _answered(server, body, request, ids, n_new, _Completion(server, body))
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=openai_answers.ChatCompletion,
-    responses={200: {"content": openai_answers.streamed(openai_answers.ChatChunk), "description": _BOTH}},
-)
+@router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     server, decoder = _checked(body, request)
@@ -335,30 +325,6 @@ async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) ->
         elif text:
             yield Delta(text, tokens, None)
             tokens = []
-
-
-async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """Do work for a client that is there; if it goes, the work is cancelled.
-
-    Raises:
-        Refusal: It has gone.
-    """
-
-    async def until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Refusal("cancelled", "the client has gone")
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
 
 
 def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder]:

@@ -10,19 +10,28 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic_core import to_json
 
-from llmcache.serving import openai_answers
+from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
-from llmcache.serving.padded_model import Output
 from llmcache.serving.refusals import Refusal
-from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
-from llmcache.serving.tei import Cut, Input, Texts, computed, embedding, is_one, items_of, probabilities, sigmoid
-from llmcache.serving.timings import headers
+from llmcache.serving.tei import (
+    Cut,
+    Input,
+    Texts,
+    computed,
+    embedding,
+    headers,
+    is_one,
+    items_of,
+    probabilities,
+    sigmoid,
+)
 from llmcache.serving.tokenizing import Item
 
-router = APIRouter(tags=["openai"], responses=openai_answers.ERRORS)
+router = APIRouter(tags=["openai"])
 
 _CUT: Final = "set `truncate_prompt_tokens` to -1"
 
@@ -70,14 +79,14 @@ class RerankRequest(_Body):
     max_tokens_per_doc: StrictInt | None = None
 
 
-@router.get("/v1/models", response_model=openai_answers.Models)
+@router.get("/v1/models")
 async def models(request: Request) -> JSONResponse:
     """The one model that is served."""
     server: Server = request.app.state.server
     return JSONResponse({"object": "list", "data": [_about(server)]})
 
 
-@router.get("/v1/models/{name:path}", response_model=openai_answers.Model)
+@router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> JSONResponse:
     """The model of a name."""
     server: Server = request.app.state.server
@@ -85,7 +94,7 @@ async def model(name: str, request: Request) -> JSONResponse:
     return JSONResponse(_about(server))
 
 
-@router.post("/v1/embeddings", response_model=openai_answers.Embeddings)
+@router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Embeddings as OpenAI shapes them, of norm 1."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
@@ -101,10 +110,10 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         for i, row in enumerate(rows)
     ]
     answer = {"object": "list", "data": data, "model": server.name, "usage": _usage(made)}
-    return await rendered(answer, 0 if packed else sum(map(len, rows)), headers(server, made))
+    return Response(to_json(answer), headers=headers(server, made), media_type="application/json")
 
 
-@router.post("/v1/classify", response_model=openai_answers.Classification)
+@router.post("/v1/classify")
 async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
     """The likeliest label of each input, and the probabilities of all."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
@@ -130,8 +139,8 @@ async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
     return JSONResponse(answer, headers=headers(server, made))
 
 
-@router.post("/v1/rerank", response_model=openai_answers.Ranking)
-@router.post("/v2/rerank", response_model=openai_answers.Ranking)
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well documents suit a query, best first, as Jina and Cohere shape it."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -156,7 +165,7 @@ async def _computed(
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs(kind)
-    return server, await computed(server, items, request.state.tenant, _cut(body), fields)
+    return server, await computed(server, items, request, _cut(body), fields)
 
 
 def _cut(body: _Body) -> Cut:

@@ -125,7 +125,7 @@ def view(server: Server) -> dict[str, Any]:
         "rungs": [{"name": n, "style": _style(n), "share": k / stats.n_requests} for n, k in stats.hits.items()],
         "bound": _bound(samples, allowed),
         "memory": list(_memory(stats, config.max_bytes)),
-        "routes": server.metrics.routes.slowest()[:_MOST_ROUTES],
+        "routes": server.metrics.slowest()[:_MOST_ROUTES],
         "troubles": list(_troubles(server, stats)),
         "bypassed": sorted(stats.bypassed.items(), key=lambda one: -one[1]),
     }

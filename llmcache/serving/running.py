@@ -13,7 +13,6 @@ from typing import Any
 import uvicorn
 
 from llmcache.serving.app import create_app
-from llmcache.serving.connections import Connection
 from llmcache.serving.server import Server
 
 logger = logging.getLogger("llmcache.serving")
@@ -38,7 +37,6 @@ class Uvicorn(uvicorn.Server):
                 create_app(server),
                 host=host,
                 port=port,
-                http=Connection,
                 loop="asyncio",  # not another one because something else brought it
                 log_level="warning",
                 access_log=False,  # it would tell who asked what, and take a part of each request

@@ -2,27 +2,20 @@
 
 import asyncio
 import gc
-import logging
-from collections.abc import Callable
 from time import time
 from typing import Literal
 
-from torch import Tensor
-
 from llmcache.cache import LLMCache
-from llmcache.errors import LLMCacheError
 from llmcache.serving.decoder import Decoder
 from llmcache.serving.encoder import Encoder
 from llmcache.serving.history import History
-from llmcache.serving.loading import NAMES, Kind, Served, to_device
+from llmcache.serving.loading import NAMES, Kind, Served
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, stopping
 from llmcache.serving.saving import Saves
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Tokenizing
-
-logger = logging.getLogger("llmcache.serving")
 
 Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
 _WARM_UP = "llmcache warm-up"  # a namespace that nobody can ask for
@@ -136,8 +129,6 @@ class Server:
 
     async def start(self) -> None:
         """Warm up, then be ready."""
-        if self.encoder is not None and self.settings.model_process:
-            await self.thread.run(self._start_model_process)
         await self.thread.run(self._warm_up)
         gc.collect()
         gc.freeze()  # what the model and its libraries are made of stays: to look through it takes a third of a second
@@ -166,7 +157,7 @@ class Server:
             self.thread,
             self.settings,
             self.tokenizing,
-            self.on_device(self.served.forward),
+            self.served.forward,
             0 if pad_id is None else pad_id,
             self.metrics,
             lambda: self.is_caching,
@@ -174,20 +165,6 @@ class Server:
 
     def _make_decoder(self) -> Decoder:
         return Decoder(self.cache, self.thread, self.settings, self.tokenizer, self.metrics, lambda: self.is_caching)
-
-    def on_device(self, forward: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
-        """A forward that takes its inputs to the model's device."""
-        device = next(self.model.parameters()).device
-        return lambda inputs: forward(to_device(inputs, device))
-
-    def _start_model_process(self) -> None:
-        """Have a process compute, where that is to be had; else this one does."""
-        if next(self.model.parameters()).device.type != "cpu":
-            return
-        try:
-            self.cache.start_model_process()
-        except LLMCacheError as error:
-            logger.warning("the model is computed in the server's own process: %s", error)
 
     def _warm_up(self) -> None:
         """Run short and long inputs, twice each: what a first request would wait for is done then.

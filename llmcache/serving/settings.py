@@ -27,8 +27,6 @@ class ServerSettings(BaseModel):
             refused with 503, and the cache is saved.
         body_timeout_s: Longest time in which a request's body must have come, seconds.
         auto_truncate: Cut inputs that are too long, where the request does not say.
-        model_process: Have a process of its own compute an encoder's layers, where it runs on the CPU; see
-            `LLMCache.start_model_process`.
         warmup_tokens: Tokens of the longest input that is run before the server is ready; 0: none.
         reveal_hits: Tell in headers and in `usage` what was served from the cache, and how long each part took. Who
             asks can then tell what was asked before, in its own namespace.
@@ -54,7 +52,6 @@ class ServerSettings(BaseModel):
     grace_s: float = Field(default=20.0, ge=0)
     body_timeout_s: float = Field(default=10.0, gt=0)
     auto_truncate: bool = False
-    model_process: bool = True
     warmup_tokens: int = Field(default=128, ge=0)
     reveal_hits: bool = False
     otlp_endpoint: str | None = None

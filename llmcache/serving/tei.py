@@ -14,17 +14,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
+from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
-from llmcache.serving.padded_model import Output
+from llmcache.serving.front import unless_gone
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
-from llmcache.serving.tei_answers import ERRORS, Info, Piece, Prediction, Rank
-from llmcache.serving.tenants import Tenant
-from llmcache.serving.timings import headers
 from llmcache.serving.tokenizing import Item, Prompted, Tokens
 
-router = APIRouter(tags=["text-embeddings-inference"], responses=ERRORS)
+router = APIRouter(tags=["text-embeddings-inference"])
 
 _FAST = Field(fail_fast=True)  # a million wrong items are one error
 Texts = Annotated[list[StrictStr], _FAST]
@@ -117,18 +115,18 @@ class DecodeRequest(_Body):
     skip_special_tokens: StrictBool = True
 
 
-@router.post("/embed", response_model=list[list[float]])
+@router.post("/embed")
 async def embed(body: EmbedRequest, request: Request) -> Response:
     """Embeddings, one list of floats for each input."""
     server: Server = request.app.state.server
     server.needs("embedding")
     items, fields = items_of(body.inputs), Fields("inputs", not is_one(body.inputs))
-    made = await computed(server, items, request.state.tenant, body, fields, body.prompt_name)
+    made = await computed(server, items, request, body, fields, body.prompt_name)
     rows = [embedding(server, one.values, body.normalize, body.dimensions) for one in made]
     return await rendered([row.tolist() for row in rows], sum(map(len, rows)), headers(server, made))
 
 
-@router.post("/embed_all", response_model=list[list[list[float]]])
+@router.post("/embed_all")
 async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """Embeddings of all tokens. Entries keep one vector an input, so these are computed."""
     server: Server = request.app.state.server
@@ -138,29 +136,29 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     fields = Fields("inputs", not is_one(body.inputs))
     check_number(server, len(items))
     tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
-    states = await server.encoder.states(fields.all(tokens, Tokens), server.on_device(server.served.states))
+    states = await server.encoder.states(fields.all(tokens, Tokens), server.served.states)
     return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 
-@router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
+@router.post("/predict")
 async def predict(body: PredictRequest, request: Request) -> JSONResponse:
     """Labels with scores, best first, of each input."""
     server: Server = request.app.state.server
     server.needs("classifier")
     items, is_batch = classified_of(body.inputs)
-    made = await computed(server, items, request.state.tenant, body, Fields("inputs", is_batch))
+    made = await computed(server, items, request, body, Fields("inputs", is_batch))
     found = [_ranked(server, one.values, body.raw_scores) for one in made]
     return JSONResponse(found if is_batch else found[0], headers=headers(server, made))
 
 
-@router.post("/rerank", response_model=list[Rank])
+@router.post("/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well texts suit a query, best first."""
     server: Server = request.app.state.server
     server.needs("reranker")
     items: list[Item] = [(body.query, text) for text in body.texts]
     fields = Fields("texts", True, beside="query")
-    made = await computed(server, items, request.state.tenant, body, fields)
+    made = await computed(server, items, request, body, fields)
     scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
     ranks = [
         {"index": i, "score": scores[i]} | ({"text": body.texts[i]} if body.return_text else {})
@@ -169,7 +167,7 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     return JSONResponse(ranks, headers=headers(server, made))
 
 
-@router.post("/similarity", response_model=list[float])
+@router.post("/similarity")
 async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     """Cosine of the source sentence and each of the others."""
     server: Server = request.app.state.server
@@ -179,12 +177,12 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     if len(texts) == 1:
         raise Refusal("empty", "`inputs.sentences` cannot be empty")
     fields = Fields("inputs.sentences", True, first="inputs.source_sentence", cut="set `parameters.truncate`")
-    made = await computed(server, texts, request.state.tenant, asked, fields, asked.prompt_name)
+    made = await computed(server, texts, request, asked, fields, asked.prompt_name)
     source, *others = (embedding(server, one.values, True, None) for one in made)
     return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
 
 
-@router.post("/tokenize", response_model=list[list[Piece]])
+@router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokens of each text, with their places in it."""
     server: Server = request.app.state.server
@@ -196,7 +194,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     return await rendered(pieces, sum(map(len, texts)))  # about a number each
 
 
-@router.post("/decode", response_model=list[str])
+@router.post("/decode")
 async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
     """The texts of token ids."""
     server: Server = request.app.state.server
@@ -207,7 +205,7 @@ async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
     return JSONResponse(await asyncio.to_thread(fields.each, lambda row: text_of(row, body.skip_special_tokens), rows))
 
 
-@router.get("/info", response_model=Info)
+@router.get("/info")
 async def info(request: Request) -> JSONResponse:
     """What is served, and its limits."""
     server: Server = request.app.state.server
@@ -243,7 +241,7 @@ async def info(request: Request) -> JSONResponse:
 
 
 async def computed(
-    server: Server, items: Sequence[Item], tenant: Tenant, cut: Cut, fields: Fields, prompt_name: str | None = None
+    server: Server, items: Sequence[Item], request: Request, cut: Cut, fields: Fields, prompt_name: str | None = None
 ) -> list[Output]:
     """What the model makes of inputs, which the request has in these fields; see `with_prompt`.
 
@@ -253,8 +251,27 @@ async def computed(
     assert server.encoder is not None
     check_number(server, len(items), fields.name)
     items = with_prompt(server, items, prompt_name)
-    found = await server.encoder.run(items, tenant.namespace, truncates(server, cut.truncate), cut.truncation_direction)
-    return fields.all(found, Output)
+    namespace, truncate = request.state.tenant.namespace, truncates(server, cut.truncate)
+    work = server.encoder.run(items, namespace, truncate, cut.truncation_direction)
+    return fields.all(await unless_gone(request, work), Output)
+
+
+def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
+    """How many inputs were served from the cache, and where time went, if the operator has it told.
+
+    Who asks can tell by it what was asked before.
+    """
+    if not server.settings.reveal_hits:
+        return {}
+    rungs = [one.rung for one in outputs if one.rung is not None]
+    return {
+        "X-Cache": "HIT" if len(rungs) == len(outputs) else "PARTIAL" if rungs else "MISS",
+        "X-Cache-Hits": str(len(rungs)),
+        "X-Cache-Rung": ",".join(dict.fromkeys(rungs)) or "none",
+        "X-Compute-Tokens": str(sum(one.n_tokens for one in outputs)),
+        "X-Queue-Time": f"{1e3 * max(one.queue_s for one in outputs):.3f}",
+        "X-Inference-Time": f"{1e3 * max(one.compute_s for one in outputs):.3f}",
+    }
 
 
 def check_number(server: Server, n: int, field: str = "inputs") -> None:

@@ -116,4 +116,4 @@ def _become(output: Path, arguments: Sequence[str]) -> NoReturn:
         os._exit(1)
 
 
-_QUICKLY: Sequence[str] = ("--no-model-process", "--warmup-tokens", "8", "--threads", "1")
+_QUICKLY: Sequence[str] = ("--warmup-tokens", "8", "--threads", "1")

@@ -60,7 +60,7 @@ def write(folder: Path, kind: str) -> Path:
 
 def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) -> Server:
     """A server of a model in a folder, not started; it computes by itself, which is ready sooner."""
-    made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, "model_process": False, **settings})
+    made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, **settings})
     served = load_served(str(folder))
     saves = Saves(made.save)
     return Server(made, served, saves.hang_cache(served, None if cache is None else CacheConfig.make(cache)), saves)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.serving.encoder import _Miss
-from llmcache.serving.padded_model import Output
+from llmcache.serving.encoder import Output, _Miss
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tokenizing import Tokens

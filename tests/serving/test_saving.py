@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 from llmcache.errors import ConfigError, StoreError
 from llmcache.folder import JOURNAL, MANIFEST
 from llmcache.serving.app import create_app
+from llmcache.serving.encoder import Output
 from llmcache.serving.loading import load_served
-from llmcache.serving.padded_model import Output
 from llmcache.serving.server import Server
 from tests.saves import OURS, Died, edit_manifest, failing, names, read_manifest
 from tests.serving.served import WORDS, make_server, within

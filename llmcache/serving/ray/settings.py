@@ -70,9 +70,7 @@ class ReplicaSettings(BaseModel):
     def server_settings(self) -> ServerSettings:
         """Settings of the server."""
         try:
-            own = {"model": self.served_name or self.model}
-            # A process that computes would take CPUs beyond those that Ray has given the replica.
-            return ServerSettings(**{"model_process": False, **self.server, **own})
+            return ServerSettings(**{**self.server, "model": self.served_name or self.model})
         except ValidationError as error:
             raise ConfigError(f"server: {explain(error, list(ServerSettings.model_fields))}") from error
 

@@ -1,0 +1,1 @@
+"""What computes the trunk's output. Engines know nothing of what is stored, and the cache not what runs."""

@@ -1,0 +1,176 @@
+"""`cache.look_up(batch)`: what is served and what is missing, each run without a second look-up, and never stale."""
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmcache import ConfigError, LLMCache
+from llmcache.found import Found, Part
+from llmcache.request.reading import RequestReader
+from tests.contract.models import fresh, inputs_of, plain, rows
+from tests.tiny_models import states, tokenizer
+
+FAMILY = ("bert", "classifier")
+BATCH = inputs_of(*FAMILY)
+
+
+@pytest.fixture
+def cache() -> LLMCache:
+    """Holds the first and the last row of the batch."""
+    cache = LLMCache.wrap(fresh(*FAMILY))
+    cache(**rows(BATCH, 0, 2))
+    return cache
+
+
+@pytest.fixture
+def n_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call that is read."""
+    seen: list[int] = []
+    read = RequestReader.read
+
+    def watched(self: RequestReader, arguments: Any, *given: Any) -> Any:
+        seen.append(len(arguments["input_ids"]))
+        return read(self, arguments, *given)
+
+    monkeypatch.setattr(RequestReader, "read", watched)
+    return seen
+
+
+def run(cache: LLMCache, part: Part | None) -> Any:
+    """Logits or states of a part, compared with the plain model's."""
+    assert part is not None
+    found = states(cache(**part.inputs))
+    with torch.inference_mode():
+        torch.testing.assert_close(found, states(plain(*FAMILY)(**rows(BATCH, *part.rows))), atol=1e-5, rtol=1e-5)
+    return found
+
+
+def numbers(found: Found) -> tuple[Any, Any]:
+    return tuple(None if part is None else part.rows for part in (found.served, found.missing))  # type: ignore[return-value]
+
+
+def test_parts_are_run_without_a_second_look_up(cache: LLMCache, n_read: list[int]) -> None:
+    before = cache.stats()
+    found = cache.look_up(BATCH)
+    other = cache.look_up(rows(BATCH, 1, 2))  # two batches are under way
+    assert (numbers(found), numbers(other)) == (((0, 2), (1,)), ((1,), (0,)))
+    assert cache.stats().n_requests == before.n_requests and n_read == [3, 2]
+    run(cache, found.missing)
+    run(cache, found.served)
+    assert [one.rung for one in cache.last] == ["exact", "exact"]
+    assert n_read == [3, 2]
+    stats = cache.stats()
+    assert (stats.n_misses, stats.hits, stats.errors) == (before.n_misses + 1, {"exact": 2}, 0)
+    run(cache, found.served)  # a second time: looked up anew
+    assert n_read == [3, 2, 2]
+    assert numbers(cache.look_up(BATCH)) == ((0, 1, 2), None)
+    assert numbers(cache.look_up({**BATCH, "output_hidden_states": True})) == (None, (0, 1, 2))
+    with pytest.raises(ConfigError, match="input_ids"):
+        cache.look_up({"input_ids": [[1, 2]]})
+
+
+def _edit_weights(cache: LLMCache, found: Found) -> None:
+    with torch.no_grad():
+        cache.model.bert.encoder.layer[0].output.dense.weight.mul_(1.5)
+
+
+def _edit_inputs(cache: LLMCache, found: Found) -> None:
+    for part in (found.served, found.missing):
+        assert part is not None
+        part.inputs["input_ids"][:, 1] = 50
+
+
+CHANGES: dict[str, Callable[[LLMCache, Found], object]] = {
+    "weights": _edit_weights,
+    "inputs": _edit_inputs,
+    "purged": lambda cache, found: cache.purge(namespace="default"),
+    "cleared": lambda cache, found: cache.clear(),
+    "training": lambda cache, found: cache.model.train(),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "namespace", "disabled"])
+def test_what_changed_in_between_is_looked_up_anew(cache: LLMCache, change: str) -> None:
+    found = cache.look_up(BATCH)
+    alone = fresh(*FAMILY)
+    if change in CHANGES:
+        CHANGES[change](cache, found)
+    within = {"namespace": lambda: cache.namespace("other"), "disabled": cache.disabled}.get(change)
+    for part in (found.served, found.missing):
+        assert part is not None
+        if within is None:
+            output = states(cache(**part.inputs))
+        else:
+            with within():
+                output = states(cache(**part.inputs))
+        assert [one.rung for one in cache.last] == [None] * len(part.rows)
+        if change == "weights":
+            alone.bert.encoder.layer[0].output.dense.weight = cache.model.bert.encoder.layer[0].output.dense.weight
+        with torch.inference_mode():
+            if change != "training":
+                torch.testing.assert_close(output, states(alone(**part.inputs)), atol=1e-5, rtol=1e-5)
+    assert cache.stats().errors == 0
+
+
+def test_what_is_never_run_is_let_go(cache: LLMCache) -> None:
+    found = cache.look_up(BATCH)
+    assert len(cache._core.forward._prepared) == 2
+    del found
+    gc.collect()
+    assert len(cache._core.forward._prepared) == 0
+
+
+def test_threads_look_up_and_run_at_once(cache: LLMCache) -> None:
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(30):
+                found = cache.look_up(BATCH)
+                for part in (found.served, found.missing):
+                    if part is not None:
+                        run(cache, part)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and cache.stats().errors == 0
+
+
+def test_calls_that_keep_kv_are_missing_as_a_whole() -> None:
+    cache, batch = LLMCache.wrap(fresh("llama", "causal")), inputs_of("llama", "causal")
+    with torch.inference_mode():
+        expected = states(plain("llama", "causal")(**batch))
+    for _ in range(2):
+        found = cache.look_up(batch)
+        assert numbers(found) == (None, (0, 1, 2)) and found.missing is not None
+        torch.testing.assert_close(states(cache(**found.missing.inputs)), expected, atol=1e-5, rtol=1e-5)
+    assert (cache.stats().errors, cache.stats().hits) == (0, {"exact": 3})
+
+
+@pytest.mark.slow
+def test_a_batch_of_sentence_transformers(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    plain("bert", "bare").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    parts = [modules.Transformer(str(tmp_path)), modules.Pooling(32)]
+    cache = LLMCache.wrap(SentenceTransformer(modules=parts, device="cpu").eval(), payload="mean")
+    batch = rows(BATCH, 0, 1, 2)
+    with cache.disabled():
+        expected = cache(dict(batch))["sentence_embedding"]
+    cache(rows(batch, 1))
+    found = cache.look_up(batch)
+    assert numbers(found) == ((1,), (0, 2)) and found.served is not None
+    torch.testing.assert_close(cache(dict(found.served.inputs))["sentence_embedding"], expected[[1]])
+    assert cache.last[0].rung == "exact"

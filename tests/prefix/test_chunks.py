@@ -1,0 +1,134 @@
+"""Prompts that are run in chunks: outputs, lookups, what is stored and what is counted are those of one run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+from llmcache import LLMCache
+from llmcache.errors import ConfigError
+from tests.reuse.prompts import FAMILIES, branch, close, run, wrapped
+from tests.tiny_models import build, tokens
+
+LONG = tokens(1, 23)
+LONGER = branch(LONG, 21, 30)
+SIZE = 5
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return build(FAMILIES[request.param])
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build(FAMILIES["llama"])
+
+
+def asked(cache: LLMCache, ids: Tensor, between: Callable[[], None], **inputs: Any) -> tuple[Tensor, Any]:
+    """Last logits and K/V cache of a prompt in chunks."""
+    kv_cache = inputs.pop("kv_cache", None) or DynamicCache()
+    with cache.chunked(SIZE, between):
+        return cache(ids, past_key_values=kv_cache, logits_to_keep=1, **inputs).logits, kv_cache
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_all_is_as_in_one_run(model: Any, kind: str) -> None:
+    def kv_cache() -> Any:
+        return DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=32)
+
+    plain = [run(model, ids).logits[:, -1:] for ids in (LONG, LONGER)]
+    whole = wrapped(model, LONG, LONG, LONGER)
+    expected = whole.stats()
+    whole.unwrap()
+    cache, n_turns, seen = wrapped(model), [], []
+    turns: list[None] = []
+    first = None
+    for ids, own in ((LONG, plain[0]), (LONG, plain[0]), (LONGER, plain[1])):
+        turns.clear()
+        logits, kept = asked(cache, ids, lambda: turns.append(None), kv_cache=kv_cache())
+        close(logits, own)
+        assert kept.get_seq_length() == ids.shape[1]
+        n_turns.append(len(turns))
+        seen.append((cache.last[0].rung, cache.last[0].n_prefix))
+        first = logits if first is None else first
+        assert ids is LONGER or torch.equal(logits, first)
+    assert seen == [(None, 0), ("exact", 0), ("prefix", 21)]
+    assert n_turns == [4, 0, 1]  # of the last, 9 tokens were left
+    stats = cache.stats()
+    for name in ("hits", "n_misses", "n_prefix_tokens", "n_prompt_tokens", "n_blocks", "n_stored", "prefix_nbytes"):
+        assert getattr(stats, name) == getattr(expected, name), name
+    assert stats.errors == 0
+
+
+def test_logits_at_all_positions(model: Any) -> None:
+    plain = [run(model, ids).logits for ids in (LONG, LONGER)]
+    cache = wrapped(model)
+    for ids, own in zip((LONG, LONGER), plain, strict=True):
+        with cache.chunked(SIZE, lambda: None):
+            close(cache(ids).logits, own)
+        with cache.chunked(SIZE, lambda: None):
+            close(cache(ids, return_dict=False)[0], own)
+
+
+def test_what_cannot_be_cut_is_run_at_once(llama: Any) -> None:
+    cache = wrapped(llama)
+
+    def never() -> None:
+        raise AssertionError
+
+    padded = torch.ones_like(LONG)
+    padded[0, 0] = 0
+    asked(cache, LONG, never, attention_mask=padded)
+    asked(cache, LONG[:, :SIZE], never)
+    asked(cache, LONG, never, use_cache=False)
+    asked(cache, LONG, never, output_hidden_states=True)
+    with cache.disabled():
+        asked(cache, LONG, never)
+    with pytest.raises(ConfigError, match="n_tokens=0"), cache.chunked(0, never):
+        pass
+
+
+@pytest.mark.parametrize("known", [0, 9])
+def test_what_others_fail_with_ends_the_call_and_leaves_nothing(model: Any, known: int) -> None:
+    cache = wrapped(model, *([LONG[:, :known]] if known else []))
+    before, kv_cache = cache.stats(), DynamicCache()
+
+    def leave() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        asked(cache, LONG, leave, kv_cache=kv_cache)
+    assert kv_cache.get_seq_length() == 0
+    after = cache.stats()
+    assert (after.n_stored, after.n_blocks, after.errors) == (before.n_stored, before.n_blocks, 0)
+    close(asked(cache, LONG, lambda: None, kv_cache=kv_cache)[0], run(model, LONG).logits[:, -1:])
+
+
+@pytest.mark.parametrize("forget", [lambda cache: cache.purge(namespace="default"), LLMCache.clear])
+def test_what_is_to_be_forgotten_meanwhile_is_not_stored(llama: Any, forget: Callable[[LLMCache], Any]) -> None:
+    plain = run(llama, LONG).logits[:, -1:]
+    cache = wrapped(llama, LONG[:, :8])
+    logits, _ = asked(cache, LONG, lambda: forget(cache))
+    close(logits, plain)
+    assert (cache.last[0].n_prefix, cache.stats().n_blocks, cache.stats().n_stored) == (8, 0, 0)
+    cache(LONG)
+    assert cache.stats().n_stored == 1
+
+
+def test_others_calls_between_two_chunks_are_calls_of_their_own(llama: Any) -> None:
+    other = branch(LONG, 3, 12, 7)
+    plain = [run(llama, ids).logits for ids in (LONG, other)]
+    cache, seen = wrapped(llama), []
+
+    def answer() -> None:
+        with cache.namespace("other"):
+            close(cache(other).logits, plain[1])
+        seen.append(cache.last[0].rung)
+
+    close(asked(cache, LONG, answer)[0], plain[0][:, -1:])
+    assert seen == [None, "exact", "exact", "exact"] and cache.last[0].rung is None
+    assert cache.stats().n_stored == 2 and cache.stats().errors == 0
