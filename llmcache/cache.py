@@ -346,7 +346,9 @@ class LLMCache:
         return self._way.clear(checked_namespace(namespace))
 
     def forget(self, *args: Any, **kwargs: Any) -> int:
-        """Forget what serves a call: a wrong answer, say. It takes what the model takes; nothing is computed.
+        """Forget what serves a call: a wrong answer, say. It takes what the model takes.
+
+        Nothing is computed, but with `tau`, where the call is made to see what serves it at each layer.
 
         Its requests are computed when they come again, and remembered anew; of a prompt the blocks that it shares with
         others go as well. Requests of others that served it approximately serve no other request from now on, and a
@@ -357,10 +359,9 @@ class LLMCache:
             How many requests were in memory.
 
         Raises:
-            ConfigError: The cache has a `tau`.
             StoreError: The store could not forget them. They are in this cache's memory no more.
         """
-        return self._core.forget(lambda: self(*args, **kwargs))
+        return self._way.forget(lambda: self(*args, **kwargs))
 
     @contextmanager
     def namespace(self, name: str, *, prefixes_from: str | None = None) -> Iterator[Self]:

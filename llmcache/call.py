@@ -402,7 +402,7 @@ class CachedForward(Swap):
         if chunks is None or call.is_activated or not chunks.fit(self.arguments, args, kwargs):
             return self.original(*args, **kwargs)
         with setting(self.chunks, None):  # others may be let in, and call the model for themselves
-            return chunks.run(self.original, self.arguments, args, kwargs)[0]
+            return chunks.run(self.original, self.arguments, args, kwargs)
 
     # -- close ---------------------------------------------------------------------------------------------------------
 

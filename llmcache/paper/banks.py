@@ -5,7 +5,7 @@ Sizes: B rows, F0 features, F fingerprint width, R rows of a payload.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,16 @@ class Banks(dict[int, LayerBank]):
             for bank in self.values():
                 bank.clear(namespace)
             self._waiting = {key: one for key, one in self._waiting.items() if namespace not in (None, one[0])}
+            return len(before - self._keys())
+
+    def drop(self, keys: Iterable[str]) -> int:
+        """Forget requests by key; returns how many were held."""
+        with self._lock:
+            before = self._keys()
+            for key in keys:
+                self._waiting.pop(key, None)
+                for bank in self.values():
+                    bank.remove(key)
             return len(before - self._keys())
 
     def held(self) -> dict[str, Any]:

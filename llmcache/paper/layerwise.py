@@ -5,7 +5,7 @@ Sizes: B rows, T tokens, D hidden width.
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -368,6 +368,11 @@ class Layerwise:
         Counts, and what fingerprint and codecs have learned, stay.
         """
         return self._banks.forget(namespace)
+
+    def forget(self, run: Callable[[], object]) -> int:
+        """Make a call of the model, and forget its requests and those that served them; returns how many were held."""
+        run()
+        return self._banks.drop({key for one in self.last for key in (one.key, one.source) if key})
 
     def drain(self) -> int:
         """Nothing waits for idle moments: 0."""

@@ -80,6 +80,7 @@ class Opener:
         self._observed = head.observed if payload.fits_any_length else None
         # What it is asked of is part of the digest.
         self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
+        self._content = lru_cache(16)(lambda digest: reader.content_table())
         #: The model would make K/V that its head never reads and entries do not hold.
         self.keeps_no_kv = payload.fits_any_length and trunk.makes_kv
 
@@ -92,7 +93,10 @@ class Opener:
         reason = reason or self._find_reason_of_model(call)
         if reason is None:
             assert call.scope is not None
-            requests = self._reader.read(call.arguments, mask_4d, call.scope, self._weights.activated, is_whole=False)
+            content = self._content(call.scope.weights)
+            requests = self._reader.read(
+                call.arguments, mask_4d, call.scope, content, self._weights.activated, is_whole=False
+            )
             call.rows, call.content = requests.rows, torch.from_numpy(requests.content)
             call.may_search = not requests.may_be_refused  # else the model is to say so
         return reason
