@@ -5,17 +5,13 @@ import logging
 from collections.abc import Awaitable
 from typing import Annotated, Any, Final, TypeVar
 
-import torch
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictStr
 
 from llmcache.errors import LLMCacheError
-from llmcache.serving.fields import Fields
 from llmcache.serving.keys import PUBLIC
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tei import Classified, Input, check_number, classified_of, items_of, truncates, with_prompt
-from llmcache.serving.tokenizing import Tokens
 
 logger = logging.getLogger("llmcache")
 
@@ -27,14 +23,6 @@ class Purge(BaseModel):
     """Whose entries are to be forgotten."""
 
     namespace: Annotated[StrictStr, Field(max_length=1024)]
-
-
-class Forget(BaseModel):
-    """Requests whose answers are to be forgotten, as they were asked: texts, or token ids."""
-
-    inputs: Input | Classified
-    prompt_name: StrictStr | None = None
-    namespace: Annotated[StrictStr, Field(max_length=1024)] | None = None  # None: that of who asks
 
 
 class Purged(BaseModel):
@@ -71,25 +59,6 @@ async def purge(asked: Purge, request: Request) -> Purged:
     n_requests = await _done(server.purge(asked.namespace))
     has_copies = asked.namespace == PUBLIC and server.decoder is not None and server.settings.keys is not None
     return Purged(purged=n_requests, note=_COPIES if has_copies else None)
-
-
-@router.post("/forget")
-async def forget(asked: Forget, request: Request) -> dict[str, int]:
-    """Forget what may serve these inputs: a wrong answer, say; answers how many requests memory held."""
-    server, tenant = _server(request, "has answers forgotten"), request.state.tenant
-    namespace = tenant.namespace if asked.namespace is None else asked.namespace
-    if server.decoder is not None:
-        prompts = [await server.decoder.encode(one, tenant) for one in items_of(asked.inputs)]
-        n_requests = await _done(server.forget([{"input_ids": torch.tensor([ids])} for ids in prompts], namespace))
-        return {"forgotten": n_requests}
-    assert server.encoder is not None
-    is_embedding = server.served.kind == "embedding"
-    items = items_of(asked.inputs) if is_embedding else classified_of(asked.inputs)[0]
-    check_number(server, len(items))
-    items = with_prompt(server, items, asked.prompt_name)
-    tokens = await server.encoder.tokens(items, truncates(server, None), "right")
-    wanted = Fields("inputs", len(items) > 1).all(tokens, Tokens)
-    return {"forgotten": await _done(server.forget(map(server.encoder.inputs_of, wanted), namespace))}
 
 
 @router.post("/clear")

@@ -199,10 +199,6 @@ class Encoder:
         pool = self._tokenising if is_long(items) else self._lookups
         return await asyncio.get_running_loop().run_in_executor(pool, self._tokenised, items, truncate, side)
 
-    def inputs_of(self, tokens: Tokens) -> dict[str, torch.Tensor]:
-        """One input as the model takes it."""
-        return self._padded([tokens])
-
     async def states(self, tokens: Sequence[Tokens], states_of: Forward) -> list[list[list[float]]]:
         """States of all tokens of inputs, one input at a time, computed as if there were no cache.
 

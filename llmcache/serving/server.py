@@ -2,11 +2,8 @@
 
 import asyncio
 import gc
-from collections.abc import Iterable
 from time import time
-from typing import Any, Literal
-
-from torch import nn
+from typing import Literal
 
 from llmcache.cache import LLMCache
 from llmcache.serving.decoder import Decoder
@@ -69,19 +66,6 @@ class Server:
         """Forget all entries of a namespace, its prompts, and what is computed of it now; see `LLMCache.purge`."""
         # Between two steps of the model: one under way would store afterwards what it computes.
         n_requests = await self.thread.run(lambda: self.cache.purge(namespace=namespace))
-        if self.decoder is not None:
-            self.decoder.forget(namespace)
-        return n_requests
-
-    async def forget(self, calls: Iterable[dict[str, Any]], namespace: str) -> int:
-        """Forget what may serve calls of the model in a namespace; see `LLMCache.forget`."""
-
-        def act() -> int:
-            forget, takes_one = self.cache.forget, isinstance(self.model, nn.Sequential)  # as sentence-transformers'
-            with self.cache.namespace(namespace):
-                return sum(forget(one) if takes_one else forget(**one) for one in calls)
-
-        n_requests = await self.thread.run(act)
         if self.decoder is not None:
             self.decoder.forget(namespace)
         return n_requests
