@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from llmcache.account import Account
 from llmcache.audit.audit import Audit
 from llmcache.bank import Bank, Entry
 from llmcache.calibration.observer import Observer
@@ -117,6 +118,7 @@ class CachedForward(Swap):
         self._observer: Observer | None = None
         self._semantic: Semantic | None = None
         self._audit: Audit | None = None
+        self.account: Account | None = None  # None: searches that do not pay are made all the same
         self.is_retired = False
         self._local = threading.local()
         self._prepared: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
@@ -318,8 +320,14 @@ class CachedForward(Swap):
             return  # how an output is put together is not known yet
         for rung in self.rungs:
             rows = [row for row in call.rows if not row.bypass_reason and row.number not in call.hits]
-            if rows and (rung.is_lossless or not call.is_whole):
+            if not rows:
+                break
+            if rung.is_lossless:
                 rung.look_up(call, rows)
+            elif not call.is_whole and (self.account is None or self.account.pays(call)):
+                started, call.n_searched = perf_counter(), len(rows)
+                rung.look_up(call, rows)
+                call.search_s += perf_counter() - started
         # Rows that affect each other are served together; PEFT's hooks expect all rows of a batch.
         needs_all = call.is_whole or call.is_activated
         if not self.packings.are_known(call.kind) or (needs_all and len(call.hits) < len(call.rows)):
@@ -429,6 +437,8 @@ class CachedForward(Swap):
             self._counters.done(outcomes, self._depth, call.lookup_s, call.storing_s, n_prompt)
             if call.audited and self._audit is not None:
                 self._audit.served(call)
+            if self.account is not None and self._semantic is not None and self._semantic.is_current(call):
+                self.account.took(call)
         if self._observer is not None and call.entries:
             if self._observer.answers.reads_payload:
                 self.observe(call, None)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from llmcache.account import Account
 from llmcache.bank import Bank
 from llmcache.calibration.answers import Reading
 from llmcache.calibrator import Calibrator
@@ -86,6 +87,7 @@ class Core:
             cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
         )
+        self.forward.account = Account() if config.auto_bypass else None
         self.installed.add(self.forward.remove)
         try:
             self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
@@ -257,7 +259,10 @@ class Core:
 
     def drain(self) -> int:
         """Do now what waits for a moment without calls; returns how many jobs this thread did."""
-        n_done = 0 if self.calibrator is None else self.calibrator.audit.drain()
+        n_done = 0
+        if self.calibrator is not None:
+            self.calibrator.calibrated.settle()
+            n_done = self.calibrator.audit.drain()
         if self.tier is not None:
             self.tier.drain()
         return n_done

@@ -37,7 +37,7 @@ from llmcache.request.rows import Scope
 from llmcache.sources import Source
 from llmcache.stacks import pack, unpack
 from llmcache.stats import Status
-from llmcache.threads import forkable
+from llmcache.threads import at_fork, compute_alone, forkable
 
 logger = logging.getLogger("llmcache")
 _CALIBRATION = TypeAdapter(Calibration)
@@ -75,6 +75,8 @@ class CalibratedReuse:
         self.namespaces: set[str] = set()
         self._observed: list[Observation] = []
         self._is_calibrating = False
+        self._thread: threading.Thread | None = None  # calibrates what was learned in service
+        at_fork(self._begin_anew)
         self._lock = forkable(threading.RLock(), is_waited_for=False)
 
     @property
@@ -124,7 +126,9 @@ class CalibratedReuse:
         return [case for case in observed if self._bank.generation(case.scope.namespace) == case.generation]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Take in requests that were computed; with the last one that is needed, calibrate."""
+        """Take in requests that were computed; with the last one that is needed, calibrate, in a thread of its own."""
+        if not self.is_learning:
+            return
         with self._lock:
             if not self.is_learning:
                 return
@@ -135,12 +139,26 @@ class CalibratedReuse:
                     self._observed.append(case)
             if len(self._observed) < (self._learn or 0):
                 return
-            observed, self._observed = self._observed, []
-            try:
-                self.calibrate(observed, self._risk_target)
-            except CalibrationError as error:
-                self._learn = None
-                self._counters.error("calibrate", error)
+            observed, self._observed, self._is_calibrating = self._observed, [], True
+            self._thread = threading.Thread(target=self._learn_from, args=(observed,), name="llmcache-learn")
+            self._thread.start()
+
+    def _learn_from(self, observed: Sequence[Observation]) -> None:
+        compute_alone()
+        try:
+            self.calibrate(observed, self._risk_target)
+        except CalibrationError as error:
+            self._learn = None
+            self._counters.error("calibrate", error, is_of_call=False)
+
+    def settle(self) -> None:
+        """Wait until what was learned in service is in force."""
+        if (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _begin_anew(self) -> None:
+        """In a forked process, where nobody calibrates."""
+        self._thread, self._is_calibrating = None, False
 
     def check(self, first: Observation, labels: Sequence[Any], risk_target: RiskTarget) -> None:
         """Refuse labels that the metric cannot use, and a metric that cannot score the first request as computed."""
@@ -222,7 +240,7 @@ class CalibratedReuse:
         """How approximate reuse stands for the weights that the trunk has now."""
         made = self.calibration
         if made is None or made.chosen is None:
-            return "learning" if self.is_learning else "off"
+            return "learning" if self.is_learning or self._is_calibrating else "off"
         if not self.is_made_for(weights):
             return "other weights"
         if made.has_drifted:
