@@ -72,7 +72,7 @@ class Features(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self.copy() == other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def _read(self) -> dict[str, Any]:
         """The same as a dict of its own, all computed."""
