@@ -96,10 +96,10 @@ class CacheConfig(BaseModel):
             `divergence` (checks a share `check_rate` of approximate reuses by computing them; entries over `limit`
             leave at once).
         store: Where entries and prefix blocks lie: `memory`, the process alone; or behind that memory as well, to
-            outlive the process and to be shared: `disk` (a `folder` of this machine), or one that was registered
-            (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
-        store_least_tokens: Tokens from which they are read from the store rather than computed; None: measured when the
-            model is wrapped, by some prefills of it. 0: all are read.
+            outlive the process and to be shared: `disk` (a `folder` of this machine), `redis` (the `url` of a server),
+            or one that was registered (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
+        store_least_tokens: Tokens from which they are read from the store rather than computed; None: as reading and
+            computing are measured in service. 0: all are read.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
@@ -107,7 +107,8 @@ class CacheConfig(BaseModel):
         auto_bypass: Let calls bypass the cache where it takes more time than it saves, as measured for calls of their
             length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not with `tau`.
         max_entries: Most entries a bank, or None. Requests that are kept in blocks have none.
-        max_bytes: Budget in bytes of all states; each bank gets an equal share. Where prefixes are kept, it is one for
+        max_bytes: Budget in bytes of all states; each bank gets an equal share, and in it each namespace: one that holds
+            less than an equal share loses nothing to another one. Where prefixes are kept, it is one for
             blocks and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A
             decoder's requests are then blocks and a tail, and take nothing of the banks, unless `rungs` of your own, a
             `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:

@@ -160,7 +160,7 @@ class Core:
         )
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all entries of a namespace, None: all, and a calibration that rests on them; returns how many requests.
+        """Forget all of a namespace, None: everything, and a calibration that rests on it; returns how many requests.
 
         Raises:
             StoreError: The store could not be purged. Nothing of it is in memory any more.

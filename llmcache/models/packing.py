@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from llmcache.models.payloads import Payload, padding_of, place_padding
 from llmcache.request.kinds import name_of, type_of
