@@ -176,6 +176,8 @@ class Stats:
             than the mean of all rows. None before anything was measured; a lossless codec is not.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
+        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part; on an accelerator only what
+            it takes to ask for it.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
             as a whole, since these do not fit `max_bytes`.
@@ -210,6 +212,7 @@ class Stats:
     reconstruction_error: dict[int, float | None] = field(default_factory=dict)
     reconstruction_distance: dict[int, float | None] = field(default_factory=dict)
     lookup_ms: float = 0.0
+    computing_ms: float = 0.0
     storing_ms: float = 0.0
     n_too_large: int = 0
     errors: int = 0
