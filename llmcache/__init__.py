@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmcache.banks.compression import CODECS, Codec
-    from llmcache.banks.stores import STORES, Store
     from llmcache.cache import LLMCache
     from llmcache.calibration.calibration import Calibration
     from llmcache.calibration.risk_target import Metric
@@ -47,13 +46,14 @@ if TYPE_CHECKING:
     from llmcache.request.outcome import Outcome
     from llmcache.reuse import Reuse, Rung
     from llmcache.stats import AuditStats, Stats
+    from llmcache.stores import STORES, Store
 
 __version__ = "0.1.0"
 
 # Where public names live. Imported on first use: `import llmcache` alone must not pay for torch.
 _NAMES = {
     "banks.compression": ("CODECS", "Codec"),
-    "banks.stores": ("STORES", "Store"),
+    "stores": ("STORES", "Store"),
     "cache": ("LLMCache",),
     "calibration.calibration": ("Calibration",),
     "calibration.risk_target": ("Metric",),

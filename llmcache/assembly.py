@@ -304,8 +304,9 @@ def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, spent: Cal
     can_serve = trunk.adapter.is_causal and not trunk.adapter.is_guess and not payload.fits_any_length
     if not (config.prefix and can_serve and config.tau is None):
         return None
-    policy = config.policy.build(POLICIES)
-    return BlockPool(config.prefix_block, config.max_bytes, _device(trunk, config), policy, spent)
+    return BlockPool(
+        config.prefix_block, config.max_bytes, _device(trunk, config), lambda: config.policy.build(POLICIES), spent
+    )
 
 
 def _open_tier(

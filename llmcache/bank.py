@@ -3,16 +3,24 @@
 The only place that evicts. Entries are never written to: serving copies them.
 """
 
+import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from llmcache.policies import Policy
-from llmcache.request.rows import Scope
+from llmcache.policies.shares import Shares
+from llmcache.request.rows import Row, Scope
+from llmcache.stacks import pack, unpack
 from llmcache.threads import forkable
+
+logger = logging.getLogger("llmcache")
+
+_MANY = 32  # entries that left before they were ever hit, from which it is told
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +33,7 @@ class Entry:
         fields: What is kept of the trunk's output, see `Packing.take`.
         padding: States of its padding, of each field that holds states; empty without padding, or where none is kept.
         layout: Digest of what its padding was made of, where the key does not cover that; else b"".
+        was_hit: It has served a request.
         nbytes: Bytes of `fields` and `padding`.
     """
 
@@ -33,36 +42,62 @@ class Entry:
     fields: tuple[Tensor, ...]
     padding: tuple[Tensor, ...] = ()
     layout: bytes = b""
+    was_hit: bool = False
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = sum(one.nbytes for one in (*self.fields, *self.padding))
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it holds, by name: for stores and saves."""
+        fields = {f"field{i}": one for i, one in enumerate(self.fields)}
+        return fields | {f"padding{i}": one for i, one in enumerate(self.padding)}
+
+    @classmethod
+    def of(cls, key: str, scope: Scope, tensors: Mapping[str, Tensor], layout: str) -> "Entry":
+        """The entry of what it held, and its layout in hexadecimal."""
+        n_fields = sum(name.startswith("field") for name in tensors)
+        fields = tuple(tensors[f"field{i}"] for i in range(n_fields))
+        padding = tuple(tensors[f"padding{i}"] for i in range(len(tensors) - n_fields))
+        return cls(key, scope, fields, padding, bytes.fromhex(layout))
+
 
 class Bank:
-    """Entries, and the policy that decides who leaves. Thread-safe."""
+    """Entries, and who of them leaves: each namespace has a share of the budget of its own. Thread-safe."""
 
-    def __init__(self, policy: Policy, max_bytes: int, max_entries: int | None = None) -> None:
+    def __init__(
+        self,
+        make_policy: Callable[[], Policy],
+        max_bytes: int,
+        max_entries: int | None = None,
+        make_way: Callable[[], object] = lambda: None,
+    ) -> None:
         """Begin empty.
 
         Args:
-            policy: Asked who leaves. Called under the bank's lock.
+            make_policy: Makes a policy, which is called under the bank's lock.
             max_bytes: Budget of all entries' `nbytes`.
             max_entries: Most entries; None: no limit.
+            make_way: Called once `nbytes` has grown, where blocks share the budget.
         """
-        self._policy = policy
         self.max_bytes = max_bytes
         self.max_entries = max_entries
+        self._shares = Shares(make_policy)
+        self._make_way = make_way
         self._entries: dict[str, Entry] = {}
         self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
         self._n_clears = Counter[str]()
         self._n_clears_of_all = 0
-        self.expires = type(policy).expired is not Policy.expired
-        self.heeds_costs = type(policy).on_cost is not Policy.on_cost
+        kind = type(make_policy())
+        self.expires = kind.expired is not Policy.expired
+        self.heeds_costs = kind.on_cost is not Policy.on_cost
         self.nbytes = 0
         self.n_evicted = 0
         self.n_expelled = 0
-        #: Told the key of each entry that has left, under the lock.
+        self._n_hits = self._n_in_vain = 0  # entries that served, and that left without having served
+        self._has_warned = False
+        #: Told the key of each entry that has left and was not pinned, under the lock.
         self.on_leave: Callable[[str], object] = lambda key: None
         self._pinned: set[str] = set()  # leave by `clear` and `forget` alone; the policy does not know them
         self._pinned_nbytes = 0
@@ -73,35 +108,37 @@ class Bank:
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
-    def find(self, keys: Iterable[Sequence[str]]) -> list[Entry | None]:
-        """The entry of each request of a call, None where there is none; of several keys the first that is held."""
+    def find(self, rows: Sequence[Row]) -> list[Entry | None]:
+        """The entry of each row of a call, None where there is none."""
         with self._lock:
             if self.expires:
                 self._expire()
-            held = self._entries
-            found = [next((held[key] for key in of_one if key in held), None) for of_one in keys]
-            for entry in found:
-                if entry is not None and entry.key not in self._pinned:
-                    self._policy.on_hit(entry.key)
+            held, found = self._entries, []
+            for row in rows:
+                entry = held.get(row.again) if row.again else None
+                entry = held.get(row.key) if entry is None else entry
+                if entry is not None:
+                    self._use(entry)
+                found.append(entry)
             return found
 
     def used(self, keys: Iterable[str]) -> None:
         """Tell the policy that entries served other requests."""
         with self._lock:
             for key in keys:
-                if key in self._entries and key not in self._pinned:
-                    self._policy.on_hit(key)
+                if (entry := self._entries.get(key)) is not None:
+                    self._use(entry)
 
     def pin(self, entries: Sequence[Entry]) -> bool:
-        """Hold entries, which do not leave until `release`, `clear` or `forget`; False, and none, if they do not fit."""
+        """Hold entries that leave by `release`, `clear` or `forget` alone; False, and none, if they do not fit."""
         with self._lock:
             nbytes = sum(entry.nbytes for entry in entries)
             if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):
                 return False
             for entry in entries:
                 self._remove(entry.key)
-            while self._is_over(nbytes, len(entries)):
-                self._evict()
+            for namespace in {entry.scope.namespace for entry in entries}:
+                self._make_room(namespace, nbytes, len(entries))
             for entry in entries:
                 self._entries[entry.key] = entry
             self._pinned |= {entry.key for entry in entries}
@@ -114,7 +151,7 @@ class Bank:
         with self._lock:
             pinned, self._pinned, self._pinned_nbytes = self._pinned, set(), 0
             for key in pinned:
-                self._policy.on_put(key, self._entries[key].nbytes)
+                self._take_in(self._entries[key])
 
     def is_pinned(self, key: str) -> bool:
         """Whether an entry does not leave for others."""
@@ -131,7 +168,8 @@ class Bank:
         n_too_large = 0
         with self._lock:
             for entry in entries:
-                if generation != self.generation(entry.scope.namespace):
+                namespace = entry.scope.namespace
+                if generation != self.generation(namespace):
                     break
                 if entry.key in self._pinned:
                     continue
@@ -140,18 +178,23 @@ class Bank:
                     n_too_large += 1
                     continue
                 self._remove(entry.key)
-                while self._is_over(entry.nbytes):
-                    self._evict()
+                self._make_room(namespace, entry.nbytes)
                 self._entries[entry.key] = entry
                 self.nbytes += entry.nbytes
-                self._policy.on_put(entry.key, entry.nbytes)
+                self._take_in(entry)
                 if cost is not None and self.heeds_costs:
-                    self._policy.on_cost(entry.key, cost)
+                    self._shares.of(namespace).on_cost(entry.key, cost)
+        self._make_way()
         return n_too_large
 
     def generation(self, namespace: str) -> int:
         """How often a namespace was cleared, alone or with all others."""
         return self._n_clears_of_all + self._n_clears[namespace]
+
+    def namespaces(self) -> list[str]:
+        """Those of which anything is held."""
+        with self._lock:
+            return list({entry.scope.namespace for entry in self._entries.values()})
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget the entries of a namespace, None: all; returns how many they were."""
@@ -160,47 +203,95 @@ class Bank:
                 self._n_clears_of_all += 1
             else:
                 self._n_clears[namespace] += 1
-            return self._drop(lambda entry: namespace in (None, entry.scope.namespace))
+            return self.forget([k for k, one in self._entries.items() if namespace in (None, one.scope.namespace)])
 
     def forget(self, keys: Iterable[str]) -> int:
         """Forget entries by key; returns how many were there."""
-        gone = set(keys)
         with self._lock:
-            return self._drop(lambda entry: entry.key in gone)
+            held = [key for key in keys if key in self._entries]
+            for key in held:
+                self._leave(key)
+            return len(held)
 
     def entries(self) -> list[Entry]:
         """All entries, as they are at one moment, oldest first."""
         with self._lock:
+            if self.expires:
+                self._expire()
             return list(self._entries.values())
 
-    def _drop(self, goes: Callable[[Entry], bool]) -> int:
-        gone = [key for key, entry in self._entries.items() if goes(entry)]
-        for key in gone:
-            self._leave(key)
-        return len(gone)
+    # -- saves ---------------------------------------------------------------------------------------------------------
+
+    def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
+        """What is saved of a trunk's requests, but for pinned ones: of each its key, scope and layout, and its tensors."""
+        entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
+        about = [(one.key, (one.scope.namespace, *_others(one.scope)), one.layout.hex()) for one in entries]
+        return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
+
+    def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Hold what was saved, oldest first, as far as it fits. Those of a namespace that was cleared stay away."""
+        for own, (key, scope, layout) in unpack(meta, tensors):
+            entry = Entry.of(key, Scope(*scope), own, layout)
+            self.put([entry], self.generation(entry.scope.namespace))
+
+    # -- eviction ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, namespace: str, nbytes: int, n_entries: int = 1) -> None:
+        while self._is_full(self.nbytes + nbytes > self.max_bytes):
+            self._evict(self._shares.victim(namespace, nbytes))
+        most = self.max_entries
+        while self._is_full(most is not None and len(self._entries) + n_entries > most):
+            self._evict(self._shares.victim_by_number(namespace))
+
+    def _is_full(self, is_over: bool) -> bool:
+        return is_over and len(self._entries) > len(self._pinned)
+
+    def _evict(self, key: str) -> None:
+        self._n_in_vain += not self._entries[key].was_hit
+        self._leave(key)
+        self.n_evicted += 1
+        if not self._has_warned and self._n_in_vain >= _MANY and self._n_in_vain > self._n_hits:
+            self._has_warned = True
+            logger.warning(
+                "llmcache: %d stored requests left before they were ever asked again, for lack of room (max_bytes=%d "
+                "holds %d of them): raise max_bytes, keep less of each (payload), or set policy='s3_fifo'",
+                self._n_in_vain,
+                self.max_bytes,
+                len(self._entries) + 1,
+            )
 
     def _expire(self) -> None:
-        for key in self._policy.expired():
+        for key in self._shares.expired():
             self._leave(key)
             self.n_expelled += 1
 
-    def _evict(self) -> None:
-        self._leave(self._policy.victim())
-        self.n_evicted += 1
+    def _use(self, entry: Entry) -> None:
+        if entry.key not in self._pinned:
+            self._shares.of(entry.scope.namespace).on_hit(entry.key)
+        if not entry.was_hit:
+            entry.was_hit = True
+            self._n_hits += 1
+
+    def _take_in(self, entry: Entry) -> None:
+        self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
+        self._shares.of(entry.scope.namespace).on_put(entry.key, entry.nbytes)
 
     def _leave(self, key: str) -> None:
+        is_pinned = key in self._pinned
         self._remove(key)
-        self.on_leave(key)
+        if not is_pinned:
+            self.on_leave(key)
 
     def _remove(self, key: str) -> None:
-        if (entry := self._entries.pop(key, None)) is not None:
-            self.nbytes -= entry.nbytes
-            if key in self._pinned:
-                self._pinned.remove(key)
-                self._pinned_nbytes -= entry.nbytes
-                return
-        self._policy.on_remove(key)
+        if (entry := self._entries.pop(key, None)) is None:
+            return
+        self.nbytes -= entry.nbytes
+        if key in self._pinned:
+            self._pinned.remove(key)
+            self._pinned_nbytes -= entry.nbytes
+        else:
+            self._shares.remove(entry.scope.namespace, key)
 
-    def _is_over(self, nbytes: int, n_entries: int = 1) -> bool:
-        too_many = self.max_entries is not None and len(self._entries) + n_entries > self.max_entries
-        return len(self._entries) > len(self._pinned) and (too_many or self.nbytes + nbytes > self.max_bytes)
+
+def _others(scope: Scope) -> tuple[str, str, str]:
+    return scope.weights, scope.dtype, scope.attention

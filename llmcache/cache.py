@@ -34,7 +34,15 @@ from llmcache.stats import Stats
 
 def _takes_core(config):
     import os
-    return not (os.environ.get("OLD") or config.tau is not None or config.store.name != "memory" or config.compression.name != "none" or config.exact is False or config.mode == "paper" or config.layers not in ("auto", "last"))
+
+    return not (
+        os.environ.get("OLD")
+        or config.tau is not None
+        or config.compression.name != "none"
+        or config.exact is False
+        or config.mode == "paper"
+        or config.layers not in ("auto", "last")
+    )
 
 
 class LLMCache:
@@ -141,10 +149,13 @@ class LLMCache:
             WrapError: The model is wrapped already.
         """
         from llmcache import persist
+        from llmcache.save import Saved
         from llmcache.saved_settings import choose_settings
 
-        manifest, tensors = persist.read(folder, model, tokenizer)
         given = None if config is None else CacheConfig.make(config)
+        if persist.format_of(folder) != persist.FORMAT:
+            return cls._load(Saved(folder, model, tokenizer), model, given, tokenizer, answer_of, rungs)
+        manifest, tensors = persist.read(folder, model, tokenizer)
         chosen = choose_settings(manifest.config, given, manifest.calibration is not None, folder)
         try:
             cache = cls(model, chosen, tokenizer, answer_of, rungs)
@@ -161,6 +172,29 @@ class LLMCache:
             raise
         return cache
 
+    @classmethod
+    def _load(
+        cls,
+        saved: "Saved",
+        model: nn.Module,
+        given: CacheConfig | None,
+        tokenizer: Any,
+        answer_of: Reading,
+        rungs: Sequence[Callable[[CacheBanks], Rung]],
+    ) -> Self:
+        try:
+            cache = cls(model, saved.settings(given), tokenizer, answer_of, rungs)
+        except ConfigError as error:
+            if given is not None:
+                raise
+            raise UnfitBankError(f"{saved.folder}: its settings do not suit this model: {error}") from error
+        try:
+            cache._core.restore(saved)
+        except BaseException:
+            cache.unwrap()
+            raise
+        return cache
+
     def save(self, folder: str | Path) -> None:
         """Write settings, entries and calibration to a folder, atomically; an earlier save there is replaced.
 
@@ -171,6 +205,9 @@ class LLMCache:
             StoreError: Writing failed, or the folder has a `manifest.json` that is none of ours. An earlier save is
                 still whole.
         """
+        if self._core is not None:
+            self._core.save(folder)
+            return
         from llmcache import persist
 
         self._components.settle()
@@ -384,8 +421,24 @@ class LLMCache:
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
         if self._core is not None:
-            return self._core.purge(checked_namespace(namespace))
+            return self._core.clear(checked_namespace(namespace))
         return self._components.purge(checked_namespace(namespace))
+
+    def forget(self, *args: Any, **kwargs: Any) -> int:
+        """Forget what serves a call: a wrong answer, say. It takes what the model takes; nothing is computed.
+
+        Its requests are computed when they come again, and remembered anew; of a prompt the blocks that it shares with
+        others go as well. Requests of others that served it approximately serve no other request from now on, and a
+        calibration stays. It holds for the namespace that it is called in and, with a store, for all caches that share
+        it.
+
+        Returns:
+            How many requests were in memory.
+
+        Raises:
+            StoreError: The store could not forget them. They are in this cache's memory no more.
+        """
+        return self._core.forget(lambda: self(*args, **kwargs))
 
     @contextmanager
     def namespace(self, name: str, *, prefixes_from: str | None = None) -> Iterator[Self]:
@@ -474,7 +527,9 @@ class LLMCache:
 
     def __repr__(self) -> str:
         if self._core is not None:
-            names = [rung.name for rung in self._core.forward.rungs] + (["prefix"] if self._core.blocks is not None else [])
+            names = [rung.name for rung in self._core.forward.rungs] + (
+                ["prefix"] if self._core.blocks is not None else []
+            )
             return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={'+'.join(names)!r})"
         names = [rung.name for rung in self._components.rungs]
         rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])

@@ -8,27 +8,27 @@
 What fails here is counted, logged once, and computed around. Errors of the model itself are raised as without a cache.
 """
 
+import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from operator import itemgetter
+from functools import partial
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, ne, not_
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from llmcache.arrays import Floats
-from llmcache.audit.account import Audited
 from llmcache.audit.audit import Audit
 from llmcache.bank import Bank, Entry
-from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
-from llmcache.decide import Choice, Semantic
+from llmcache.decide import Semantic
 from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk
@@ -36,112 +36,41 @@ from llmcache.models.arguments import DECIDING
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap, are_hooked
-from llmcache.models.mark import Mark
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
-from llmcache.models.packing import Fields, Packing, parts_of
-from llmcache.models.payloads import Payload, last_valid
-from llmcache.models.pooling import Veil
+from llmcache.models.packing import Packing, parts_of
+from llmcache.models.payloads import Payload
+from llmcache.models.sentences import Compute, later
+from llmcache.models.tracing import are_strange
 from llmcache.models.weights import Weights
 from llmcache.prefix.chunks import Chunks
 from llmcache.prefix.prefix import Prefix
-from llmcache.request.bypass import find_reason
+from llmcache.request.bypass import find_reason_now, find_reason_of
+from llmcache.request.call import Call, Form, Hit, Rung, State
+from llmcache.request.kinds import Kinds
 from llmcache.request.outcome import Outcome
-from llmcache.request.prefill import Prefill
-from llmcache.request.reading import RequestReader, Requests
+from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import setting as setting_variable
 from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.stores.blocks import StoredBlocks
+from llmcache.stores.entries import StoredEntries
+from llmcache.stores.tier import Tier
 
 DEFAULT_NAMESPACE = "default"
+DISABLE = "LLMCACHE_DISABLE"  # environment variable
 _ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
+_MOST_STATES = 16  # of the trunk that are remembered
+_MOST_FORMS = 64  # of a state
+_OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that depend on more than a form
+_PLAIN = {Tensor, type(None), bool, int, float, str}
+# Read in every call.
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
-@dataclass(slots=True)
-class Hit:
-    """A stored request that serves a row."""
-
-    rung: str
-    source: str  # its key
-    fields: Fields  # what is kept of it
-    padding: Fields = ()  # and of its padding, which is like that of the row
-    similarity: float | None = 1.0
-    answer: Floats | None = None  # signature (S,) of what it was answered, of an approximate hit
-    share: float = 1.0  # of the risk that is allowed, 0 to 1
-
-
-@dataclass(slots=True, weakref_slot=True)
-class Call:
-    """What one call knows. Filled step by step."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    namespace: str
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the trunk, by name
-    reason: str | None = None  # why it bypasses the cache: a key of `CURES`
-    scope: Scope | None = None
-    mark: Mark | None = None  # of the weights, when it was opened
-    generation: int = 0  # of the namespace, likewise
-    kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
-    engine: Engine | None = None  # computes what nothing serves
-    is_activated: bool = False  # an activated LoRA is in force for its last columns
-    is_whole: bool = False  # its rows affect each other: all are served, or none
-    requests: Requests | None = None
-    mask_4d: Tensor | None = None  # the mask that was passed, where it is 4-D; `arguments` holds a 2-D one
-    n_read: int | None = None  # columns that the head reads, from the last on; None: maybe all
-    prefixes_from: str | None = None  # a namespace whose prefixes serve it as well
-    prefill: Prefill | None = None  # of a call that keeps K/V
-    hits: dict[int, Hit] = field(default_factory=dict)  # by row number
-    computed: dict[int, int] = field(default_factory=dict)  # place in the trunk's output, by row number
-    output: Any = None  # of the trunk, for the rows that were computed
-    entries: dict[int, Entry] = field(default_factory=dict)  # of the rows that were computed, by row number
-    choices: dict[int, Choice] = field(default_factory=dict)  # who would serve a row approximately
-    vectors: dict[int, Floats] = field(default_factory=dict)  # fingerprints (F,) of rows that were looked up so
-    forecasts: dict[int, Floats] = field(default_factory=dict)  # of the output (C,), likewise
-    made: Calibration | None = None  # in force when that was done
-    audited: dict[int, Audited] = field(default_factory=dict)  # rows that the audit drew
-    is_looked_up: bool = False
-    inputs: dict[str, Any] = field(default_factory=dict)  # of the model, where it waits to be run: see `prepare`
-    versions: tuple[int, ...] = ()  # of the tensors among them
-    started_s: float = field(default_factory=perf_counter)
-    lookup_s: float = 0.0
-    storing_s: float = 0.0
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """Its requests."""
-        assert self.requests is not None
-        return self.requests.rows
-
-    def open_rows(self) -> list[Row]:
-        """Rows that take part in caching and have no hit."""
-        return [row for row in self.rows if not row.bypass_reason and row.number not in self.hits]
-
-    def take_over(self, known: "Call", numbers: Sequence[int]) -> None:
-        """Have what was found of some rows of another call as what was found of this one's."""
-        assert known.requests is not None
-        place = {number: new for new, number in enumerate(numbers)}
-        for name in ("hits", "choices", "vectors", "forecasts"):
-            found = getattr(known, name)
-            setattr(self, name, {place[number]: one for number, one in found.items() if number in place})
-        self.requests, self.made, self.is_looked_up = known.requests.take(numbers), known.made, True
-        self.lookup_s += known.lookup_s * len(numbers) / len(known.rows)
-
-    def serve(self, row: Row, choice: Choice, share: float) -> None:
-        """Let another request's entry serve a row; `share` is its part of the risk that is allowed, 0 to 1."""
-        source, similarity = choice.neighbour.source, choice.neighbour.similarity
-        self.hits[row.number] = Hit("semantic", source.key, source.entry.fields, (), similarity, source.answer, share)
-
-
-class Rung(Protocol):
-    """One way to serve rows from stored requests."""
-
-    name: str
-    is_lossless: bool
-
-    def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        """Add to `call.hits` what serves these rows, which have no hit."""
+class Stop(BaseException):
+    """Ends a call of the model that was to be read, not run."""
 
 
 class Exact:
@@ -150,15 +79,19 @@ class Exact:
     name = "exact"
     is_lossless = True
 
-    def __init__(self, bank: Bank) -> None:
-        self._bank = bank
+    def __init__(self, bank: Bank, stored: StoredEntries | None) -> None:
+        self._bank, self._stored = bank, stored
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        assert call.requests is not None
-        for row, entry in zip(rows, self._bank.find([call.requests.keys[row.number] for row in rows]), strict=True):
+        if self._stored is not None:
+            self._stored.recall(call, rows)
+        found = self._bank.find(rows)
+        for row, entry in zip(rows, found, strict=True):
             if entry is not None:
                 padding = entry.padding if entry.layout == row.layout else ()
                 call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
+        if self._stored is not None:
+            self._stored.offer_again(call, [entry for entry in found if entry is not None])
 
 
 class CachedForward(Swap):
@@ -178,34 +111,43 @@ class CachedForward(Swap):
         counters: Counters,
         blocks: BlockPool | None = None,
         cuts: bool = True,
+        tier: Tier | None = None,
     ) -> None:
         """Take the place of the trunk's forward."""
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
         self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
-        self.rungs: Sequence[Rung] = (Exact(bank),)  # safest first
+        #: What outputs are made of, by kind.
+        self.packings = Kinds[Packing](Packing.describe, lambda told: Packing.read(told, payload))
+        self._tier = tier
+        self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
+        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),)  # safest first
         self.is_retired = False
-        self.veil = Veil()
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
-        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        is_off = os.environ.get(DISABLE, "0") not in ("", "0")
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
-        self._is_preparing: ContextVar[bool] = ContextVar("llmcache_preparing", default=False)
+        self._only_read: ContextVar[list[Call] | None] = ContextVar("llmcache_only_read", default=None)
         self._prepared: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
         self.eager = Eager(self)
         self.engine: Engine = self.eager
         self._local = threading.local()
-        self._packings: dict[tuple[Any, ...], Packing | None] = {}  # by kind and weights
+        # Of the config, and no part of the weights' digest.
+        self._flags = (*trunk.asks_for_more, "return_dict", "use_cache")
+        self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
         self._observed = head.observed if payload.fits_any_length else None
         self._keeps_no_kv = payload.fits_any_length and trunk.makes_kv
         self._returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
-        self._is_veiled = head.pooled is not None and payload.name == "mean"
-        # What it is asked of is part of the digest.
-        self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
-        self._parts: tuple[str, list[dict[str, Any]]] = ("", [])  # attributes of the trunk's modules, by digest
+        #: Within the forward of a sentence-transformers model, what computes states that are left out; else None.
+        self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
+        self._is_pooled = head.pooled is not None and payload.fits_any_length
         super().__init__(trunk.module, self)
-        self._prefix = None if blocks is None else Prefix(trunk, blocks, counters, self.arguments, cuts)
+        self.prefix = None
+        if blocks is not None:
+            stored = None if tier is None else StoredBlocks(tier, blocks)
+            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored)
         self._observer: Observer | None = None
         self._audit: Audit | None = None
         self._semantic: Semantic | None = None
@@ -224,7 +166,7 @@ class CachedForward(Swap):
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk) -> "CachedForward":
-        """Take the place of another trunk's forward, of the same tensors, whose calls are computed and observed alone."""
+        """Take the place of another trunk's forward, of the same tensors: its calls are computed and observed alone."""
         assert self._observer is not None
         other = CachedForward(
             trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
@@ -238,6 +180,13 @@ class CachedForward(Swap):
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
 
+    def read_only(self, call: Callable[[], object]) -> list[Call]:
+        """The first call of the trunk in a call of the model, read and not run: what comes before the trunk is run."""
+        read: list[Call] = []
+        with setting_variable(self._only_read, read), suppress(Stop):
+            call()
+        return read
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The trunk's output: from memory as far as requests are known, and computed for the rest."""
         if self.is_retired:
@@ -245,6 +194,9 @@ class CachedForward(Swap):
         if torch.compiler.is_compiling():
             self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
+        if (only_read := self._only_read.get()) is not None:
+            only_read.append(self.open(args, kwargs))
+            raise Stop
         if self._is_collecting:
             return self._answer(self.open(args, kwargs))
         self._local.last = ()  # until it has succeeded
@@ -275,113 +227,132 @@ class CachedForward(Swap):
         call = Call(args, kwargs, self.namespace.get())
         call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
         self.n_read.set(None)  # it is about the head's own call, which comes first
-        started = perf_counter()
         try:
-            call.arguments, call.mask_4d = flatten(self.arguments.bind(args, kwargs))
             call.reason = self._read(call)
         except Exception as error:
             call.reason = "error"
             self._counters.error("read a call", error)
-        call.lookup_s += perf_counter() - started
+        call.lookup_s += perf_counter() - call.started_s
         return call
 
     def _read(self, call: Call) -> str | None:
         """Fill the call; the reason for a bypass, or None."""
-        arguments, weights = call.arguments, self._weights
+        weights, pooled = self._weights, self._head.pooled
         if torch.is_grad_enabled():
             weights.suspect()  # an optimizer may write them from now on
         if self.is_disabled.get():
             return "disabled"
-        if reason := find_reason(arguments, self._trunk, self.arguments.defaults):
+        if reason := find_reason_now(self._trunk):
             return reason
-        if self._keeps_no_kv and (reason := self._find_reason_of_kv(arguments)):
-            return reason
-        if self._head.pooled is not None and self._head.pooled.has_changed():
-            return "other_pooling"
+        if self._is_pooled and self.pooled.get() is None and not self._is_collecting:
+            return "token_states"
         if weights.is_trained:
             return "gradients_held"
-        digest = weights.digest()
-        call.mark = weights.mark_of(digest)
-        if reason := weights.refusal:
-            return reason
-        if self._observed is not None and self._observed.has_changed(digest):
+        if self._tier is not None:
+            self._tier.follow()  # purges come first
+            call.number = self._tier.number(call.namespace)
+        look = weights.look()
+        if look.refusal is not None:
+            return look.refusal
+        call.mark, call.is_activated = look.mark, look.activated is not None
+        state = call.state = self._states.get(look.digest) or self._look(look.digest)
+        form = self._find_form(call, state)
+        if form.reason is not None or state.reason is not None:
+            return form.reason or state.reason
+        if self._observed is not None and self._observed.has_changed(look.digest):
             return "other_pooling"
-        if self._looks_otherwise(digest):
-            return "other_attention"
-        if self._is_hooked(digest):
+        if pooled is not None and pooled.has_changed():
+            return "other_pooling"
+        if (any(chain.from_iterable(map(_HOOKS, state.spaces))) or are_hooked(())) and are_hooked(
+            [part for part in self._trunk.module.modules() if part is not self._trunk.module]
+        ):
             return "hooked"
-        if arguments["input_ids"].dtype not in _ID_DTYPES:
-            return "input_shape"
-        device = arguments["input_ids"].device.type
+        device = call.arguments["input_ids"].device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        keeps_kv = self._trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments)
-        call.engine = self.engine.choose(call.args, call.kwargs, digest, keeps_kv)
-        call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention, call.engine.name)
-        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
-        dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
-        by_default = setting(self._trunk.config, "return_dict")
-        call.kind = (arguments.get("return_dict"), by_default, arguments.get("use_cache"), autocast, *dtypes, digest)
-        if self._packings.get(call.kind, True) is None:
+        call.engine = self.engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
+        named = call.namespace, autocast, self._trunk.attention, call.engine.name
+        call.scope = state.scopes.get(named)
+        if call.scope is None:
+            call.scope = state.scopes[named] = Scope(call.namespace, look.digest, *named[1:])
+        call.kind = (look.digest, autocast, *form.kind)
+        if self.packings.get(call.kind, True) is None:
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
-        call.is_whole = bool(self._coupling.reason(digest))
-        activated = weights.activated
-        call.is_activated = activated is not None
-        known = self._prepared.pop(id(arguments["input_ids"]), None)
+        call.is_whole = bool(state.coupling)
+        known = self._prepared.pop(id(call.arguments["input_ids"]), None) if self._prepared else None
         if known is not None and self._is_still(known, call):
             call.take_over(known, range(len(known.rows)))
             return None
-        call.requests = self._reader.read(arguments, call.mask_4d, call.scope, activated, call.is_whole)
-        if keeps_kv:
-            return "prefix_off" if self._prefix is None else self._prefix.open(call)
+        call.requests = self._reader.read(
+            call.arguments, call.mask_4d, call.scope, state.content, look.activated, call.is_whole
+        )
+        if form.keeps_kv:
+            return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
 
-    # -- calls that are looked up before they are made ---------------------------------------------------------------
+    def _look(self, digest: str) -> State:
+        """What holds of the trunk as it is now."""
+        trunk, parts = self._trunk, self._trunk.module.modules()
+        reason = None if trunk.runs_its_layers else "other_depth"
+        reason = reason or ("other_attention" if trunk.looks_otherwise else None)
+        spaces = [vars(part) for part in parts if part is not trunk.module]
+        flags = [space.get("is_causal") for space in spaces] + [setting(trunk.config, "is_causal")]
+        coupling, content = self._coupling.reason(digest), self._reader.content_table()
+        state = State(digest, reason, coupling, spaces, False in flags, content)
+        self._states[digest] = state
+        while len(self._states) > _MOST_STATES:
+            self._states.popitem(last=False)
+        return state
 
-    def prepare(self, run: Callable[[], object]) -> Call | None:
-        """Return the call that `run` makes of the trunk, looked up and not run; None if it makes none."""
-        if not self.is_retired:
-            try:
-                with setting_variable(self._is_preparing, True):
-                    run()
-            except _LookedUp as prepared:
-                return prepared.call
-        return None
+    def _find_form(self, call: Call, state: State) -> Form:
+        """What is known of calls like this one; names its arguments."""
+        values = (*call.args, *call.kwargs.values())
+        types = tuple(map(type, values))
+        key: tuple[Any, ...] = ()
+        if _PLAIN.issuperset(types):  # tensors are told apart by their dtypes, other values by themselves
+            are_tensors = tuple(map(is_, types, repeat(Tensor)))
+            tensors = tuple(compress(values, are_tensors))
+            rest = tuple(compress(values, map(not_, are_tensors)))
+            flags = tuple(map(setting, repeat(self._trunk.module.config), self._flags))
+            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags
+            form = state.forms.get(key)
+            if form is not None:
+                call.arguments = dict(zip(form.names, values, strict=True))
+                if form.reason is not None or _fit_together(call.arguments, tensors):
+                    return form
+        names = tuple(self.arguments.bind(call.args, call.kwargs))
+        call.arguments, call.mask_4d = flatten(dict(zip(names, values, strict=True)))
+        form = self._make_form(names, call.arguments)
+        if key and form.reason not in _OF_SHAPES:
+            if len(state.forms) >= _MOST_FORMS:
+                state.forms.clear()
+            state.forms[key] = form
+        return form
 
-    def can_resume(self, call: Call, batch: Mapping[str, Any]) -> bool:
-        """Return whether a call with tensors like those of `batch` can be recognised when it is made."""
-        is_plain = call.reason is None and call.prefill is None and call.mask_4d is None
-        return is_plain and all(call.arguments.get(name) is batch.get(name) for name in DECIDING)
+    def _make_form(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Form:
+        trunk, config = self._trunk, self._trunk.config
+        reason = "traced" if are_strange(arguments.values()) else None
+        reason = reason or find_reason_of(arguments, trunk, self.arguments.defaults)
+        if reason is None and self._keeps_no_kv:
+            reason = self._find_reason_of_kv(arguments)
+        if reason is None and arguments["input_ids"].dtype not in _ID_DTYPES:
+            reason = "input_shape"
+        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
+        dtypes = (
+            [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None] if not reason else []
+        )
+        kind = arguments.get("return_dict"), setting(config, "return_dict"), arguments.get("use_cache"), *dtypes
+        keeps_kv = trunk.makes_kv and not self._keeps_no_kv and self._is_kv_kept(arguments)
+        return Form(names, reason, keeps_kv, kind)
 
-    def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
-        """Remember what was found of some rows until the model is run on `inputs`, or the result is let go."""
-        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, generation=call.generation, inputs=inputs)
-        kept.versions = _versions(inputs)
-        kept.take_over(call, numbers)
-        self._prepared[id(inputs["input_ids"])] = kept
-        return kept
-
-    def _is_still(self, known: Call, call: Call) -> bool:
-        """Return whether a call is the one that was looked up, and what was found still holds."""
-        is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
-        if not is_same or known.versions != _versions(known.inputs):
-            return False
-        if (known.scope, known.kind, known.generation) != (call.scope, call.kind, call.generation):
-            return False
-        if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
-            return False
-        return all(hit.rung != "exact" or hit.source in self._bank for hit in known.hits.values())
-
-    # -- small facts of a call ---------------------------------------------------------------------------------------
-
-    def _is_kv_kept(self, arguments: dict[str, Any]) -> bool:
+    def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the caller is to hold K/V afterwards."""
         if arguments.get(CACHE) is not None or not self._returns_kv:
             return arguments.get(CACHE) is not None
         asked = arguments.get("use_cache")
         return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
 
-    def _find_reason_of_kv(self, arguments: dict[str, Any]) -> str | None:
+    def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
         """Why a call cannot be run without the K/V that the model would make; entries hold none."""
         if arguments.get("use_cache") or arguments.get(CACHE) is not None:
             return "kv_cache_with_pooled_payload"
@@ -391,15 +362,40 @@ class CachedForward(Swap):
         is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
         return "packed" if makes_kv and is_unmasked else None
 
-    def _is_hooked(self, digest: str) -> bool:
-        """Whether hooks of others hang within the trunk, which would not run."""
-        known, spaces = self._parts
-        if known != digest:
-            spaces = [vars(part) for part in self._trunk.module.modules() if part is not self._trunk.module]
-            self._parts = digest, spaces
-        if not any(any(hooks) for hooks in map(_HOOKS, spaces)):
-            return are_hooked(())
-        return are_hooked(part for part in self._trunk.module.modules() if part is not self._trunk.module)
+    # -- calls that are looked up before they are made ---------------------------------------------------------------
+
+    def prepare(self, run: Callable[[], object]) -> Call | None:
+        """Return the call that `run` makes of the trunk, looked up and not run; None if it makes none."""
+        call = next(iter(() if self.is_retired else self.read_only(run)), None)
+        if call is not None:
+            self._ask(call)
+        return call
+
+    def can_resume(self, call: Call, batch: Mapping[str, Any]) -> bool:
+        """Return whether a call with tensors like those of `batch` can be recognised when it is made."""
+        is_plain = call.reason is None and call.prefill is None and call.mask_4d is None
+        return is_plain and all(call.arguments.get(name) is batch.get(name) for name in DECIDING)
+
+    def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
+        """Remember what was found of some rows until the model is run on `inputs`, or the result is let go."""
+        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
+        kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
+        kept.take_over(call, numbers)
+        self._prepared[id(inputs["input_ids"])] = kept
+        return kept
+
+    def _is_still(self, known: Call, call: Call) -> bool:
+        """Return whether a call is the one that was looked up, and what was found still holds."""
+        is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
+        if not is_same or known.versions != _versions(known.inputs):
+            return False
+        if (known.generation, known.number) != (call.generation, call.number):
+            return False
+        if (known.scope, known.kind) != (call.scope, call.kind):
+            return False
+        if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
+            return False
+        return all(hit.rung != "exact" or hit.source in self._bank for hit in known.hits.values())
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
@@ -411,12 +407,12 @@ class CachedForward(Swap):
         """
         if not call.is_looked_up:
             self._ask(call)
-        if self._is_preparing.get():
-            raise _LookedUp(call)
         if self.is_only_if_cached.get() and (call.reason or len(call.hits) < len(call.rows)):
             if call.prefill is None or len(call.prefill.whole) < len(call.rows):
                 found = call.hits if call.prefill is None else call.prefill.whole
-                raise NotCachedError(None if call.reason else tuple(r.number for r in call.rows if r.number not in found))
+                raise NotCachedError(
+                    None if call.reason else tuple(r.number for r in call.rows if r.number not in found)
+                )
         if self._audit is not None and call.reason is None and call.prefill is None and not self._is_collecting:
             with self._counters.guard("draw for the audit") as tried:
                 self._audit.draw(call)
@@ -429,19 +425,19 @@ class CachedForward(Swap):
         if call.reason is None and call.prefill is not None:
             started = perf_counter()
             try:
-                self._prefix.look_up(call)
+                self.prefix.look_up(call)
             except Exception as error:
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("look up a prefix", error)
             call.lookup_s += perf_counter() - started
-        elif call.reason is None and call.kind in self._packings and not self._is_collecting:  # known to be put together
+        elif call.reason is None and not self._is_collecting and (self.packings.are_known(call.kind) or self._stored):
             started = perf_counter()
             try:
                 for rung in self.rungs:
-                    if rung.is_lossless or not call.is_whole:
-                        if rows := call.open_rows():
-                            rung.look_up(call, rows)
-                if call.is_whole and len(call.hits) < len(call.rows):
+                    if (rung.is_lossless or not call.is_whole) and (rows := call.open_rows()):
+                        rung.look_up(call, rows)
+                is_known = self.packings.are_known(call.kind)  # how an output is put together
+                if not is_known or (call.is_whole and len(call.hits) < len(call.rows)):
                     call.hits.clear()
                 if len(call.hits) < len(call.rows) and call.is_activated:
                     call.hits.clear()  # PEFT's hooks expect all rows of the batch
@@ -466,15 +462,18 @@ class CachedForward(Swap):
         if call.reason is not None:
             return self.original(*call.args, **call.kwargs)
         if call.prefill is not None:
+            started = perf_counter()
             try:
-                return self._prefix.answer(call, partial(self._run_prefill, call))
+                return self.prefix.answer(call, partial(self._run_prefill, call))
             except Exception as error:  # also of the model: if it is, it is raised below
                 chunks = self.chunks.get()
                 if not (call.prefill.whole or call.prefill.served) or (chunks is not None and chunks.error is error):
                     raise
                 call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("serve a prefix", error)
-                return self._prefix.answer(call, partial(self._run_prefill, call))
+                return self.prefix.answer(call, partial(self._run_prefill, call))
+            finally:
+                call.computing_s = perf_counter() - started
         if call.hits:
             try:
                 return self._serve(call)
@@ -484,7 +483,7 @@ class CachedForward(Swap):
         return self._run(call, range(len(call.rows)))
 
     def _serve(self, call: Call) -> Any:
-        packing = self._packings[call.kind]
+        packing = self.packings[call.kind]
         assert packing is not None
         rest = [row.number for row in call.rows if row.number not in call.hits]
         output, ids = None, call.arguments["input_ids"]
@@ -494,16 +493,15 @@ class CachedForward(Swap):
                 raise TypeError("the trunk returned another kind of output than before")
         kept = {number: (hit.fields, hit.padding) for number, hit in call.hits.items()}
         made = packing.join(call.rows, ids.shape[1], kept, output, call.computed, ids.device)
-        if self._is_veiled:
-            self.veil.draw(made, {number: last_valid(call.rows[number].valid) for number in call.hits})
+        if (left_out := self.pooled.get()) is not None:
+            left_out.append(later(self.original, call.args, call.kwargs, ids.device.type))
         return made
 
     def _run_prefill(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
         chunks = self.chunks.get()
         if chunks is None or self._weights.activated is not None or not chunks.fit(self.arguments, args, kwargs):
-            rows = [row for row in call.rows if row.number not in call.prefill.whole]
-            return call.engine.run(args, kwargs, rows)
+            return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in call.prefill.whole])
         with setting_variable(self.chunks, None):  # others may be let in, and call the model for themselves
             return chunks.run(self.original, self.arguments, args, kwargs)
 
@@ -518,7 +516,9 @@ class CachedForward(Swap):
                     args, kwargs = self.arguments.replace(args, kwargs, name, value.index_select(0, index))
         if self._keeps_no_kv:
             args, kwargs = self.arguments.replace(args, kwargs, "use_cache", False)
+        started = perf_counter()
         call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
+        call.computing_s = perf_counter() - started
         call.computed = {number: place for place, number in enumerate(numbers)}
         return call.output
 
@@ -535,7 +535,7 @@ class CachedForward(Swap):
                 self._counters.error("store a call", error)
             call.storing_s += perf_counter() - started
         if call.reason is not None:
-            n_rows = _count_rows(call.arguments)
+            n_rows = _count_rows(call.arguments or self.arguments.bind(call.args, call.kwargs))
             self._counters.bypass(call.reason, n_rows)
             if call.reason != "decode" and not self._is_collecting:
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
@@ -565,24 +565,30 @@ class CachedForward(Swap):
         assert call.scope is not None
         if not self._weights.stayed(call.mark, call.scope.weights):
             return "weights_changed"
-        if call.prefill is None and not self._returns_kv and self._prefix is not None and CACHE in parts_of(output):
+        if call.prefill is None and not self._returns_kv and self.prefix is not None and CACHE in parts_of(output):
             self._returns_kv = True
-            if reason := self._prefix.open(call):
+            call.state.forms.clear()
+            if reason := self.prefix.open(call):
                 return reason
             call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
-            return self._prefix.store(call, output)
+            known, served = call.prefill.whole, call.prefill.served
+            n_left = (row.n_valid - served.get(row.number, 0) for row in call.rows if row.number not in known)
+            self._tell_time(call, sum(n_left))
+            return self.prefix.store(call, output)
         ids, output = call.arguments["input_ids"], call.output
-        packing = self._packings.get(call.kind)
+        assert call.state is not None
+        packing = self.packings.get(call.kind)
         if packing is None:
-            packing = self._learn(call, output, len(call.computed), ids.shape[1])
+            learned = Packing.learn(output, len(call.computed), ids.shape[1], self._payload)
+            packing = self.packings.learn(call.kind, learned)
             if packing is None:
                 return "more_output"
         elif not packing.fits(output, len(call.computed), ids.shape[1]):
             return None
         for row in call.rows:
             if row.number in call.computed and not row.bypass_reason:
-                place, key = call.computed[row.number], call.requests.keys[row.number][0]
+                place, key = call.computed[row.number], row.again or row.key
                 fields, padding = packing.take(output, place, row), ()
                 if row.has_layout or row.layout:
                     padding = packing.take_padding(output, place, row)
@@ -591,14 +597,15 @@ class CachedForward(Swap):
         if not self._is_collecting:
             for _ in range(self._bank.put(call.entries.values(), call.generation)):
                 self._counters.too_large()
+            if self._stored is not None:
+                self._stored.put(call, call.entries.values())
+                self._tell_time(call, len(call.computed) * ids.shape[1])
         return None
 
-    def _learn(self, call: Call, output: Any, n_rows: int, n_tokens: int) -> Packing | None:
-        packing = Packing.learn(output, n_rows, n_tokens, self._payload)
-        if len(self._packings) > 64:
-            self._packings.clear()
-        self._packings[call.kind] = packing
-        return packing
+    def _tell_time(self, call: Call, n_tokens: int) -> None:
+        """Tell the store what computing took, where that is known without waiting for the device."""
+        if self._tier is not None and call.arguments["input_ids"].device.type == "cpu":
+            self._tier.break_even.computed(n_tokens, call.computing_s)
 
     def _outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:
@@ -654,16 +661,20 @@ class ModelForward(Swap):
         return output
 
 
-class _LookedUp(BaseException):
-    """Ends the model's forward where the trunk would run: it was made to look a call up."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__("looked up")
-        self.call = call
+def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether arguments hold one number a token (B, T), or (1, T) where that stands for all rows."""
+    shape = arguments["input_ids"].shape
+    if len(shape) != 2:
+        return False
+    if any(map(ne, map(_SHAPE, tensors), repeat(shape))):
+        mask = arguments.get("attention_mask")
+        is_mask = mask is None or mask.shape == shape
+        return is_mask and all(one.shape in (shape, (1, shape[1])) for one in tensors)
+    return True
 
 
 def _versions(inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of tensors that are not of inference mode."""
+    """Of tensors that are not of inference mode: edits of these are not seen."""
     return tuple(one._version for one in inputs.values() if isinstance(one, Tensor) and not one.is_inference())
 
 
@@ -675,7 +686,7 @@ def _owned(field: Tensor) -> Tensor:
         return torch.empty(field.shape, dtype=field.dtype, device=field.device).copy_(field)
 
 
-def _count_rows(arguments: dict[str, Any]) -> int:
+def _count_rows(arguments: Mapping[str, Any]) -> int:
     given = arguments.get("input_ids")
     given = arguments.get("inputs_embeds") if given is None else given
     return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

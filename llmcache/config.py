@@ -78,7 +78,7 @@ class CacheConfig(BaseModel):
             leave at once).
         store: Where entries and prefix blocks lie: `memory`, the process alone; or behind that memory as well, to
             outlive the process and to be shared: `disk` (a `folder` of this machine), or one that was registered
-            (`llmcache.STORES`). Secrets are in the environment (`llmcache.banks.stores.seal`).
+            (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
         store_least_tokens: Tokens from which they are read from the store rather than computed; None: measured when the
             model is wrapped, by some prefills of it. 0: all are read.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`

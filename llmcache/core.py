@@ -1,10 +1,13 @@
 """The parts of a cache without `tau`, put together: what does not suit the model or the settings is refused here."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from llmcache.bank import Bank
@@ -20,11 +23,19 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
 from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
+from llmcache.request.kinds import Kinds
 from llmcache.request.reading import RequestReader
 from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats
+from llmcache.stores import MEMORY, STORES
+from llmcache.stores.blocks import block_name
+from llmcache.stores.entries import entry_name
+from llmcache.stores.seal import Seal
+from llmcache.stores.tier import Memory, Tier
 
 
 class Core:
@@ -51,9 +62,12 @@ class Core:
                 self.head.observed.was_of(digest)
             if self.weights.unreadable is None:
                 self._coupling.reason(digest)
+        self.tier = _open_tier(self.trunk, self.payload, config, self.counters, self)
         self.blocks = self._make_blocks()
+        # One budget: blocks fill what the bank leaves, which is half of it at least.
         max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
-        self.bank = Bank(config.policy.build(POLICIES), max_bytes, config.max_entries)
+        make_way = (lambda: None) if self.blocks is None else self.blocks.make_way
+        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, make_way)
         reader = RequestReader(self.trunk, self.head, self.payload, tokenizer)
         self.installed = Installed()
         self.calibrator: Calibrator | None = None
@@ -68,15 +82,18 @@ class Core:
             self._coupling,
             self.counters,
             self.blocks,
-            config.prefix,
+            # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
+            cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
+            tier=self.tier,
         )
         self.installed.add(self.forward.remove)
         try:
             self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
             if self.blocks is not None and (lm_head := find_lm_head(model, self.trunk)) is not None:
                 self.installed.add(HeadSwap(lm_head, self.forward).remove)
-            if self.head.pooled is not None and self.payload.name == "mean":
-                self.installed.add(self.forward.veil.listen(self.head.pooled.pooling))
+            if self.head.pooled is not None and self.payload.fits_any_length:
+                swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
+                self.installed.add(swap.remove)
             if config.learn is not None:
                 self.learn()
         except BaseException:
@@ -136,31 +153,112 @@ class Core:
             prefix_nbytes=0 if blocks is None else blocks.nbytes,
             audit=None if calibrator is None else calibrator.audit.stats(),
             compiled=None if self._compiled is None else self._compiled.stats(),
+            store=None if self.tier is None else self.tier.stats(),
         )
 
-    def clear(self) -> None:
-        """Forget all entries, and the calibration that rests on them."""
-        self._forget(None)
+    def clear(self, namespace: str | None = None) -> int:
+        """Forget all entries of a namespace, None: all, and a calibration that rests on them; returns how many requests.
 
-    def purge(self, namespace: str) -> int:
-        """Forget all entries of a namespace; returns how many requests they were."""
-        return self._forget(namespace)
+        Raises:
+            StoreError: The store could not be purged. Nothing of it is in memory any more.
+        """
+        if self.tier is not None:
+            return self.tier.purge(namespace)
+        return self.drop(namespace)
 
-    def _forget(self, namespace: str | None) -> int:
+    def forget(self, call: Callable[[], object]) -> int:
+        """Forget what may serve the requests of a call of the model; returns how many requests memory held.
+
+        Raises:
+            StoreError: As of `clear`.
+        """
+        n_requests = 0
+        for one in self.forward.read_only(call):
+            if one.reason is not None or one.requests is None or one.scope is None:
+                continue
+            entries = [key for row in one.rows for key in (row.again, row.key) if key]
+            blocks = [] if one.prefill is None or self.forward.prefix is None else self.forward.prefix.keys_of(one)
+            if self.tier is not None:
+                names = [*map(entry_name, entries), *map(block_name, blocks)]
+                n_requests += self.tier.forget(one.scope, names)
+            else:
+                n_requests += self.drop_keys([*entries, *blocks])
+            for rung in self.forward.rungs[1:]:
+                rung.look_up(one, one.open_rows())
+            if self.calibrator is not None:
+                sources = self.calibrator.calibrated.fitter.sources
+                for key in {*entries, *(hit.source for hit in one.hits.values())}:
+                    if key in sources:
+                        sources.bury(key, one.namespace)
+        return n_requests
+
+    def drop(self, namespace: str | None) -> int:
+        """Forget what is in memory of a namespace, None: of all; returns how many requests."""
         with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
             n_requests = self.bank.clear(namespace)
             if self.calibrator is not None:
                 self.calibrator.forget(namespace)
+        return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
+
+    def drop_keys(self, keys: Iterable[str]) -> int:
+        """Forget what is in memory under keys; returns how many requests."""
+        keys = list(keys)
+        return self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
+
+    def namespaces(self) -> set[str]:
+        """Those of which anything is in memory."""
+        return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
+
+    def save(self, folder: str | Path) -> None:
+        """See `LLMCache.save`."""
+        numbers = None if self.tier is None else self.tier.numbers()  # first: a purge may come
+        save(
+            folder,
+            self._model,
+            self.trunk,
+            self.weights,
+            self._config,
+            self._tokenizer,
+            self.payload.name,
+            numbers,
+            {name: kinds.state() for name, kinds in self._kinds().items()},
+            self._sections(),
+        )
+
+    def restore(self, saved: Saved) -> None:
+        """Fill the empty cache from a save, but for what was purged in its store since."""
+        sections = self._sections()
+        if CALIBRATED in saved.sections:
+            sections[CALIBRATED] = self.learn().calibrated
+        saved.restore(self.payload.name, sections)
+        for name, kinds in self._kinds().items():
+            for one in saved.manifest.kinds.get(name, ()):
+                kinds.tell(*one)
+        if self.tier is not None:
+            numbers = saved.manifest.numbers or {}
+            for name in self.namespaces() - {*numbers}:
+                self.drop(name)
+            self.tier.expect(numbers)
+            self.tier.follow()
+
+    def _sections(self) -> dict[str, Section]:
+        sections: dict[str, Section] = {"bank": self.bank}
         if self.blocks is not None:
-            if namespace is None:
-                self.blocks.clear()
-            else:
-                n_requests += self.blocks.purge(namespace)
-        return n_requests
+            sections["blocks"] = self.blocks
+        if self.calibrator is not None and self.calibrator.calibrated.calibration is not None:
+            sections[CALIBRATED] = self.calibrator.calibrated
+        return sections
+
+    def _kinds(self) -> dict[str, Kinds[Any]]:
+        prefix = self.forward.prefix
+        return {"packings": self.forward.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
 
     def drain(self) -> int:
         """Do now what waits for a moment without calls; returns how many jobs this thread did."""
-        return 0 if self.calibrator is None else self.calibrator.audit.drain()
+        n_done = 0 if self.calibrator is None else self.calibrator.audit.drain()
+        if self.tier is not None:
+            self.tier.drain()
+        return n_done
 
     def close(self) -> None:
         """Take everything off the model."""
@@ -170,15 +268,43 @@ class Core:
         self.installed.remove()
         if self._compiled is not None:
             self._compiled.close()
+        if self.tier is not None:
+            self.tier.close()
 
     def _make_blocks(self) -> BlockPool | None:
         """Where requests of calls that keep K/V are kept; None where the model makes no such calls."""
         config, trunk = self._config, self.trunk
-        # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
-        if not trunk.makes_kv or trunk.adapter.is_guess or self.payload.fits_any_length:
+        if not trunk.makes_kv or self.payload.fits_any_length:
             return None
         device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
-        return BlockPool(config.prefix_block, config.max_bytes, device, config.policy.build(POLICIES))
+        return BlockPool(
+            config.prefix_block,
+            config.max_bytes,
+            device,
+            lambda: config.policy.build(POLICIES),
+            lambda: self.bank.nbytes,
+        )
+
+
+def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Counters, memory: Memory) -> Tier | None:
+    """What lies behind memory, if anything."""
+    if config.store.name == MEMORY:
+        if config.store.options:
+            raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(config.store.options)})")
+        return None
+    if POLICIES.find(config.policy.name).lets_entries_leave_early:
+        raise ConfigError(
+            f"store={config.store.name!r} with policy {config.policy.name!r}: what leaves memory for its age would "
+            "come back from the store; use another policy"
+        )
+    settings = {
+        "payload": payload.name,
+        "prefix_block": config.prefix_block,
+        "device": device_of(trunk.module).type,
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    seal = Seal.from_environment()  # first: what it refuses leaves no store open
+    return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store_least_tokens)
 
 
 def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
@@ -199,9 +325,7 @@ def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     """What entries keep of hidden states: the setting, or what the head reads."""
     name: str = config.payload
     if name == "auto":
-        # Embeddings served losslessly keep all tokens: the caller may ask for token embeddings too.
-        wants_all = head.name == "sentence embedding" and config.learn is None
-        name = "sequence" if wants_all or trunk.adapter.is_guess else head.payload
+        name = "sequence" if trunk.adapter.is_guess else head.payload
     if name == "mean" and trunk.adapter.is_guess:
         raise ConfigError(
             f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from llmcache.errors import StoreError
+from llmcache.execution.old_call import Call
 from llmcache.request.bypass import CURES
-from llmcache.request.call import Call
 from llmcache.request.outcome import Outcome
 from llmcache.stats import Health, Stats
 from llmcache.threads import forkable
@@ -204,7 +204,9 @@ class Counters:
             has_turned = self._end_call()
         self._tell_turn(has_turned)
 
-    def done(self, outcomes: Sequence[Outcome], depth: int, lookup_s: float, storing_s: float, n_prompt_tokens: int) -> None:
+    def done(
+        self, outcomes: Sequence[Outcome], depth: int, lookup_s: float, storing_s: float, n_prompt_tokens: int
+    ) -> None:
         """Count what became of the rows of a call that was not bypassed, and the seconds that it took beside the model.
 
         Args:
@@ -228,7 +230,8 @@ class Counters:
             self._lookup_s += lookup_s
             self._storing_s += storing_s
             has_turned = self._end_call()
-        self._tell_turn(has_turned)
+        if has_turned:
+            self._tell_turn(has_turned)
         for outcome in outcomes:
             if outcome.bypassed is not None and outcome.bypassed not in self._told:
                 self.bypass(outcome.bypassed, 0)

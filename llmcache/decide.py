@@ -1,8 +1,8 @@
 """Who would serve a request, how risky that is, and whether it does: the approximate rung.
 
 Of the nearest sources those that have the same answer vote together. The risk of an answer is the chance that the
-request's own is another one, a logistic regression on what votes and forecast say. The least risky answer is taken, from
-the nearest source that has it, and serves where its risk is within the limit that a calibration chose.
+request's own is another one, a logistic regression on what votes and forecast say. The least risky answer is taken,
+from the nearest source that has it, and serves where its risk is within the limit that a calibration chose.
 
 Numbers are plain ones, of one request at a time: for so few, arrays cost ten times as much.
 
@@ -28,7 +28,7 @@ from llmcache.sources import Neighbour, Sources
 
 if TYPE_CHECKING:
     from llmcache.calibration.calibration import Calibration
-    from llmcache.call import Call
+    from llmcache.request.call import Call
 
 K = 8  # neighbours that vote
 _WIDTH = 0.05  # similarity lost at which a vote counts 1 / e
@@ -109,9 +109,7 @@ class NeighbourChooser:
     def choose(self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
         """The best source of each row, by fingerprints (B, F) and forecasts (B, C); None where none was found."""
         found = self._sources.search(scope, [self._sources.length_of(row) for row in rows], vectors, K)
-        return [
-            self._choose(row, near, forecast) for row, near, forecast in zip(rows, found, forecasts, strict=True)
-        ]
+        return [self._choose(row, near, forecast) for row, near, forecast in zip(rows, found, forecasts, strict=True)]
 
     def learn(self, cases: Sequence[Observation]) -> None:
         """Take in what answers look like, and how rare tokens are."""
@@ -198,9 +196,10 @@ class Semantic:
         self.bank.used(call.choices[number].neighbour.key for number in call.hits if number in call.choices)
 
     def is_current(self, call: "Call") -> bool:
-        """Return whether the calibration by which a call was looked up is still in force."""
+        """Return whether the calibration by which a call was looked up is in force, and what serves it still may."""
         assert call.scope is not None
-        return self._limits.serving(call.scope.weights) is call.made
+        sources = (hit.source for hit in call.hits.values() if hit.answer is not None)
+        return self._limits.serving(call.scope.weights) is call.made and all(key in self.sources for key in sources)
 
     def project(self, call: "Call", rows: Sequence[Row]) -> tuple[Floats, Floats]:
         """Fingerprints (B, F) of rows, and forecasts (B, C) of what the model puts out for them."""

@@ -33,7 +33,7 @@ JOURNAL = ".llmcache.journal"
 _LOCK = ".llmcache.lock"
 _PATIENCE_S = 600.0  # a save of this length has probably hung
 _MARK = "llmcache.journal"  # by which a journal of ours is known
-_DATA = re.compile(r"(requests|states)-[0-9a-f]{12}\.safetensors")
+_DATA = re.compile(r"[a-z]{1,24}-[0-9a-f]{12}\.safetensors")
 _DRAFTS = re.compile(r"\.llmcache-[0-9a-f]{12}")
 _SHA = re.compile(r"[0-9a-f]{64}")
 

@@ -121,6 +121,15 @@ def read(folder: str | Path, model: nn.Module, tokenizer: Any) -> tuple[Manifest
     raise BankFileError(f"{folder}: replaced {_TRIES} times while it was being read: load it when fewer save there")
 
 
+def format_of(folder: str | Path) -> int | None:
+    """The format of a save; None where that cannot be told."""
+    try:
+        found = read_json(Path(folder) / MANIFEST)
+    except (OSError, ValueError):
+        return None
+    return found.get("format") if isinstance(found, dict) else None
+
+
 def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST
     try:

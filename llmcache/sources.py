@@ -5,7 +5,7 @@ Sizes: B rows of a call, k neighbours, F fingerprint width, S width of a signatu
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -132,7 +132,7 @@ class Sources:
         return row.n_valid if self._by_length else 0
 
     def add(self, sources: Iterable[Source], vectors: Floats) -> None:
-        """Let sources be found by their fingerprints, float32 (N, F); of those that are, the fingerprint is replaced."""
+        """Let sources be found by fingerprints, float32 (N, F); those that are found already get the new one."""
         with self.lock:
             parts: dict[tuple[Scope, int], list[tuple[Source, Floats]]] = {}
             for source, vector in zip(sources, vectors, strict=True):
@@ -187,6 +187,15 @@ class Sources:
         """Let a request serve no other one from now on, until `forget`. It is found as before, and votes."""
         with self.lock:
             self._quarantined[key] = namespace
+
+    def bury(self, key: str, namespace: str) -> None:
+        """Keep nothing of a source but its vote: it is found as before, and serves nobody again."""
+        with self.lock:
+            self._quarantined[key] = namespace
+            if (part := self._where.get(key)) is not None:
+                source = part.sources[part.slots[key]]
+                assert source is not None
+                part.sources[part.slots[key]] = replace(source, entry=Entry(key, source.entry.scope, ()))
 
     def clear(self) -> None:
         """Hold none. Quarantines stay."""

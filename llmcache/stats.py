@@ -169,7 +169,7 @@ class TierStats:
         n_asked: Values that were asked for: entries and blocks that were not in memory.
         n_found: Those that the store had.
         n_mismatched: Values that were there and not used, by what was wrong with them: `damaged`, `other_format` or
-            `other_key` (`llmcache.banks.stores.seal.MismatchError`).
+            `other_key` (`llmcache.stores.seal.MismatchError`).
         n_written: Values that were written.
         n_dropped: Values that were not, since too much waited, or the store failed.
         read_ms: Total time in reading and checking values.

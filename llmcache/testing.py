@@ -11,11 +11,11 @@ import torch
 
 from llmcache.arrays import Floats, Ids
 from llmcache.banks.compression.base import Codec
-from llmcache.banks.stores.base import Event, Put, Store, StoreKey
 from llmcache.errors import StoreError
 from llmcache.fingerprint.base import Fingerprint, View
 from llmcache.matching.index.base import Index
 from llmcache.policies.base import Policy
+from llmcache.stores.base import Purge, Put, Store, StoreKey
 
 
 def check_policy(make: Callable[[], Policy], seed: int = 0) -> None:
@@ -163,12 +163,12 @@ def check_store(make: Callable[[], Store]) -> None:
     try:
         _check_values(one, other, run)
         _check_purges(one, other, f"{run}:purged")
-        before, has = one.generation(run), _get(other, [_key(run, 1)])
-        one.remove(None)
-        is_gone = has != [None] == _get(other, [_key(run, 1)]) and before != other.generation(run)
-        _rule(is_gone, "remove: of None, nothing is returned, and every namespace has another generation")
+        before, has = one.numbers([run]), _get(other, [_key(run, 1)])
+        one.purge(None)
+        is_gone = has != [None] == _get(other, [_key(run, 1)]) and before != other.numbers([run])
+        _rule(is_gone, "purge: of None, nothing is returned, and every namespace has another number")
         other.close()
-        for act in (lambda: _get(other, []), lambda: _put(other, {}), lambda: other.contains_prefix([]), other.ping):
+        for act in (lambda: _get(other, [_key(run, 1)]), lambda: other.numbers([]), other.stats):
             _refuses(StoreError, "every call after close", act)
     finally:
         one.close()
@@ -179,58 +179,48 @@ def _check_values(one: Store, other: Store, run: str) -> None:
     held = {_key(run, size): b"%06d" % size * size for size in (1, 3_000, 100_000)}
     held |= {_key(f"{run}a", "b:c"): b"x", _key(f"{run}a:b", "c"): b"y", _key(f"{run}ä*\0", "c"): b"z"}
     asked = [*held, _key(run, "none"), _key(f"{run}ä**", "c"), *held]
-    chain = [_key(run, f"block {i}") for i in range(40)]
     _rule(_get(one, asked) == [None] * len(asked), "get_many: None for each key that has no value")
-    _put(one, held | {key: b"block" for i, key in enumerate(chain) if i != 30})
+    _put(one, held)
     for store in (one, other):
         is_right = _get(store, asked[::-1]) == [held.get(key) for key in asked[::-1]]
         _rule(is_right, "get_many: a value for each key, in their order, bit for bit")
         late = store.get_many(asked, time.monotonic() - 1)
         _rule(late == [None] * len(asked), "get_many: nothing after the deadline, and no error")
-        n_held = [store.contains_prefix(part) for part in ([], chain, chain[:5], chain[30:], chain[31:])]
-        _rule(n_held == [0, 30, 5, 0, 9], "contains_prefix: how many are held before the first that is not")
-        _rule(store.absent(chain[29:32]) == chain[30:31], "absent: the keys that have no value")
+        _rule(store.absent(asked[:8]) == asked[6:8], "absent: the keys that have no value")
         _put(store, held)  # again
     _rule(one.stats().n_values >= len(held) and one.stats().nbytes > 600_000, "stats: what is held")
 
 
 def _check_purges(one: Store, other: Store, name: str) -> None:
     keys, stays = [_key(name, i) for i in range(5)], _key(f"{name}:b", 0)
-    begin, own, before = other.events(None), one.events(None), one.generation(name)
-    _rule(begin.is_complete and not begin.found, "events: of no cursor nothing, and the cursor of now")
-    one.put_many([Put(key, b"value", before, key.name.encode()) for key in keys])
-    _put(one, {stays: b"stays"})
+    begin, own, before = other.purges(None), one.purges(None), one.numbers([name, f"{name}:b"])
+    _rule(begin.is_complete and not begin.found, "purges: of no cursor nothing, and the cursor of now")
+    _put(one, dict.fromkeys([*keys, stays], b"value"))
     (kept,) = one.get_many(keys[:1], time.monotonic() + 60)
-    noted = {(key, bytes(note)) for key, note in other.notes(name)}
-    _rule(noted in (set(), {(key, key.name.encode()) for key in keys}), "notes: what values were announced with")
-    one.remove(name)
+    one.forget(keys[:2])
+    _rule(_get(other, [*keys, stays]) == [None] * 2 + [b"value"] * 4, "forget: nothing of these is returned")
+    one.purge(name)
     for store in (one, other):
-        _rule(store.generation(name) != before, "remove: the namespace has another generation in all stores")
-        store.put_many([Put(keys[0], b"late", before)])
-        is_gone = _get(store, keys) == [None] * 5 and not store.contains_prefix(keys) and not [*store.notes(name)]
-        _rule(is_gone, "remove: nothing is returned that was put before, nor put with the generation from before")
+        number, unchanged = store.numbers([name, f"{name}:b"])
+        _rule(number != before[0] and unchanged == before[1], "purge: the namespace has another number in all stores")
+        store.put_many([Put(keys[0], b"late", before[0])])
+        _rule(_get(store, keys) == [None] * 5, "purge: nothing is returned that was put before, nor put with its number")
     _rule(kept is not None and bytes(kept) == b"value", "what was returned stays as it is when it is removed")
-    is_told = any(event.kind == "cleared" and event.namespace == name for event in one.events(own.cursor).found)
-    _rule(is_told, "events: the store that removed tells of it at once")
-    told, cursor, end = list[Event](), begin.cursor, time.monotonic() + 60
-    while len(told) < 6 and time.monotonic() < end:
-        events = other.events(cursor)
-        told, cursor = [*told, *(one for one in events.found if one.namespace == name)], events.cursor
-        _rule(events.is_complete, "events: none is missing after a cursor of just now")
-    wanted = [*(("stored", key, key.name.encode(), 0) for key in keys), ("cleared", None, b"", one.generation(name))]
-    is_told = [(event.kind, event.key, event.note, event.generation) for event in told] == wanted
-    _rule(is_told, "events: each value with its key and note, each removal with the generation from then on, in order")
-    unknown = other.events("no cursor of this store")
-    _rule(not (unknown.is_complete or unknown.found), "events: of an unknown cursor it says that some may be missing")
+    wanted = [Purge(name, tuple(key.name for key in keys[:2])), Purge(name)]
+    for store, since in ((one, own), (other, begin)):
+        told = store.purges(since.cursor)
+        of_name = [purge for purge in told.found if purge.namespace == name]
+        _rule(told.is_complete and of_name == wanted, "purges: what was purged, in order, by the time that it returned")
+        again = store.purges(told.cursor)
+        _rule(not again.found and again.cursor == told.cursor, "purges: each is told once")
+    unknown = other.purges("no cursor of this store")
+    _rule(not (unknown.is_complete or unknown.found), "purges: of an unknown cursor it says that some may be missing")
     _put(other, {keys[0]: b"again"})
-    _rule(_get(one, [keys[0], stays]) == [b"again", b"stays"], "remove: others stay, and a key may be put again")
-    one.discard(name)
-    _rule(_get(one, [keys[0], stays]) == [None, b"stays"], "discard: as remove")
+    _rule(_get(one, [keys[0], stays]) == [b"again", b"value"], "purge: others stay, and a key may be put again")
 
 
 def _put(store: Store, values: Mapping[StoreKey, bytes]) -> None:
-    store.put_many([Put(key, value, store.generation(key.namespace)) for key, value in values.items()])
-    store.ping()
+    store.put_many([Put(key, value, store.numbers([key.namespace])[0]) for key, value in values.items()])
 
 
 def _get(store: Store, keys: Sequence[StoreKey]) -> list[bytes | None]:

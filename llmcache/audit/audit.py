@@ -31,7 +31,7 @@ from llmcache.stats import AuditStats
 from llmcache.threads import forkable
 
 if TYPE_CHECKING:
-    from llmcache.call import Call, Hit
+    from llmcache.request.call import Call, Hit
 
 
 class Audit:

@@ -7,7 +7,7 @@ from llmcache.decide import Semantic
 from llmcache.request.rows import Row
 
 if TYPE_CHECKING:
-    from llmcache.call import Call
+    from llmcache.request.call import Call
 
 _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others are looked up once more
 

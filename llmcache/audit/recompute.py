@@ -19,7 +19,7 @@ from llmcache.request.rows import Row
 from llmcache.threads import forkable
 
 if TYPE_CHECKING:
-    from llmcache.call import Call
+    from llmcache.request.call import Call
 
 _MOST = 8  # looks that are taken together: more make a call that comes meanwhile wait for longer
 _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest; only equal ones; each is taken alone

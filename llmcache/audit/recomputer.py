@@ -28,7 +28,7 @@ from llmcache.request.observation import Observation
 from llmcache.request.rows import Row
 
 if TYPE_CHECKING:
-    from llmcache.call import Call
+    from llmcache.request.call import Call
 
 Compute = Callable[[str, Mapping[str, Tensor]], Any]
 

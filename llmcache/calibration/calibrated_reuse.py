@@ -9,15 +9,19 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
 
-from llmcache.arrays import Doubles, Floats
+from llmcache.arrays import Doubles, Floats, below
+from llmcache.bank import Entry
 from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import check_labels
@@ -30,10 +34,13 @@ from llmcache.errors import CalibrationError
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Scope
+from llmcache.sources import Source
+from llmcache.stacks import pack, unpack
 from llmcache.stats import Status
 from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
+_CALIBRATION = TypeAdapter(Calibration)
 
 _ALARM = (
     "llmcache: more answers changed, or could not be audited, than max_drop=%g allows; from now on %s is reused "
@@ -279,9 +286,24 @@ class CalibratedReuse:
         self.calibration = calibration
         return calibration
 
-    def state(self) -> dict[str, Floats]:
-        """What was learned, but for the fingerprint, which is saved beside it."""
-        return self.chooser.state()
+    def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
+        """What is saved of a calibration for these weights: what it found, what was learned, and all sources."""
+        with self._lock:
+            made, sources = self.calibration, list(self.fitter.sources)
+            if made is None or made.weights != weights or not sources:
+                return None, {}
+            told = [(*_about(one), one.ids.hex(), one.length) for one in sources]
+            meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, told, strict=True)])
+            learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
+            learned |= {f"chooser.{name}": array for name, array in self.chooser.state().items()}
+            learned |= {"vectors": self.fitter.sources.vectors(sources), "answers": np.stack([s.answer for s in sources])}
+            about = {
+                "calibration": _CALIBRATION.dump_python(made, mode="json"),
+                "namespaces": sorted(self.namespaces),
+                "quarantined": self.fitter.sources.quarantined,
+                "sources": meta,
+            }
+            return about, tensors | {name: torch.from_numpy(array.copy()) for name, array in learned.items()}
 
     def grow(self, made: Calibration | None, cases: Mapping[int, Observation], vectors: Mapping[int, Floats]) -> None:
         """Let computed requests serve from now on, if the sources of the calibration in force grow.
@@ -304,12 +326,36 @@ class CalibratedReuse:
         """Within: no calibration begins or ends."""
         return self._lock
 
-    def restore(self, calibration: Calibration, state: Mapping[str, Floats], namespaces: Collection[str]) -> None:
-        """Take up a calibration, what was learned for it, and of whom. The sources are added afterwards."""
-        self.chooser.restore(state)
-        self.namespaces = set(namespaces)
-        self.fitter.resume()
-        self.calibration = calibration
+    def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `state` returned, and serve within it.
+
+        Raises:
+            ValueError: Its sources do not fit the budgets.
+        """
+        if meta is None:
+            return
+        made = _CALIBRATION.validate_python(meta["calibration"])
+        arrays = {name: one.numpy() for name, one in tensors.items() if "/" not in name}
+        sources = []
+        records = unpack(meta["sources"], {name: one for name, one in tensors.items() if "/" in name})
+        for (own, (key, scope, layout, ids, length)), answer in zip(records, arrays["answers"], strict=True):
+            sources.append(Source(Entry.of(key, Scope(*scope), own, layout), bytes.fromhex(ids), answer, length))
+        with self._lock:
+            self.end()
+            self.fitter.fingerprint.restore(below("fingerprint.", arrays))
+            self.chooser.restore(below("chooser.", arrays))
+            self.fitter.forget()
+            entries = [one.entry for one in sources if one.entry.fields]
+            if made.sources == "growing":
+                for entry in entries:
+                    self._bank.put([entry], self._bank.generation(entry.scope.namespace))
+            elif not self._bank.pin(entries):
+                raise ValueError("max_bytes or max_entries are too small for the sources of the calibration")
+            self.fitter.sources.add(sources, arrays["vectors"])
+            for key, namespace in meta["quarantined"].items():
+                self.fitter.sources.quarantine(key, namespace)
+            self.namespaces = set(meta["namespaces"])
+            self.calibration = made
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""
@@ -326,3 +372,9 @@ class CalibratedReuse:
             )
         self.check(observed[0], [case.label for case in observed], risk_target)
         return parts
+
+
+def _about(source: Source) -> tuple[str, tuple[str, str, str, str], str]:
+    """Key, scope and layout of a source's entry, as JSON can hold them."""
+    entry, scope = source.entry, source.entry.scope
+    return entry.key, (scope.namespace, scope.weights, scope.dtype, scope.attention), entry.layout.hex()

@@ -23,7 +23,7 @@ from llmcache.request.rows import to_host
 from llmcache.request.variables import setting
 
 if TYPE_CHECKING:  # it holds this
-    from llmcache.call import Call
+    from llmcache.request.call import Call
 
 _MOST = 1e18  # the square of more is no number in float32
 

@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from llmcache.execution.components import Components
+from llmcache.execution.old_call import Call
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
 from llmcache.models.intact import Layers
 from llmcache.models.model_config import setting
 from llmcache.request.bypass import find_reason, is_plain_cache
-from llmcache.request.call import Call
 
 
 class BypassCheck:

@@ -16,9 +16,9 @@ from llmcache.arrays import Ids
 from llmcache.banks import kv
 from llmcache.banks.layer_banks import HIDDEN_PADDING
 from llmcache.execution.components import Components
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.models.mark import Mark
 from llmcache.models.payloads import padding_of
-from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 
 

@@ -225,7 +225,7 @@ class Components:
             if namespace is None:
                 self.prefix.clear()
             else:
-                n_requests += self.prefix.purge(namespace)
+                n_requests += self.prefix.clear(namespace)
         if self.cost is not None:
             if namespace is None:
                 self.cost.restart()

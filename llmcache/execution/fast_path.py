@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from llmcache.execution.frames import Frame
+from llmcache.execution.old_call import Call
 from llmcache.execution.runner import fill_cache
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload, place_padding
-from llmcache.request.call import Call
 from llmcache.reuse.prefix.rung import last_states
 
 _STATES, _POOLED = "last_hidden_state", "pooler_output"

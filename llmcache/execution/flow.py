@@ -27,6 +27,7 @@ from llmcache.execution.fast_path import FastPath, OutputTemplate
 from llmcache.execution.frames import Frame, Frames
 from llmcache.execution.lookup import Lookup, not_cached
 from llmcache.execution.meter import Meter
+from llmcache.execution.old_call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.execution.recorder import BypassRecorder
 from llmcache.execution.revalidation import Revalidation
 from llmcache.execution.runner import Runner
@@ -38,7 +39,6 @@ from llmcache.models.masks import flatten
 from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
 from llmcache.prefix.chunks import Chunks
-from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
 from llmcache.request.variables import setting
 from llmcache.reuse.prefix.block_pool import BlockPool

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from llmcache.request.call import Call
+from llmcache.execution.old_call import Call
 from llmcache.request.outcome import Outcome
 
 if TYPE_CHECKING:  # what it looks at knows the hooks, which know this

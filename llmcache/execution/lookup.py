@@ -16,13 +16,13 @@ from torch import Tensor
 
 from llmcache.errors import NotCachedError
 from llmcache.execution.components import Components
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.execution.reader import RequestReader
 from llmcache.execution.revalidation import Revalidation
 from llmcache.execution.store_queue import StoreQueue
 from llmcache.models.arguments import can_select_rows
 from llmcache.models.hooks import LayerSwap
 from llmcache.models.mark import Mark
-from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from llmcache.execution.components import Components
 from llmcache.execution.cost import PROBE, none_held
 from llmcache.execution.length_costs import Times
+from llmcache.execution.old_call import Call
 from llmcache.execution.recorder import Prepared
 from llmcache.models.tracing import is_traced
-from llmcache.request.call import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Meter:
             return False
         if type(ids) is not Tensor or not ids.is_cpu or torch.is_grad_enabled() or parts.trunk.module.training:
             return False
-        if torch._C._is_tracing() or is_traced(()) or self._is_learning:
+        if torch._C._is_tracing() or is_traced() or self._is_learning:
             return False
         rows = ids.tolist()
         if len(rows) != 1:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from llmcache.arrays import Bools, Floats
 from llmcache.execution.components import Components
+from llmcache.execution.old_call import Call, Read
 from llmcache.fingerprint import Fingerprint, View
 from llmcache.models.adapters import first_position, special_ids, vocabulary_size
 from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import head_reads_padding
 from llmcache.models.rope import steady_length
-from llmcache.request.call import Call, Read
 from llmcache.request.rows import HostInputs, Row, Scope, id_dtype, read_rows, to_host
 
 _ONE = np.int64(1).tobytes()

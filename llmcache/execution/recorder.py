@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from llmcache.execution.fast_path import FastPath, Kind, OutputTemplate
+from llmcache.execution.old_call import Call, Inputs
 from llmcache.models.arguments import DECIDING
 from llmcache.models.mark import Mark
-from llmcache.request.call import Call, Inputs
 from llmcache.threads import forkable
 
 if TYPE_CHECKING:  # who import `parts`, which holds this

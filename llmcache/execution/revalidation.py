@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.counters import Counters
-from llmcache.request.call import Call, Reuse
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.request.rows import Row
 from llmcache.threads import forkable
 

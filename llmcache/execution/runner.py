@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.models.adapters import CACHE, Adapter, repack, unpack
 from llmcache.models.arguments import select_rows
 from llmcache.models.hooks import LayerSwap
 from llmcache.models.payloads import Payload, padding_of, place_padding
-from llmcache.request.call import Call, Reuse
 from llmcache.reuse.prefix.kv_fill import put
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from llmcache.counters import Counters
+from llmcache.execution.old_call import Call
 from llmcache.models.mark import Mark
-from llmcache.request.call import Call
 from llmcache.threads import at_fork, compute_alone, forkable
 
 _IDLE_S = 0.02  # without a call, after which the processor is taken to be free

@@ -212,8 +212,9 @@ class Trunk:
     @property
     def attention(self) -> str:
         """The attention implementation in use, with the code of functions that users registered; "" without a name."""
-        name = str(setting(self.config, "_attn_implementation", ""))
-        return " ".join((name, *map(_describe, _registered(name))))
+        name = str(setting(self.module.config, "_attn_implementation", ""))
+        own = _registered(name)
+        return " ".join((name, *map(_describe, own))) if own else name
 
 
 def locate(model: nn.Module, family: str = "auto") -> Trunk:
@@ -375,8 +376,12 @@ def _registered(attention: str) -> list[Any]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found = (table.get(attention) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
-    return [one for one in found if one is not None and not str(one.__module__).startswith("transformers.")]
+    own = []
+    for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        one = table.get(attention)
+        if one is not None and not str(one.__module__).startswith("transformers."):
+            own.append(one)
+    return own
 
 
 def first_position(trunk: nn.Module) -> int:

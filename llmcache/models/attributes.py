@@ -18,7 +18,7 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from itertools import chain
+from itertools import chain, starmap
 from operator import itemgetter
 from pathlib import PurePath
 from typing import Any
@@ -183,16 +183,13 @@ class Attributes:
             self._read_module(*self._pending.popleft())
         self._getters = {kind: self._make_getters(kind) for kind in _KINDS}
 
-    def settings(self) -> tuple[Any, ...]:
-        """What the attributes are now, to be compared by identity."""
-        return tuple(chain.from_iterable(chain.from_iterable(map(*get)) for get in self._getters["same"]))
+    def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Settings, and what containers of tensors hold, to be compared by identity; contents, to be compared by value."""
+        rows = chain.from_iterable(starmap(map, self._getters["same"]))
+        settings, held = tuple(chain.from_iterable(rows)), tuple(chain.from_iterable(self._containers))
+        return settings, held, self._contents() if self._getters["flat"] or self._getters["deep"] else ()
 
-    def held(self) -> Iterator[Any]:
-        """What containers hold that hold tensors, likewise."""
-        return chain.from_iterable(self._containers)
-
-    def contents(self) -> tuple[Any, ...]:
-        """What containers of settings hold now, to be compared by value."""
+    def _contents(self) -> tuple[Any, ...]:
         flat = (_freeze(value) for get in self._getters["flat"] for values in map(*get) for value in values)
         deep = (repr(value) for get in self._getters["deep"] for values in map(*get) for value in values)
         return (*flat, *deep)

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -28,6 +28,9 @@ from llmcache.models.payloads import PAYLOADS, Payload, head_reads_padding
 from llmcache.models.pooling import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
 from llmcache.threads import forkable
+
+# Read by the dozen in every call.
+_CONFIG, _FORWARD, _PRE_HOOKS = itemgetter("config"), attrgetter("forward"), attrgetter("_forward_pre_hooks")
 
 #: Makes a call of a copy, and returns all tensors of the output.
 _Ask: TypeAlias = Callable[[Mapping[str, Tensor]], list[Tensor]]
@@ -144,7 +147,8 @@ class Observed:
         self._readers = _readers_of(parts, self._trunk)
         self._configs = [vars(part) for part in parts if "config" in vars(part)]
         self._children = [part._modules for part in (*parts, self._trunk.module)]
-        self._spaces = [(vars(part), name) for part in parts for name in _settings_of(part)]
+        pairs = [(vars(part), name) for part in parts for name in _settings_of(part)]
+        self._settings = [space for space, _ in pairs], [name for _, name in pairs]
         self._seen = self._state()
 
     def _is_as_seen(self) -> bool:
@@ -153,12 +157,16 @@ class Observed:
 
     def _state(self) -> tuple[Any, ...]:
         """What decides which rows a head reads, beside the config of the trunk: parts, forwards, hooks, settings."""
-        children = chain.from_iterable(map(dict.values, self._children))
-        forwards = (type(part).forward for part in self._parts)
-        settings = (space.get(name) for space, name in self._spaces)
-        configs = [space["config"] for space in self._configs]
-        pads = (getattr(config, "pad_token_id", None) for config in configs)
-        return (*children, *forwards, are_hooked(self._readers, only_before=True), *settings, *configs, *pads)
+        configs = tuple(map(_CONFIG, self._configs))
+        is_hooked = any(map(_PRE_HOOKS, self._readers)) or are_hooked((), only_before=True)
+        return (  # without a function of our own: it is asked in each call
+            *chain.from_iterable(map(dict.values, self._children)),
+            *map(_FORWARD, map(type, self._parts)),
+            is_hooked and are_hooked(self._readers, only_before=True),
+            *map(dict.get, *self._settings),
+            *configs,
+            *map(getattr, configs, repeat("pad_token_id"), repeat(None)),
+        )
 
 
 def _parts_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:

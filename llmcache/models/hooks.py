@@ -15,7 +15,7 @@ import logging
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -404,10 +404,12 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return found[1:]
 
 
-def are_hooked(modules: Iterable[nn.Module], only_before: bool = False) -> bool:
+def are_hooked(modules: Sequence[nn.Module], only_before: bool = False) -> bool:
     """Whether one of these modules has hooks that are not ours, or all modules have some; `only_before`: pre-hooks."""
     if _every_module._global_forward_pre_hooks or (_every_module._global_forward_hooks and not only_before):
         return True
+    if not modules:
+        return False
     hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
     before = (hook for one in hooked for hook in one._forward_pre_hooks.values())
     after = () if only_before else (hook for one in hooked for hook in one._forward_hooks.values())

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from llmcache.models.payloads import Payload, padding_of, place_padding
+from llmcache.request.kinds import name_of, type_of
 from llmcache.request.rows import Row
 
 #: What is kept of one row: one tensor for each field of the output, in order.
@@ -57,6 +59,21 @@ class Packing:
                 return None  # only states are known to be of any length
             fields.append(Field(name, is_states, tuple(value.shape[2:] if is_states else value.shape[1:]), value.dtype))
         return cls(type(output), tuple(fields), payload) if fields else None
+
+    def describe(self) -> list[Any]:
+        """What `read` makes the same of; JSON can hold it."""
+        fields = [(one.name, one.is_states, one.shape, str(one.dtype).removeprefix("torch.")) for one in self.fields]
+        return [name_of(self.kind), fields]
+
+    @classmethod
+    def read(cls, described: Any, payload: Payload) -> "Packing | None":
+        """The reverse; None of a class that is not loaded, or no output of a model."""
+        name, fields = described
+        kind = type_of(name)
+        if kind is None or not (kind in (tuple, list, Tensor) or issubclass(kind, ModelOutput)):
+            return None
+        made = (Field(name, is_states, tuple(shape), getattr(torch, dtype)) for name, is_states, shape, dtype in fields)
+        return cls(kind, tuple(made), payload)
 
     def fits(self, output: Any, n_rows: int, n_tokens: int) -> bool:
         """Whether an output for (B, T) tokens is of this kind."""

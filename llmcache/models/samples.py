@@ -25,21 +25,21 @@ class _View:
         """Read so many bytes of each, once `take` is called."""
         self._tensors = tensors
         self._sizes = sizes
-        self._read = read
-        self._seen = b""
+        self.read = read
+        self.seen = b""
 
     def take(self) -> None:
-        self._seen = self._read()
+        self.seen = self.read()
 
     def differs(self) -> bool:
-        return self._read() != self._seen
+        return self.read() != self.seen
 
     def edited(self) -> Iterator[Tensor]:
         """Those of which other bytes are there now."""
-        now, end = self._read(), 0
+        now, end = self.read(), 0
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             begin, end = end, end + size
-            if now[begin:end] != self._seen[begin:end]:
+            if now[begin:end] != self.seen[begin:end]:
                 yield tensor
 
 
@@ -79,7 +79,8 @@ class Samples:
     def differ(self) -> bool:
         """Whether other bytes are at the places of this look, or were at those of an earlier one."""
         self._n_looks = n = self._n_looks + 1
-        if self._near[n % N_PLACES].differs() or (n % _SELDOM == 0 and any(view.differs() for view in self._far)):
+        near = self._near[n % N_PLACES]
+        if near.read() != near.seen or (n % _SELDOM == 0 and any(view.differs() for view in self._far)):
             self._differ = True
         return self._differ
 

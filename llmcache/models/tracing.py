@@ -23,17 +23,20 @@ _function_modes: Callable[[], list[object]] = _get_current_function_mode_stack
 _PLAIN = (Tensor, Parameter)
 
 
-def is_traced(values: Iterable[Any]) -> bool:
-    """Whether a call must be computed for the sake of who is watching it. Reads no tensor, and takes a microsecond."""
+def is_traced() -> bool:
+    """Whether a call must be computed for the sake of who is watching it. Takes a microsecond."""
     if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
         return True
-    if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):
-        return True  # a default device changes nothing
+    # A default device changes nothing.
+    return bool(_n_function_modes()) and not all(isinstance(mode, DeviceContext) for mode in _function_modes())
+
+
+def are_strange(values: Iterable[Any]) -> bool:
+    """Whether an argument is a tensor whose class may have a say in operations, or which a CUDA graph will replace."""
     return any(map(_is_strange, values))
 
 
 def _is_strange(value: Any) -> bool:
-    """Whether an argument is a tensor whose class may have a say in operations, or which a CUDA graph will replace."""
     if type(value) in _PLAIN:
         return bool(value.is_cuda) and torch.cuda.is_current_stream_capturing()
     return isinstance(value, (Tensor, Proxy))

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,22 @@ _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
 _STEADY = 64  # looks
 MAX_HELD_BYTES = 16 << 20  # that hold gradients and are hashed in each call: some 10 ms
+
+
+class Look(NamedTuple):
+    """The weights of one moment.
+
+    Attributes:
+        digest: See `Weights.digest`.
+        mark: That came with it; None where others have come since.
+        refusal: See `Weights.refusal`.
+        activated: See `Weights.activated`.
+    """
+
+    digest: str
+    mark: Mark | None
+    refusal: str | None
+    activated: Sequence[int | None] | None
 
 
 class Weights:
@@ -95,6 +111,18 @@ class Weights:
                 if self._is_stale(is_kept):  # another thread may have refreshed meanwhile
                     self._refresh()
         return self._state[1]
+
+    def look(self) -> "Look":
+        """What a call has to know of the weights, as they are now."""
+        digest = self.digest()
+        mark, latest = self._state
+        refusal, offsets = self._refusal, None
+        if refusal is None and any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
+            refusal = "training"
+        if any(self._hooks):
+            refusal = refusal or ("adapter_names" if are_by_row(self._hooks) else None)
+            offsets = activated(self._hooks)
+        return Look(digest, mark if latest == digest else None, refusal, offsets)
 
     @property
     def latest(self) -> str:
@@ -180,9 +208,10 @@ class Weights:
     # -- comparing -----------------------------------------------------------------------------------------------------
 
     def _is_stale(self, is_kept: bool) -> bool:
-        if self._suspects or self._trained or self._state[0] is None:
+        before = self._state[0]
+        if self._suspects or self._trained or before is None:
             return True
-        return self.mark() != self._state[0] or self._samples.differ() or bool(is_kept and self._samples.edited())
+        return self.mark() != before or self._samples.differ() or bool(is_kept and self._samples.edited())
 
     def mark(self) -> Mark:
         """What every edit makes another one, also an edit that was taken back; no weight is read."""
@@ -199,8 +228,9 @@ class Weights:
             )
             forwards = map(_FORWARD, found.kinds)
             kinds = (*map(type, self._modules), *forwards)
-            held = (*chain.from_iterable(map(dict.values, self._holders)), *kinds, *found.held())
-            return Mark(numbers, held, found.settings(), found.contents())
+            settings, within, contents = found.state()
+            held = (*chain.from_iterable(map(dict.values, self._holders)), *kinds, *within)
+            return Mark(numbers, held, settings, contents)
         except (KeyError, TypeError, AttributeError, RuntimeError):  # an attribute is gone, or of another kind
             return Mark((), (object(),), (), ())
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from llmcache.arrays import Positions
 from llmcache.counters import Counters
@@ -24,6 +25,7 @@ from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
 from llmcache.models.payloads import padding_of
 from llmcache.request.bypass import is_plain_cache
+from llmcache.request.kinds import Kinds, name_of, type_of
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
 from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
@@ -31,9 +33,10 @@ from llmcache.reuse.prefix.block_hash import links
 from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay, put
 from llmcache.reuse.prefix.slabs import slab_blocks
+from llmcache.stores.blocks import StoredBlocks, Wanted
 
 if TYPE_CHECKING:  # it holds this
-    from llmcache.call import Call
+    from llmcache.request.call import Call
 
 #: Runs the trunk: by position, by name.
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -43,7 +46,15 @@ _STATES = "last_hidden_state"
 class Prefix:
     """Blocks of one wrapped decoder. Thread-safe."""
 
-    def __init__(self, trunk: Trunk, blocks: BlockPool, counters: Counters, arguments: Arguments, cuts: bool) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        blocks: BlockPool,
+        counters: Counters,
+        arguments: Arguments,
+        cuts: bool,
+        stored: StoredBlocks | None,
+    ) -> None:
         """Serve from `blocks`.
 
         Args:
@@ -52,19 +63,20 @@ class Prefix:
             counters: Told what is too large.
             arguments: Of the trunk.
             cuts: Beginnings are served; else whole requests alone.
+            stored: Blocks beyond memory; None: there are none.
         """
-        self._cuts = cuts
+        self._cuts, self._stored = cuts, stored
         self._trunk, self.blocks, self._counters, self._arguments = trunk, blocks, counters, arguments
         self._is_grown = False  # layers of the trunk's K/V caches all hold all K/V
         #: By the call's kind: the class of its output and what is in it; None where that is not understood.
-        self._kinds: dict[tuple[Any, ...], tuple[type, tuple[str, ...]] | None] = {}
+        self.kinds = Kinds[tuple[type, tuple[str, ...]]](lambda known: [name_of(known[0]), known[1]], _read_kind)
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
     def open(self, call: "Call") -> str | None:
         """Prepare a call that keeps K/V; the reason why it cannot be served or stored."""
         passed, requests = call.arguments, call.requests
-        assert requests is not None and call.scope is not None
+        assert requests is not None and call.scope is not None and call.state is not None
         kv_cache = passed.get(CACHE)
         if kv_cache is None:
             kv_cache = self._new_cache()
@@ -73,11 +85,11 @@ class Prefix:
             return "kv_cache_kind"
         if passed.get("token_type_ids") is not None:
             return "token_types"
-        if self._kinds.get(call.kind, ()) is None:
+        if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        call.prefill = Prefill(kv_cache, call.scope, requests.rows, 0, True, self.blocks.n_purges)
+        call.prefill = Prefill(kv_cache, call.scope, requests.rows, call.number, True, self.blocks.n_purges)
         prefill = call.prefill
-        prefill.has_chains = not (call.is_activated or call.is_whole)
+        prefill.has_chains = not (call.is_activated or call.is_whole or call.state.sees_later)
         return None
 
     def _new_cache(self) -> Any:
@@ -96,16 +108,52 @@ class Prefix:
         """Find rows that are held as a whole, else how many columns need not be run."""
         prefill = call.prefill
         assert prefill is not None
+        if self._stored is not None:
+            self._recall(call, prefill, self._stored)
         tried = [(row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.again) if key]
-        prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
+        if self.kinds.are_known(call.kind):
+            prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
+        if self._stored is not None and self._stored.tier.has_dropped:
+            for number, (key, held) in prefill.whole.items():
+                keys = [link.key for link in self._chain(prefill, prefill.rows[number])[: len(held) - 1]]
+                self._stored.offer_again([*keys, key], held, prefill.generation, self.kinds.describe(call.kind))
         if len(prefill.whole) == len(prefill.rows):
             return
         if call.is_whole:
             prefill.whole = {}
-        if self._cuts and prefill.has_chains and not any(row.bypass_reason or row.start is None for row in prefill.rows):
+        if (
+            self._cuts
+            and prefill.has_chains
+            and not any(row.bypass_reason or row.start is None for row in prefill.rows)
+        ):
             self._find_cut(call, prefill)
         if prefill.served:
             prefill.whole = {}
+
+    def _recall(self, call: "Call", prefill: Prefill, stored: StoredBlocks) -> None:
+        """Hold in memory what the store has of rows that are not held as a whole."""
+        shared = {None, call.prefixes_from} - {prefill.scope.namespace}
+        wanted = []
+        for row in prefill.rows:
+            tails = [key for key in (row.again, row.key) if key]
+            if row.bypass_reason or any(key in self.blocks for key in tails):
+                continue
+            for name in shared:
+                chain = self._chain(prefill, row, name) if self._cuts or name is None else ()
+                scope = prefill.scope if name is None else replace(prefill.scope, namespace=name)
+                own_tails = tails if name is None else []
+                if chain or own_tails:
+                    wanted.append(Wanted(scope, row, chain, self.blocks.n_held(chain), own_tails))
+        for kind in stored.recall(wanted, prefill.n_purges) if wanted else ():
+            self.kinds.tell(*kind)
+
+    def keys_of(self, call: "Call") -> list[str]:
+        """The keys of all that may have served a call: its blocks, and what ends it."""
+        prefill = call.prefill
+        assert prefill is not None
+        rows = [row for row in prefill.rows if not row.bypass_reason]
+        chains = [link.key for row in rows for link in self._chain(prefill, row)]
+        return [*chains, *(key for row in rows for key in (row.key, row.again) if key)]
 
     def _find_cut(self, call: "Call", prefill: Prefill) -> None:
         ids = call.arguments["input_ids"]
@@ -147,7 +195,7 @@ class Prefix:
         """
         prefill = call.prefill
         assert prefill is not None
-        kind = self._kinds.get(call.kind)
+        kind = self.kinds.get(call.kind)
         args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, prefill.kv_cache)
         try:
             if prefill.whole and kind is not None:
@@ -164,7 +212,9 @@ class Prefix:
                 empty(prefill.kv_cache)
             raise
 
-    def _cut(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _cut(
+        self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The trunk's arguments without the columns that are known."""
         assert call.prefill is not None
         n_cut, arguments = call.prefill.n_cut, self._arguments
@@ -182,7 +232,8 @@ class Prefix:
         """Fill the K/V cache with C columns; returns their states, to be joined (B, C, D)."""
         rows = prefill.rows
         held = {
-            row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True)) for row, n in prefill.served.items()
+            row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True))
+            for row, n in prefill.served.items()
         }
         columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served.items()}
         keys, values, states = (
@@ -247,22 +298,33 @@ class Prefix:
     # -- store ---------------------------------------------------------------------------------------------------------
 
     def store(self, call: "Call", output: Any) -> str | None:
-        """Keep blocks of rows that were computed, at least in part; "more_output" where the output is not understood."""
+        """Keep blocks of rows that were computed in part or whole; "more_output" if the output is not understood."""
         prefill = call.prefill
         assert prefill is not None
         states = last_states(output)
         names = (_STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
-        self._kinds[call.kind] = None if states is None else (type(output), names)
+        self.kinds.learn(call.kind, None if states is None else (type(output), names))
         if states is None:
             return "more_output"
         if prefill.n_purges != self.blocks.n_purges:  # it began with what was to be forgotten
             return None
         for row in prefill.rows:
             if row.number not in prefill.whole and not row.bypass_reason:
-                self._store(prefill, row, states[row.number])
+                self._store(call, prefill, row, states[row.number])
         return None
 
-    def _store(self, prefill: Prefill, row: Row, states: Tensor) -> None:
+    def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
+        """Hold blocks of a chain, and have them written; whether all of them are held."""
+        known = {link.key for link in chain if link.key in self.blocks}
+        is_whole = self.blocks.put(chain, made, n_purges=prefill.n_purges)
+        if self._stored is not None:
+            kind = self.kinds.describe(call.kind)
+            for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
+                if link.key in made and link.key not in known:
+                    self._stored.put(link.key, made[link.key], before, prefill.generation, kind)
+        return is_whole
+
+    def _store(self, call: "Call", prefill: Prefill, row: Row, states: Tensor) -> None:
         """Keep what is not held of a row, of whose tokens the trunk put out these states (T, D).
 
         A row of a call that was computed in full is kept as it came out: blocks that are held of another request may
@@ -277,7 +339,7 @@ class Prefix:
         made = self._make_blocks(prefill, row, states, n_before)
         new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
         if not is_whole:
-            blocks.put(chain, new)
+            self._put(call, prefill, chain, new)
             return
         n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
         tail = self._make_tail(prefill, row, states, n_own * blocks.size)
@@ -285,9 +347,9 @@ class Prefix:
         if first and n_own == len(chain) and first[-1].is_equal(tail):
             return  # came out as the same request before it in the call
         if n_own < len(chain):
-            blocks.put(chain, new)
+            self._put(call, prefill, chain, new)
         link = Link(row.again or row.key, tail.ids)
-        if not blocks.put((*chain[:n_own], link), {**new, link.key: tail}):
+        if not self._put(call, prefill, (*chain[:n_own], link), {**new, link.key: tail}):
             self._counters.too_large()
 
     def _make_blocks(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> list[Block]:
@@ -322,6 +384,13 @@ class Prefix:
             values = torch.cat([layer.values[only, :, places] for layer in layers])
             taken = states[None, places].clone()
             return keys.to(device), values.to(device), taken.to(device)
+
+
+def _read_kind(told: Any) -> tuple[type, tuple[str, ...]] | None:
+    name, names = told
+    found = type_of(name)
+    is_output = found is not None and (found is tuple or issubclass(found, ModelOutput))
+    return (found, tuple(names)) if found is not None and is_output else None
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from llmcache.models.adapters import Trunk
 from llmcache.models.model_config import setting
-from llmcache.models.tracing import is_traced
+from llmcache.models.tracing import are_strange, is_traced
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
@@ -77,6 +77,8 @@ CURES: dict[str, str] = {
     "only calls below the length that it was first trained on are cached",
     "other_pooling": "the modules after the trunk are not what they were when the model was wrapped (one was put in or "
     "exchanged, or pools in another way), and may read more than is kept: call unwrap(), and wrap the model again",
+    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the sentence-transformers "
+    "model that was wrapped, not a module in it, or wrap with payload='sequence'",
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }
@@ -115,16 +117,28 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
     Returns:
         A key of `CURES`. Cheap: no tensor is read.
     """
+    if reason := find_reason_now(trunk):
+        return reason
+    if are_strange(arguments.values()):
+        return "traced"
+    if not trunk.runs_its_layers:
+        return "other_depth"
+    return find_reason_of(arguments, trunk, defaults)
+
+
+def find_reason_now(trunk: Trunk) -> str | None:
+    """Why no forward of the trunk can use the cache at this moment, whatever it is passed; or None."""
     if torch._C._is_tracing():  # by torch.jit.trace
         return "compiled"
-    if is_traced(arguments.values()):
+    if is_traced():
         return "traced"
     if trunk.module.training:
         return "training"
-    if torch.is_grad_enabled():
-        return "gradients"
-    if not trunk.runs_its_layers:
-        return "other_depth"
+    return "gradients" if torch.is_grad_enabled() else None
+
+
+def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
+    """Why a forward that is passed these arguments cannot use the cache, with the trunk's config as it is; or None."""
     ids = arguments.get("input_ids")
     if ids is None or arguments.get("inputs_embeds") is not None:
         return "inputs_embeds"

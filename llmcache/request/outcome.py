@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from llmcache.request.call import Call
+from llmcache.execution.old_call import Call
 from llmcache.request.rows import Row
 
 

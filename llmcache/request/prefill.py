@@ -12,7 +12,7 @@ from torch import Tensor
 from llmcache.request.rows import Row, Scope
 
 if TYPE_CHECKING:  # which holds this
-    from llmcache.request.call import Reuse
+    from llmcache.execution.old_call import Reuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,24 +33,28 @@ class Requests:
         rows: One a request.
         ids: Token ids (B, T), int64, on the host.
         content: Which tokens are valid and not special, bool (B, T).
-        keys: Of each row, the keys under which it may be stored, the best first.
-        may_be_refused: The model may raise for positions or token types beyond its tables.
+        reader: Read them.
+        inputs: As they are on the host.
     """
 
     rows: Sequence[Row]
     ids: NDArray[np.int64]
     content: Bools
-    keys: list[tuple[str, ...]]
-    may_be_refused: bool
+    reader: "RequestReader"
+    inputs: HostInputs
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether the model may raise for positions or token types beyond its tables."""
+        return self.reader.may_be_refused(self.inputs)
 
     def take(self, numbers: Sequence[int]) -> "Requests":
         """Some of the requests, as those of a call of their own."""
         rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
-        keys = [self.keys[number] for number in numbers]
-        return Requests(rows, self.ids[numbers], self.content[numbers], keys, self.may_be_refused)
+        return Requests(rows, self.ids[numbers], self.content[numbers], self.reader, self.inputs)
 
     def features(self, numbers: int | Sequence[int]) -> Floats:
-        """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere. No vocabulary has 2**24 tokens."""
+        """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere."""
         return np.where(self.content[numbers], self.ids[numbers], -1).astype(np.float32)
 
 
@@ -78,13 +82,15 @@ class RequestReader:
         self.layout_is_kept = keeps_tokens and heeds_mask
         self._steady_length = steady_length(trunk.module)
         self._first_position = first_position(trunk.module)
-        self._content: tuple[str, Bools] = ("", np.empty(0, np.bool_))
+        #: Rows without padding, positions or anything unusual take part if they have content.
+        self._is_plain = self._steady_length is None and self._head_reads != "last"
 
     def read(
         self,
         arguments: Mapping[str, Any],
         mask_4d: Tensor | None,
         scope: Scope,
+        content: Bools,
         activated: Sequence[int | None] | None,
         is_whole: bool,
     ) -> Requests:
@@ -94,6 +100,7 @@ class RequestReader:
             arguments: Of the trunk, by name; checked by `find_reason`.
             mask_4d: The 4-D mask that was passed, of which `arguments` holds the 2-D one; None without.
             scope: Of the call.
+            content: See `content_table`.
             activated: For how many of each row's last columns an activated LoRA is in force; None without one.
             is_whole: Rows affect each other, so that the key of each covers the call.
 
@@ -103,34 +110,36 @@ class RequestReader:
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
             mask = mask.float()  # NumPy knows no bfloat16
-        named = (arguments.get(name) for name in ("token_type_ids", "position_ids", "cache_position"))
         is_causal = None
         if mask_4d is not None and mask is not None:
             is_causal = (mask_4d == expand(mask != 0, mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
-        on_host = to_host(ids, mask, *named, is_causal)
-        inputs = HostInputs(on_host[0], on_host[1], on_host[2], on_host[3], on_host[5], None, on_host[4])
+        types, positions = arguments.get("token_type_ids"), arguments.get("position_ids")
+        *on_host, order = to_host(ids, mask, types, positions, is_causal, arguments.get("cache_position"))
+        inputs = HostInputs(*on_host, None, order)
         inputs.activated = activated
         _read_mask(inputs)
-        if _has_negative(inputs.ids):  # it would be taken for one of the last tokens
-            raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
-        table = self._content_table(scope.weights)
-        content = table[inputs.ids]
-        if not (inputs.valid is None or inputs.is_full):
-            content &= inputs.valid
+        # Its sign is in one byte of each, so that no function of NumPy's is needed, which takes long after a model.
+        if not inputs.ids.astype(np.int64, copy=False).tobytes()[_SIGN::8].isascii():
+            raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")  # else taken for one of the last
+        is_content = content[inputs.ids]
+        is_full = inputs.is_full or inputs.valid is None
+        if not is_full:
+            is_content &= inputs.valid
         rows = read_rows(
             scope,
             inputs,
-            id_dtype(len(table)),
+            id_dtype(len(content)),
             self._trunk.adapter.is_guess,
             self.layout_counts,
             self.layout_is_kept,
             is_whole=is_whole,
         )
-        reason = self._refusal_of_all(inputs)
-        for row, has_content in zip(rows, content.any(axis=1).tolist(), strict=True):
-            row.bypass_reason = reason or self._refusal(row, inputs, has_content)
-        keys = [(row.again, row.key) if row.again else (row.key,) for row in rows]
-        return Requests(rows, inputs.ids, content, keys, self._may_be_refused(inputs))
+        has_content = is_content.any(axis=1).tolist()
+        if not (is_full and self._is_plain and all(has_content) and None is positions is order is activated):
+            reason = self._refusal_of_all(inputs)
+            for row, has_any in zip(rows, has_content, strict=True):
+                row.bypass_reason = reason or self._refusal(row, inputs, has_any)
+        return Requests(rows, inputs.ids, is_content, self, inputs)
 
     def _refusal_of_all(self, inputs: HostInputs) -> str:
         """Why no row takes part: tokens are not put one after the other, or positions not encoded as in other calls."""
@@ -159,7 +168,8 @@ class RequestReader:
         row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
         return "head_reads_padding" if row.is_misread and not self.layout_counts else ""
 
-    def _may_be_refused(self, inputs: HostInputs) -> bool:
+    def may_be_refused(self, inputs: HostInputs) -> bool:
+        """See `Requests.may_be_refused`."""
         config = self._trunk.config
         n_positions, n_types = setting(config, "max_position_embeddings"), setting(config, "type_vocab_size")
         n_tokens = inputs.ids.shape[1] + self._first_position
@@ -169,13 +179,10 @@ class RequestReader:
             else _reaches(inputs.positions, n_positions)
         )
 
-    def _content_table(self, weights: str) -> Bools:
-        """Whether a token carries content, bool (vocabulary,); anew when the weights, and so maybe their number, change."""
-        known, table = self._content
-        if known != weights:
-            table = np.ones(vocabulary_size(self._trunk), np.bool_)
-            table[list(special_ids(self._trunk, self._tokenizer))] = False
-            self._content = weights, table
+    def content_table(self) -> Bools:
+        """Whether a token carries content, bool (vocabulary,), as the model is now."""
+        table = np.ones(vocabulary_size(self._trunk), np.bool_)
+        table[list(special_ids(self._trunk, self._tokenizer))] = False
         return table
 
 
@@ -193,11 +200,6 @@ def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
 def _reaches(values: NDArray[Any] | None, n: int | None) -> bool:
     """Whether a value is below 0, or n or more; None: there are none, or n is not known."""
     return values is not None and n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
-
-
-def _has_negative(ids: NDArray[np.int64]) -> bool:
-    """Whether an id is below 0, by the sign bits alone: they are in the last byte of each, or in the first."""
-    return not ids.astype(np.int64, copy=False).tobytes()[_SIGN::8].isascii()
 
 
 def _read_mask(inputs: HostInputs) -> None:

@@ -140,15 +140,14 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     Returns:
         NumPy arrays; on CPU they share the tensors' memory.
     """
-    copies = [
-        tensor if tensor is None or tensor.is_cpu else tensor.to("cpu", non_blocking=tensor.is_cuda)
-        for tensor in tensors
-    ]
+    made: list[NDArray[Any] | None] = []
+    waits_for = next((tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda), None)
+    if waits_for is not None:
+        tensors = tuple(None if one is None else one.to("cpu", non_blocking=True) for one in tensors)
+        torch.cuda.current_stream(waits_for).synchronize()
     for tensor in tensors:
-        if tensor is not None and tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
-            break
-    return [None if tensor is None else tensor.numpy() for tensor in copies]
+        made.append(None if tensor is None else tensor.cpu().numpy())
+    return made
 
 
 def id_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -179,45 +178,63 @@ def read_rows(
         layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
         is_whole: Rows affect each other: the key of each covers all rows, and its place among them.
     """
-    prefix = _sha_of(scope).copy()
+    prefix = _sha_of(scope)
+    if is_whole:
+        prefix = prefix.copy()
     if is_whole:
         for number, mask in enumerate([None] * len(inputs.ids) if inputs.valid is None else inputs.valid):
             _update_layout(prefix, inputs, number, mask)
+    ids, types, positions = np.asarray(inputs.ids, np.int64), inputs.types, inputs.positions
+    types = None if types is None else np.asarray(types, np.int64)
+    n_tokens = ids.shape[1]
+    everything = slice(0, n_tokens)
     rows: list[Row] = []
     n_seen: dict[str, int] = {}
-    for number, row_ids in enumerate(inputs.ids):
-        mask = None if inputs.valid is None else inputs.valid[number]
-        valid, n_valid = _valid_positions(None if padding_counts or inputs.is_full else mask, len(row_ids))
-        sha = prefix.copy()
+    for number in range(len(ids)):
+        mask, row_ids = None if inputs.valid is None else inputs.valid[number], ids[number]
+        valid: Positions = everything
+        n_valid, start = n_tokens, 0 if n_tokens else None
+        if not (mask is None or padding_counts or inputs.is_full or mask.all()):
+            valid, n_valid = _valid_positions(mask)
+            row_ids = row_ids[valid]
+            start = valid.start if isinstance(valid, slice) and n_valid else None
+        sha, packed = prefix.copy(), row_ids.tobytes()
         if is_whole:
             _update(sha, b"place", [number])
-        _update(sha, b"ids", row_ids[valid])
-        _update(sha, b"types", _row(inputs.types, number, valid))
-        _update(sha, b"positions", _row(inputs.positions, number, valid))
+        sha.update(b"ids:%d;" % len(packed) + packed)
+        if types is None:
+            sha.update(b"types:none;")
+        else:
+            packed = types[number if len(types) > 1 else 0, valid].tobytes()
+            sha.update(b"types:%d;" % len(packed) + packed)
+        if positions is not None:
+            own = positions[number if len(positions) > 1 else 0, valid]
+            _update(sha, b"positions", own)
+            is_steady = start is not None and bool((np.diff(own) == 1).all())
+            start = int(own[0]) if is_steady and n_valid else None
         if padding_counts:
             _update(sha, b"mask", mask)
-        elif inputs.positions is None and n_valid and not (isinstance(valid, slice) and valid.start == 0):
+        elif positions is None and n_valid and start != 0:
             end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
-            _update(sha, b"before", row_ids[:end])
+            _update(sha, b"before", ids[number, :end])
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
         if inputs.activated is not None:
-            _update(sha, b"activated", _activated(inputs.activated, number, valid, len(row_ids)))
-        has_layout, layout = layout_counts and n_valid < len(row_ids), b""
+            _update(sha, b"activated", _activated(inputs.activated, number, valid, n_tokens))
+        has_layout, layout = layout_counts and n_valid < n_tokens, b""
         if has_layout:
             _update_layout(sha, inputs, number, mask)
-        elif layout_is_kept and n_valid < len(row_ids):
+        elif layout_is_kept and n_valid < n_tokens:
             whole = sha.copy()
             _update_layout(whole, inputs, number, mask)
             layout = whole.digest()
-        packed = row_ids[valid].astype(dtype).tobytes()
-        start = _start(_row(inputs.positions, number, valid), valid, n_valid)
-        row = Row(number, key_of(sha.digest()), packed, valid, n_valid, start, has_layout=has_layout, layout=layout)
-        if nth := n_seen.get(row.key, 0):
+        key = base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()
+        row = Row(number, key, row_ids.astype(dtype).tobytes(), valid, n_valid, start, "", has_layout, layout)
+        if nth := n_seen.get(key, 0):
             _update(sha, b"again", [nth])
             row.again = key_of(sha.digest())
-        n_seen[row.key] = nth + 1
+        n_seen[key] = nth + 1
         rows.append(row)
     return rows
 
@@ -243,24 +260,13 @@ def key_of(digest: bytes) -> str:
     return base64.urlsafe_b64encode(digest)[:KEY_LENGTH].decode()
 
 
-def _valid_positions(mask: NDArray[Any] | None, length: int) -> tuple[Positions, int]:
+def _valid_positions(mask: NDArray[Any]) -> tuple[Positions, int]:
     """Valid positions as a slice where they are contiguous, which they are but for masks with holes."""
-    if mask is None or mask.all():
-        return slice(0, length), length
     where = np.flatnonzero(mask)
     if len(where) == 0:
         return slice(0, 0), 0
     start, stop = int(where[0]), int(where[-1]) + 1
     return (slice(start, stop) if stop - start == len(where) else where), len(where)
-
-
-def _start(positions: NDArray[np.int64] | None, valid: Positions, n_valid: int) -> int | None:
-    """See `Row.start`; a model that is given no positions counts columns."""
-    if n_valid == 0 or not isinstance(valid, slice):
-        return None
-    if positions is None:
-        return int(valid.start)
-    return int(positions[0]) if (np.diff(positions) == 1).all() else None
 
 
 def _activated(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> list[int] | None:

@@ -10,7 +10,7 @@ One file a rung, safest first: a row goes to the first rung that serves it.
 """
 
 from llmcache.banks.cache_banks import CacheBanks
-from llmcache.request.call import Call, Reuse
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 from llmcache.reuse.exact import Exact

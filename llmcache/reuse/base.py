@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from llmcache.request.call import Call, Reuse
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.request.rows import Row
 
 #: What a forward is passed: by position, and by name.

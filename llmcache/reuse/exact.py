@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.records import StoredState
-from llmcache.request.call import Call, Reuse
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 

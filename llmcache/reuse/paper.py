@@ -14,8 +14,8 @@ eviction a higher bank may hold only another neighbour above tau, which this run
 from collections.abc import Mapping, Sequence
 
 from llmcache.banks.cache_banks import CacheBanks
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.matching.partition import Neighbour
-from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from llmcache.banks.cache_banks import CacheBanks
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.matching.decision import deepest_layer, share_of
-from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.base import Rung
 from llmcache.reuse.chooser import Choice, NeighbourChooser

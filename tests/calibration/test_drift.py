@@ -10,7 +10,7 @@ import pytest
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
 from llmcache.calibration.drift import DriftDetector, Marks, Profile, profile
-from llmcache.request.call import Call
+from llmcache.execution.old_call import Call
 from tests import inside, topics
 from tests.topics import N_CALIBRATED, Inputs, batched, calibrated, classifier, known, requests
 

@@ -6,9 +6,8 @@
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -29,8 +28,8 @@ from llmcache import (
     StoreError,
     View,
 )
-from llmcache.banks.stores import Bytes, Event, Events, Put, StoreKey, StoreStats
 from llmcache.reuse import CacheBanks, Call, Row
+from llmcache.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats
 
 
 class MostRecent(Policy):
@@ -66,9 +65,9 @@ class MostRecent(Policy):
 class Place:
     """What stores of one name share."""
 
-    values: dict[StoreKey, tuple[int, bytes]] = field(default_factory=dict)  # with their generation
-    n_removed: Counter[str | None] = field(default_factory=Counter)  # by namespace; None: all of them
-    told: list[Event] = field(default_factory=list)
+    values: dict[StoreKey, tuple[int, bytes]] = field(default_factory=dict)  # with the number of their namespace
+    n_purged: Counter[str | None] = field(default_factory=Counter)  # by namespace; None: all of them
+    told: list[Purge] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -84,66 +83,66 @@ class Shared(Store):
 
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
         type(self).n_used += 1
-        self.ping()
+        self.check_open()
         with self.place.lock:
             return [self.find(key) if time.monotonic() < deadline else None for key in keys]
 
     def put_many(self, puts: Sequence[Put]) -> None:
-        self.ping()
+        self.check_open()
         with self.place.lock:
             for put in puts:
-                if put.generation == self.generation(put.key.namespace):
-                    self.place.values[put.key] = put.generation, bytes(put.value)
-                    self.place.told.append(Event(self.next, "stored", put.key.namespace, put.key, note=put.note))
+                if put.number == self.number(put.key.namespace):
+                    self.place.values[put.key] = put.number, bytes(put.value)
 
-    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
-        self.ping()
-        with self.place.lock:
-            return len(list(takewhile(lambda key: self.find(key) is not None, keys)))
+    def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
+        self.check_open()
+        return [key for key in keys if self.find(key) is None]
 
-    def generation(self, namespace: str | None) -> int:
-        return sum(self.place.n_removed[name] for name in {None, namespace})
+    def numbers(self, namespaces: Sequence[str]) -> list[int]:
+        self.check_open()
+        return [self.number(namespace) for namespace in namespaces]
 
-    def remove(self, namespace: str | None) -> int:
+    def purge(self, namespace: str | None) -> int:
         with self.place.lock:
             gone = [key for key in self.place.values if namespace in (None, key.namespace)]
             for key in gone:
                 del self.place.values[key]
-            self.place.n_removed[namespace] += 1
-            self.place.told.append(Event(self.next, "cleared", namespace, generation=self.generation(namespace)))
+            self.place.n_purged[namespace] += 1
+            self.place.told.append(Purge(namespace))
             return len(gone)
 
-    def events(self, since: str | None) -> Events:
+    def forget(self, keys: Sequence[StoreKey]) -> None:
+        with self.place.lock:
+            for key in keys:
+                self.place.values.pop(key, None)
+            self.place.told.append(Purge(keys[0].namespace, tuple(key.name for key in keys)))
+
+    def purges(self, since: str | None) -> Purges:
         told = self.place.told
         if since is None or not since.isdigit():
-            return Events((), str(len(told)), is_complete=since is None)
+            return Purges((), str(len(told)), is_complete=since is None)
         found = told[int(since) :]
-        return Events(found, str(int(since) + len(found)))
-
-    def notes(self, namespace: str) -> Iterator[tuple[StoreKey, bytes]]:
-        with self.place.lock:
-            told = [event for event in self.place.told if event.namespace == namespace]
-        return ((one.key, one.note) for one in told if one.key and one.note and self.find(one.key) is not None)
+        return Purges(found, str(int(since) + len(found)))
 
     def stats(self) -> StoreStats:
+        self.check_open()
         with self.place.lock:
             values = self.place.values.values()
             return StoreStats(len(values), sum(len(value) for _, value in values))
 
-    def ping(self) -> None:
-        if not self.is_open:
-            raise StoreError("the store is closed")
-
     def close(self) -> None:
         self.is_open = False
 
-    def find(self, key: StoreKey) -> bytes | None:
-        generation, value = self.place.values.get(key, (None, None))
-        return value if generation == self.generation(key.namespace) else None
+    def check_open(self) -> None:
+        if not self.is_open:
+            raise StoreError("the store is closed")
 
-    @property
-    def next(self) -> str:
-        return str(len(self.place.told) + 1)
+    def number(self, namespace: str) -> int:
+        return self.place.n_purged[None] + self.place.n_purged[namespace]
+
+    def find(self, key: StoreKey) -> bytes | None:
+        number, value = self.place.values.get(key, (None, None))
+        return value if number == self.number(key.namespace) else None
 
 
 class Scan(Index):

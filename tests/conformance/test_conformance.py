@@ -1,6 +1,6 @@
 """The checks of `llmcache.testing` pass a class from outside, and tell of one that breaks a rule which."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcache import View
-from llmcache.banks.stores import Bytes, StoreKey
+from llmcache.stores import Bytes, StoreKey
 from llmcache.testing import check_codec, check_fingerprint, check_index, check_policy, check_store
 from tests.conformance import outside
 
@@ -53,7 +53,7 @@ class Hasty(outside.MostRecent):
 class Unmoved(outside.Shared):
     """Keeps its numbers when it is purged, so what another was about to put comes later."""
 
-    def generation(self, namespace: str | None) -> int:
+    def number(self, namespace: str) -> int:
         return 0
 
 
@@ -67,11 +67,6 @@ class Patient(outside.Shared):
         return super().get_many(keys, inf)
 
 
-class Counting(outside.Shared):
-    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
-        return sum(self.find(key) is not None for key in keys)
-
-
 class Nameless(outside.Shared):
     """Takes the text of a key for the key."""
 
@@ -80,9 +75,12 @@ class Nameless(outside.Shared):
         return next((v for k, (_, v) in self.place.values.items() if f"{k.namespace}:{k.name}" == text), None)
 
 
-class Remembering(outside.Shared):
-    def notes(self, namespace: str) -> Iterator[tuple[StoreKey, bytes]]:
-        return ((one.key, one.note) for one in self.place.told if one.namespace == namespace and one.key and one.note)
+class Silent(outside.Shared):
+    """Tells nobody of single values."""
+
+    def forget(self, keys: Sequence[StoreKey]) -> None:
+        super().forget(keys)
+        self.place.told.pop()
 
 
 class Alone(outside.Shared):
@@ -149,11 +147,10 @@ class Turning(outside.Mirrored):
         ("policy", Forgetful, "victim: asking changes nothing"),
         ("policy", Stale, "victim(: a key that was put and not removed since| while no key is held)"),
         ("policy", Hasty, "expired: only where lets_entries_leave_early is set"),
-        ("store", Unmoved, "remove: the namespace has another generation in all stores"),
+        ("store", Unmoved, "purge: the namespace has another number in all stores"),
         ("store", Shuffled, "get_many: a value for each key, in their order, bit for bit"),
         ("store", Patient, "get_many: nothing after the deadline, and no error"),
-        ("store", Counting, "contains_prefix: how many are held before the first that is not"),
-        ("store", Remembering, "remove: nothing is returned that was put before"),
+        ("store", Silent, "purges: what was purged, in order"),
         ("store", Nameless, "get_many: a value for each key, in their order, bit for bit"),
         ("store", Alone, "get_many: a value for each key, in their order, bit for bit"),
         ("index", Worst, "search: (best first|the most similar rows)"),

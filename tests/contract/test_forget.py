@@ -12,7 +12,6 @@ from llmcache import LLMCache
 from tests.contract.streams import ask, calibrated, classifier, requests
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokens
 
-NOT_YET = pytest.mark.xfail(raises=AttributeError, strict=True, reason="cache.forget comes with the new banks")
 A, B = tokens(1, 6, 1), tokens(1, 6, 2)
 
 
@@ -55,7 +54,6 @@ def test_last_names_the_source(frozen: LLMCache) -> None:
         assert rung(exact, A) == "exact" and exact.last[0].source == exact.last[0].key
 
 
-@NOT_YET
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "classifier"])
 def test_a_repeat_is_forgotten(kind: str) -> None:
     """After `forget` the same request is computed, and remembered anew; others stay."""
@@ -67,7 +65,6 @@ def test_a_repeat_is_forgotten(kind: str) -> None:
         assert (rung(cache, A), rung(cache, A), rung(cache, B)) == (None, "exact", "exact")
 
 
-@NOT_YET
 def test_each_row_of_a_batch_is_forgotten() -> None:
     """`forget` takes what a call takes: all rows of a batch are forgotten, with masks as they were asked."""
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
@@ -81,7 +78,6 @@ def test_each_row_of_a_batch_is_forgotten() -> None:
         assert rung(cache, B) == "exact"
 
 
-@NOT_YET
 def test_a_namespace_forgets_its_own() -> None:
     """`forget` reaches the namespace that it is called in, and no other."""
     with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
@@ -95,7 +91,6 @@ def test_a_namespace_forgets_its_own() -> None:
             assert rung(cache, A) == "exact"
 
 
-@NOT_YET
 def test_what_is_not_there_is_forgotten_at_no_cost() -> None:
     """`forget` of a request that was never asked changes nothing, and computes nothing."""
     model = build(BARE["bert"])
@@ -108,7 +103,6 @@ def test_what_is_not_there_is_forgotten_at_no_cost() -> None:
         assert rung(cache, B) == "exact"
 
 
-@NOT_YET
 def test_a_wrong_hit_of_tau_does_not_come_again() -> None:
     """A request that `tau` answered with another one's states is computed once it is forgotten."""
     with LLMCache.wrap(classifier(), tau=0.0) as cache:
@@ -121,7 +115,6 @@ def test_a_wrong_hit_of_tau_does_not_come_again() -> None:
         assert cache.last[0].source is None
 
 
-@NOT_YET
 def test_a_frozen_source_serves_nobody_again(frozen: LLMCache) -> None:
     """A calibration's source that is forgotten is a tombstone: who is nearest to it computes, and the bound stays."""
     cache, ids = frozen, requests(60, seed=7)[0]
@@ -136,7 +129,6 @@ def test_a_frozen_source_serves_nobody_again(frozen: LLMCache) -> None:
     assert cache.calibration.chosen == made.chosen
 
 
-@NOT_YET
 def test_a_tombstone_is_saved(frozen: LLMCache, tmp_path: Path) -> None:
     """What was forgotten stays forgotten in a save."""
     ids = requests(60, seed=7)[0]
@@ -147,7 +139,6 @@ def test_a_tombstone_is_saved(frozen: LLMCache, tmp_path: Path) -> None:
         assert gone not in hits(cache, ids).values()
 
 
-@NOT_YET
 def test_a_store_forgets_too(tmp_path: Path) -> None:
     """With a store, what was forgotten is served from neither memory nor store, by none of those who share it."""
 

@@ -15,7 +15,7 @@ from llmcache import LLMCache
 from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.execution.length_costs import Times
 from llmcache.execution.meter import Meter
-from llmcache.request.call import Call, Inputs, Read
+from llmcache.execution.old_call import Call, Inputs, Read
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
 from tests import inside

@@ -64,6 +64,12 @@ class Block:
     begin: int = 0  # its first token's place there
     end: int = 0  # after its last token
 
+    @classmethod
+    def of(cls, ids: bytes, scope: Scope, tensors: Mapping[str, Tensor], is_tail: bool, layout: bytes) -> "Block":
+        """The block that has these tensors; see `tensors`."""
+        padding = {n.removeprefix(PADDING): one for n, one in tensors.items() if n.startswith(PADDING)}
+        return cls(ids, scope, *(tensors[name] for name in NAMES), is_tail=is_tail, padding=padding, layout=layout)
+
     @property
     def n_tokens(self) -> int:
         return self.states.shape[-2] if self.slab is None else self.end - self.begin

@@ -16,18 +16,22 @@ Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden wi
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmcache.banks.entry import Entry
 from llmcache.banks.kv import PADDING
 from llmcache.banks.memory import adopt
 from llmcache.banks.records import BlockPlace, SavedRequest
 from llmcache.policies.base import Policy
+from llmcache.policies.shares import Shares
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Scope
 from llmcache.reuse.prefix.block import NAMES, Block
 from llmcache.reuse.prefix.slabs import Slabs
+from llmcache.stacks import pack, unpack
 from llmcache.threads import forkable
 
 _MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
@@ -45,7 +49,7 @@ class BlockPool:
         size: int,
         max_bytes: int,
         device: torch.device,
-        policy: Policy,
+        make_policy: Callable[[], Policy],
         spent: Callable[[], int] = int,
     ) -> None:
         """Start empty.
@@ -63,7 +67,7 @@ class BlockPool:
         self.demote: Callable[[str, Block, str | None], None] | None = None  # told who leaves, and the block before
         self.offer_again: Callable[[Iterable[tuple[str, Block, str | None]]], None] | None = None  # told who is used
         self.generation: Callable[[Scope], int] | None = None  # of a scope's namespace in the store behind memory
-        self._policy = policy
+        self._shares = Shares(make_policy)
         self._spent = spent
         self._held: dict[str, Block] = {}
         self._before: dict[str, str] = {}  # the block before each but the first of a chain
@@ -124,13 +128,17 @@ class BlockPool:
         with self._lock:
             return len(self._match(chain))
 
-    def put(self, chain: Sequence[Link], made: Mapping[str, Block], generation: int = 0) -> bool:
+    def put(
+        self, chain: Sequence[Link], made: Mapping[str, Block], generation: int = 0, n_purges: int | None = None
+    ) -> bool:
         """Hold the beginning of a chain, as far as it is held already or made anew, and fits; whether all of it is.
 
         Of those `made`, one that another thread brought meanwhile is ignored, and what follows one that left meanwhile
-        is, too. All are where there is a store behind memory, and their namespace was purged there since `generation`.
+        is, too. All are if anything was purged since `n_purges`.
         """
         with self._lock:
+            if n_purges not in (None, self.n_purges):
+                return True
             is_purged = self.generation is not None and any(
                 self.generation(block.scope) != generation for block in islice(made.values(), 1)
             )
@@ -147,14 +155,14 @@ class BlockPool:
             added: dict[str, int] = {}
             for link in chain[held:]:
                 block = made.get(link.key)
-                if block is None or not self._make_room(nbytes := block.nbytes, own, max_bytes):
+                if block is None or not self._make_room(nbytes := block.nbytes, own, max_bytes, block.scope.namespace):
                     break
                 self._add(link.key, block, nbytes, chain[held - 1].key if held else None)
                 added[link.key] = nbytes
                 held += 1
             # Not before: a policy that counts uses would name them first. Last to first, so that ends leave first.
             for key, nbytes in reversed(added.items()):
-                self._policy.on_put(key, nbytes)
+                self._policy_of(key).on_put(key, nbytes)
             self._use(reversed(known))
             self._slabs.settle()
             return held == len(chain)
@@ -162,25 +170,33 @@ class BlockPool:
     def make_way(self) -> None:
         """Let blocks leave for what others are about to hold, so that the budget of all is kept at every moment."""
         with self._lock:
-            self._make_room(0, set(), self._max_bytes)
+            self._make_room(0, set(), self._max_bytes, "")
             self._slabs.settle()
 
-    def purge(self, namespace: str) -> int:
-        """Forget all blocks of a namespace, which chains never leave, and return how many requests ended there."""
+    def namespaces(self) -> list[str]:
+        """Those of which anything is held."""
+        with self._lock:
+            return list({block.scope.namespace for block in self._held.values()})
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Forget all blocks of a namespace, which chains never leave, None: all; returns how many requests ended there."""
         with self._lock:
             n_tails = self.n_tails
             self.n_purges += 1
-            for key in [key for key, block in self._held.items() if block.scope.namespace == namespace]:
+            for key in [k for k, block in self._held.items() if namespace in (None, block.scope.namespace)]:
                 self._drop(key)
             self._slabs.settle()
             return n_tails - self.n_tails
 
-    def clear(self) -> None:
+    def forget(self, keys: Iterable[str]) -> int:
+        """Forget blocks, with all that follow them; returns how many requests ended there."""
         with self._lock:
-            self.n_purges += 1
-            for key in list(self._held):
-                self._drop(key)
+            n_tails = self.n_tails
+            for key in keys:
+                while key in self._held:
+                    self._drop(self._last_after(key))
             self._slabs.settle()
+            return n_tails - self.n_tails
 
     def records(self) -> list[SavedRequest]:
         """All that is held, each block after the one before it."""
@@ -212,10 +228,32 @@ class BlockPool:
             has_place = before is None or before in self._held
             own = set() if before is None else {before}
             nbytes = block.nbytes
-            if has_place and record.key not in self._held and self._make_room(nbytes, own, self._max_bytes):
+            namespace = block.scope.namespace
+            if has_place and record.key not in self._held and self._make_room(nbytes, own, self._max_bytes, namespace):
                 self._add(record.key, block, nbytes, before)
-                self._policy.on_put(record.key, nbytes)
+                self._policy_of(record.key).on_put(record.key, nbytes)
             self._slabs.settle()
+
+    def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
+        """What is saved of a trunk's requests: of each block what it is and what follows what, and its tensors."""
+        with self._lock:
+            self._expire()
+            of_weights = [(key, block) for key, block in self._held.items() if block.scope.weights == weights]
+            held = [(key, block, self._before.get(key)) for key, block in of_weights]
+        return pack([(block.tensors, _about(key, block, before)) for key, block, before in held])
+
+    def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Hold what was saved, as far as it fits."""
+        for own, (key, scope, ids, layout, is_tail, before) in unpack(meta, tensors):
+            on_device = {name: one.to(self.device) for name, one in own.items()}
+            block = Block.of(bytes.fromhex(ids), Scope(*scope), on_device, is_tail, bytes.fromhex(layout))
+            with self._lock:
+                has_place, ours, nbytes = before is None or before in self._held, {before or ""}, block.nbytes
+                namespace = block.scope.namespace
+                if has_place and self._make_room(nbytes, ours, self._max_bytes, namespace):
+                    self._add(key, block, nbytes, before)
+                    self._policy_of(key).on_put(key, nbytes)
+        self.gather()
 
     def gather(self) -> None:
         """Lay blocks that follow one another side by side, where they do not: saved blocks lie each for itself."""
@@ -235,13 +273,14 @@ class BlockPool:
     def _use(self, last_to_first: Iterable[str]) -> None:
         used = [*last_to_first]
         for key in used:
-            self._policy.on_hit(key)
+            if key in self._held:
+                self._policy_of(key).on_hit(key)
         if self.offer_again is not None:
             self.offer_again((key, self._held[key], self._before.get(key)) for key in used if key in self._held)
 
     def _expire(self) -> None:
         """Drop blocks that their policy sends away, with all that follow them."""
-        for key in self._policy.expired():
+        for key in self._shares.expired():
             while key in self._held:
                 self._drop(self._last_after(key))
                 self.n_evicted += 1
@@ -258,6 +297,7 @@ class BlockPool:
         self.nbytes += nbytes
         self.n_tails += block.is_tail
         self._slabs.add(key, block)
+        self._shares.add(block.scope.namespace, key, nbytes)
         if before is not None:
             self._before[key] = before
             self._after.setdefault(before, {})[key] = None
@@ -267,7 +307,7 @@ class BlockPool:
         self.nbytes -= block.nbytes
         self.n_tails -= block.is_tail
         self._slabs.remove(key, block)
-        self._policy.on_remove(key)
+        self._shares.remove(block.scope.namespace, key)
         self._after.pop(key, None)
         before = self._before.pop(key, "")
         siblings = self._after.get(before, {})
@@ -280,13 +320,16 @@ class BlockPool:
         """What others leave. It holds as long as the lock is held: they ask blocks to make way first."""
         return self.max_bytes - self._spent()
 
-    def _make_room(self, nbytes: int, own: set[str], max_bytes: int) -> bool:
+    def _policy_of(self, key: str) -> Policy:
+        return self._shares.of(self._held[key].scope.namespace)
+
+    def _make_room(self, nbytes: int, own: set[str], max_bytes: int, namespace: str) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
         if nbytes > max_bytes:
             return False
         while self.nbytes + nbytes > max_bytes:
             try:
-                leaving = self._last_after(self._policy.victim())
+                leaving = self._last_after(self._shares.victim(namespace, nbytes))
             except KeyError:  # all that is held is what is being put
                 return False
             if leaving in own:
@@ -296,6 +339,12 @@ class BlockPool:
             self._drop(leaving)
             self.n_evicted += 1
         return True
+
+
+def _about(key: str, block: Block, before: str | None) -> list[Any]:
+    scope = block.scope
+    where = [scope.namespace, scope.weights, scope.dtype, scope.attention]
+    return [key, where, block.ids.hex(), block.layout.hex(), block.is_tail, before]
 
 
 def _n_alike(one: bytes, other: bytes) -> int:

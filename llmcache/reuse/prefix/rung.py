@@ -22,13 +22,13 @@ from torch import Tensor
 
 from llmcache.arrays import Positions
 from llmcache.counters import Counters
+from llmcache.execution.old_call import Call, Reuse
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import BY_COLUMN, Arguments
 from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import cut
 from llmcache.models.payloads import Payload, padding_of, place_padding
 from llmcache.request.bypass import is_plain_cache
-from llmcache.request.call import Call, Reuse
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Passed, Rung

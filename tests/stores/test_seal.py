@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from llmcache import ConfigError
-from llmcache.banks.stores import StoreKey
-from llmcache.banks.stores.seal import KEY, SECRET, MismatchError, Seal
+from llmcache.stores import StoreKey
+from llmcache.stores.seal import KEY, SECRET, MismatchError, Seal
 
 ONE, OTHER = StoreKey("a", "0" * 64, "x"), StoreKey("a", "0" * 64, "y")
 SEALS = {
@@ -80,7 +80,7 @@ def test_values_of_other_keys_and_formats_are_told_apart() -> None:
         SEALS["plain"].open(OTHER, value)
     assert refused.value.reason == "other_key"
     older = value[:4] + (1).to_bytes(2, "little") + value[6:]
-    with pytest.raises(MismatchError, match="format 1; this version reads 2") as refused:
+    with pytest.raises(MismatchError, match="format 1; this version reads 3") as refused:
         SEALS["plain"].open(ONE, older)
     assert refused.value.reason == "other_format"
 

@@ -1,6 +1,6 @@
 """Kill a process that writes to a disk store, at random moments, and look at what it left.
 
-    python -m tests.banks.killing FOLDER --times 200 --seed 0
+    python -m tests.stores.killing FOLDER --times 200 --seed 0
 
 Each writer puts values of all sizes in batches, purges now and then, and says what has returned. Killed, its folder is
 opened again: every value that is found is right, none is from before a purge that had returned, and none is missing
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from llmcache.banks.stores import Put, StoreKey
-from llmcache.banks.stores.disk import DiskStore
-from llmcache.banks.stores.seal import Seal
+from llmcache.stores import Put, StoreKey
+from llmcache.stores.disk import DiskStore
+from llmcache.stores.seal import Seal
 
 SEAL = Seal(b"secret")
 SIZES = (10, 2_000, 9_000, 200_000)  # floats: in the index, at its limit, in files
@@ -43,12 +43,12 @@ def write(folder: str, max_bytes: int, n_purges: int, seed: int, say: int) -> No
     while True:
         if chance.random() < 0.05:
             os.write(say, b"purging\n")
-            store.remove("a")
+            store.purge("a")
             n_purges += 1
             os.write(say, b"purged\n")
         numbers = chance.sample(range(N_KEYS), chance.randint(1, 6))
-        generation = store.generation("a")
-        store.put_many([Put(key(n), SEAL.close(key(n), value(n, n_purges), {}), generation) for n in numbers])
+        number = store.numbers(["a"])[0]
+        store.put_many([Put(key(n), SEAL.close(key(n), value(n, n_purges), {}), number) for n in numbers])
         os.write(say, "".join(f"put {n}\n" for n in numbers).encode())
 
 
@@ -89,7 +89,7 @@ def look(folder: Path, max_bytes: int, must: set[int], least_purges: int) -> dic
 
 
 def main(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.banks.killing", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.stores.killing", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from llmcache.banks.stores import Put, Store, StoreKey
+from llmcache.stores import Put, Store, StoreKey
 
 KEYS = [StoreKey("read by threads", "0" * 64, f"{number}") for number in range(4)]
 
@@ -31,9 +31,9 @@ def check_readers(make: Callable[[], Store]) -> None:
                 for i in range(40):
                     number, store = i % 4, (one, other)[i % 3 > 1]
                     value = bytes([number + 4 * n_removed[0]]) * (3_000, 70_000)[i % 5 > 2]
-                    store.put_many([Put(KEYS[number], value, store.generation(KEYS[number].namespace))])
+                    store.put_many([Put(KEYS[number], value, store.numbers([KEYS[number].namespace])[0])])
                     if i % 8 == 7:
-                        one.remove(KEYS[number].namespace)
+                        one.purge(KEYS[number].namespace)
                         n_removed[0] += 1
             finally:
                 has_ended.set()

@@ -1,0 +1,259 @@
+"""Saving and loading a cache: safetensors for tensors, one JSON manifest for the rest, no pickle.
+
+    manifest.json                 settings, weights digest, names and SHA-256 of the files below
+    <section>-<tag>.safetensors   what one part of the cache holds: `bank`, `blocks`, `calibrated`, ...
+
+How one save takes the place of another is in `folder`. What is read is checked against the manifest's hashes before it
+is used; if the save was replaced meanwhile, the new one is read. Order of arrival survives; recency, counts of use and
+ages do not, and what was counted is not saved.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
+
+from llmcache import __version__
+from llmcache.config import CacheConfig
+from llmcache.errors import BankFileError, ConfigError, StoreError, UnfitBankError
+from llmcache.folder import MANIFEST, locked, read_json, replace, sha256
+from llmcache.models.adapters import Trunk, locate, special_ids
+from llmcache.models.weights import Weights
+from llmcache.request.bypass import CURES
+
+FORMAT = 11
+_TRIES = 10
+_META = "__meta__"  # JSON of a section, beside its tensors
+#: Settings that say nothing of what is kept, or of what a calibration promises.
+_FREE: Final = frozenset(("auto_bypass", "policy"))
+_BUDGETS: Final = frozenset(("max_bytes", "max_entries"))
+CALIBRATED: Final = "calibrated"  # the section of a calibration, with which budgets cannot shrink
+
+
+class Section(Protocol):
+    """A part of a cache that is saved."""
+
+    def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
+        """What it holds for a trunk of these weights, at one moment: what JSON can hold, and tensors by name."""
+
+    def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `state` returned; the tensors are given away."""
+
+
+class Manifest(BaseModel):
+    """What `manifest.json` holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: int  # version of this layout
+    written_by: str  # version of this library
+    payload: str  # what of a state is kept
+    config: dict[str, Any]
+    weights: str  # digest of the trunk's
+    head: str  # of the model's others, where its answers matter: something is reused approximately
+    special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
+    numbers: dict[str, int] | None  # that namespaces had in the store; None: there was none
+    kinds: dict[str, list[Any]]  # how outputs are made up, by who knows it; see `Kinds`
+    files: dict[str, str] = {}  # SHA-256 by name
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    trunk: Trunk,
+    watched: Weights,
+    config: CacheConfig,
+    tokenizer: Any,
+    payload: str,
+    numbers: Mapping[str, int] | None,
+    kinds: Mapping[str, list[Any]],
+    sections: Mapping[str, Section],
+) -> None:
+    """Write a cache, atomically. `numbers` are from before the sections are read: a purge may come between.
+
+    Raises:
+        StoreError: Writing failed, the weights cannot be read, or the folder holds something else where the save would
+            go. An earlier save in the folder is still whole.
+    """
+    from safetensors import SafetensorError
+
+    folder = Path(folder)
+    weights = watched.digest(is_kept=True)
+    if reason := watched.unreadable:
+        raise StoreError(f"{folder}: not saved: {CURES[reason]}")
+    is_approximate = config.tau is not None or config.learn is not None or CALIBRATED in sections
+    try:
+        with locked(folder):
+            manifest = Manifest(
+                format=FORMAT,
+                written_by=__version__,
+                payload=payload,
+                config=config.model_dump(mode="json", exclude_unset=True),
+                weights=weights,
+                head=Weights(model, without=trunk.module).digest() if is_approximate else "",
+                special_ids=list(special_ids(trunk, tokenizer)),
+                numbers=None if numbers is None else dict(numbers),
+                kinds=dict(kinds),
+            )
+            parts = {}
+            for name, section in sections.items():
+                meta, tensors = section.state(weights)
+                told = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
+                parts[name] = {_META: told} | {key: one.cpu().contiguous() for key, one in tensors.items()}
+            replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StoreError(f"{folder}: could not save: {error}") from error
+
+
+class Saved:
+    """A save that a model can be served from: one version, whole, also while others save there."""
+
+    def __init__(self, folder: str | Path, model: nn.Module, tokenizer: Any) -> None:
+        """Read it.
+
+        Raises:
+            UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
+            BankFileError: The folder is incomplete or damaged.
+        """
+        self.folder = folder
+        for _ in range(_TRIES):
+            self.manifest = read_manifest(folder)
+            _check(self.manifest, model, tokenizer, folder)
+            try:
+                self._parts = {
+                    name.split("-")[0]: _read_checked(Path(folder) / name, sha)
+                    for name, sha in self.manifest.files.items()
+                }
+                return
+            except BankFileError:
+                if read_manifest(folder).files == self.manifest.files:
+                    raise
+                # Another save took its place meanwhile, and removed its files.
+        raise BankFileError(f"{folder}: replaced {_TRIES} times while it was being read: load it when fewer save there")
+
+    @property
+    def sections(self) -> set[str]:
+        """The names of its sections."""
+        return set(self._parts)
+
+    def settings(self, given: CacheConfig | None) -> CacheConfig:
+        """With which a cache is loaded: those of the save, or others that what it holds can be served with.
+
+        Raises:
+            UnfitBankError: This version does not know the saved ones.
+            ConfigError: Those that are given do not suit what was saved.
+        """
+        return choose_settings(self.manifest.config, given, CALIBRATED in self._parts, self.folder)
+
+    def restore(self, payload: str, sections: Mapping[str, Section]) -> None:
+        """Fill the sections of an empty cache, which keeps `payload`; those that were not saved stay empty.
+
+        Raises:
+            UnfitBankError: Entries keep other parts of states than this model's head reads.
+            BankFileError: The files do not fit each other.
+        """
+        if self.manifest.payload != payload:
+            raise UnfitBankError(
+                f"{self.folder}: saved with payload {self.manifest.payload!r}, where this model is served by "
+                f"{payload!r}: its head is another one, or is now known to read more; give another folder"
+            )
+        try:
+            for name, section in sections.items():
+                if part := dict(self._parts.get(name, {})):
+                    meta = json.loads(part.pop(_META).numpy().tobytes())
+                    section.restore(meta, part)
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise BankFileError(f"{self.folder}: the files do not fit each other: {error!r}") from error
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a save; see `Saved`."""
+    path = Path(folder) / MANIFEST
+    try:
+        found = read_json(path)
+        number = found.get("format") if isinstance(found, dict) else None
+        if isinstance(number, int) and number != FORMAT:
+            by = f", written by llmcache {found['written_by']}" if found.get("written_by") else ""
+            raise UnfitBankError(
+                f"{path}: format {number}{by}; this version ({__version__}) reads format {FORMAT}: save the cache again"
+            )
+        return Manifest.model_validate(found)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BankFileError(f"{folder}: no {MANIFEST} here; give a folder that cache.save() wrote") from error
+    except ValidationError as error:
+        raise UnfitBankError(f"{path}: not as this version ({__version__}) writes it: {_first_line(error)}") from error
+    except (OSError, ValueError) as error:
+        raise BankFileError(f"{path}: not a readable manifest: {_first_line(error)}") from error
+
+
+def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | Path) -> None:
+    """Refuse a save that this model could not be served from."""
+    trunk = locate(model, str(manifest.config.get("adapter", "auto")))
+    watched = Weights(trunk.module)
+    weights = watched.digest()
+    if reason := watched.unreadable:
+        raise UnfitBankError(
+            f"{folder}: whether this model has the weights it was saved from is unknown: {CURES[reason]}"
+        )
+    if manifest.weights != weights:
+        raise UnfitBankError(
+            f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "
+            "give the model that it was saved from, or another folder"
+        )
+    if manifest.special_ids != list(special_ids(trunk, tokenizer)):
+        raise UnfitBankError(
+            f"{folder}: saved with other special tokens; give the tokenizer that it was saved with, or another folder"
+        )
+    if manifest.head and manifest.head != (head := Weights(model, without=trunk.module).digest()):
+        raise UnfitBankError(
+            f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has {head[:12]}), "
+            "by which others than repeats were answered; give the model that it was saved from, or another folder"
+        )
+
+
+def choose_settings(
+    saved: Mapping[str, Any], given: CacheConfig | None, is_calibrated: bool, folder: str | Path
+) -> CacheConfig:
+    """See `Saved.settings`. A calibration needs room for all of its requests."""
+    try:
+        known = CacheConfig.make(saved)
+    except ConfigError as error:
+        raise UnfitBankError(f"{folder}: saved with settings that are not taken here: {error}") from error
+    if given is None:
+        return known
+    before, now = known.model_dump(mode="json"), given.model_dump(mode="json")
+
+    def may_change(key: str) -> bool:
+        if key in _BUDGETS:  # of None there is no end
+            return not is_calibrated or now[key] is None or (before[key] is not None and now[key] >= before[key])
+        return key in _FREE
+
+    if differing := [key for key in now if now[key] != before[key] and not may_change(key)]:
+        told = "; ".join(f"{key} is {now[key]!r}, and was {before[key]!r}" for key in differing)
+        raise ConfigError(
+            f"{folder}: saved with other settings than those given: {told}. Leave the settings out to go on with those "
+            "of the save, or begin anew in another folder"
+        )
+    return given
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if not path.is_file():
+            raise BankFileError(f"{path}: missing; the save is incomplete")
+        if sha256(path) != sha:
+            raise BankFileError(f"{path}: cut short or changed since it was saved")
+        return load_file(path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # a file that is gone by now is a RuntimeError there
+        raise BankFileError(f"{path}: not readable: {error}") from error

@@ -1,0 +1,269 @@
+"""A store on a local disk, for all processes of one machine.
+
+    index.sqlite    what is held, and small values; see `disk_index`; one that is damaged gets the ending .damaged
+    values/         a file for each larger value, written once, and mapped into memory when it is read
+    .lock           held by who opens the store, for a moment
+
+A file is written beside its final name and given that name in the transaction that adds its row. So a row has a whole
+file, whenever the process is killed; a file without a row is removed by who opens the store next. Of a machine that
+loses power files may be damaged; that is found out when they are read.
+"""
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from llmcache.errors import StoreError
+from llmcache.stores.base import Bytes, Purges, Put, Store, StoreKey, StoreStats
+from llmcache.stores.disk_index import DamagedError, DiskIndex
+from llmcache.threads import forkable
+
+logger = logging.getLogger("llmcache")
+
+GIB = 1024**3
+LARGE_BYTES = 32 * 1024  # above, a value has a file
+_PART = ".part"
+_PART_AGE_S = 60.0  # since it was written to, after which a file has lost its writer
+_PATIENCE_S = 60.0  # for others who open the store
+_INDEX, _DAMAGED, _LOCK = "index.sqlite", ".damaged", ".lock"
+_LOGS = "-wal", "-shm", "-journal"  # beside the index
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre", "afs", "beegfs")
+
+
+class DiskStore(Store):
+    """`disk`: files in a folder of a local disk, which a restart finds again; for all processes of one machine."""
+
+    def __init__(self, folder: str, max_bytes: int = 10 * GIB) -> None:
+        """Open the store in a folder, which is made if needed; what was used longest ago leaves over `max_bytes`.
+
+        Raises:
+            ValueError: The folder cannot be written to, is on a network, holds something else, or a store of another
+                version; or `max_bytes` is not positive.
+        """
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes: give a budget in bytes, at least 1 (got {max_bytes})")
+        self._folder, self._max_bytes = Path(folder), max_bytes
+        self._values = self._folder / "values"
+        self._lost: set[tuple[bytes, str | None]] = set()  # keys with files that were gone or cut short
+        self._n_evicted = 0
+        self._opening = forkable(threading.Lock(), is_waited_for=False)
+        self._opened: DiskIndex | None = self._open()
+
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        if time.monotonic() >= deadline:
+            self._index.totals()
+            return [None] * len(keys)
+        digests = [key.digest for key in keys]
+        found = self._index.find(digests, with_bodies=True)
+        values: list[Bytes | None] = []
+        for digest in digests:
+            held = found.get(digest) if time.monotonic() < deadline else None
+            if held is None or held.file is None:
+                values.append(None if held is None else held.body)
+                continue
+            value = self._map(held.file, held.nbytes)
+            values.append(value)
+            if value is None or len(value) < held.nbytes:
+                self._lost.add((digest, held.file))
+        self._index.use([digest for digest, value in zip(digests, values, strict=True) if value is not None])
+        return values
+
+    def put_many(self, puts: Sequence[Put]) -> None:
+        fitting = [put for put in puts if len(put.value) <= self._max_bytes]
+        parts = {i: self._values / f"{uuid.uuid4().hex}{_PART}" for i, put in enumerate(fitting) if _is_large(put)}
+        named: list[Path] = []
+        try:
+            for i, part in parts.items():
+                _write(part, fitting[i].value)
+            with self._index.writing() as changes:
+                lost, self._lost = self._lost, set()
+                useless = changes.lose(lost)
+                for i, put in enumerate(fitting):
+                    name = parts[i].stem if i in parts else None
+                    if changes.put(put, name) and name is not None:
+                        named.append(parts[i].rename(self._values / name))
+                changes.use([put.key.digest for put in reversed(fitting)])  # of a chain the first leaves last
+                evicted = changes.evict(self._max_bytes)
+            self._n_evicted += len(evicted)
+            self._unlink([*useless, *evicted])
+        except BaseException as error:
+            for path in named:
+                path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise StoreError(f"{self._folder}: could not write: {error}") from error
+            raise
+        finally:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+
+    def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
+        whole = self._whole([key.digest for key in keys])
+        return [key for key in keys if key.digest not in whole]
+
+    def numbers(self, namespaces: Sequence[str]) -> list[int]:
+        self._index.totals()
+        return [self._index.number(namespace) for namespace in namespaces]
+
+    def purge(self, namespace: str | None) -> int:
+        with self._index.writing() as changes:
+            n_removed = changes.renew(namespace)
+        with self._index.writing() as changes:  # another one: they are unreachable by now, whatever becomes of this
+            gone = changes.drop()
+        self._unlink(gone)
+        self._index.truncate_log()
+        return n_removed
+
+    def forget(self, keys: Sequence[StoreKey]) -> None:
+        with self._index.writing() as changes:
+            gone = changes.forget([key.digest for key in keys], keys[0].namespace, [key.name for key in keys])
+        self._unlink(gone)
+        self._index.truncate_log()
+
+    def purges(self, since: str | None) -> Purges:
+        return self._index.purges(since)
+
+    def stats(self) -> StoreStats:
+        n_values, nbytes = self._index.totals()
+        return StoreStats(n_values, nbytes, self._max_bytes, self._n_evicted)
+
+    def close(self) -> None:
+        with self._opening:
+            index, self._opened = self._opened, None
+        if index is not None:
+            with suppress(StoreError), index.writing():  # what was used lately
+                pass
+            index.close()
+
+    @property
+    def _index(self) -> DiskIndex:
+        """The open index; it is opened anew where somebody removed or replaced it, and with it maybe purges."""
+        index = self._opened
+        if index is not None and not index.is_in_place:
+            with self._opening:
+                index = self._opened
+                if index is not None and not index.is_in_place:
+                    index.close()
+                    try:
+                        index = self._opened = self._open()
+                    except ValueError as error:
+                        raise StoreError(f"{error}") from error
+        if index is None:
+            raise StoreError(f"{self._folder}: the store is closed")
+        return index
+
+    def _whole(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Those keys that have a value, as far as that was seen."""
+        found = self._index.find(digests, with_bodies=False)
+        return {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
+
+    def _open(self) -> DiskIndex:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (kind := _file_system(self._folder)) in _NETWORK:
+                raise ValueError(
+                    f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
+                    "folder on a local disk"
+                )
+            names = [f"{_INDEX}{log}" for log in ("", *_LOGS)]
+            known = {_LOCK, self._values.name, *names, *(f"{name}{_DAMAGED}" for name in names)}
+            if foreign := {path.name for path in self._folder.iterdir()} - known:
+                raise ValueError(f"{self._folder}: holds something else ({min(foreign)}): name a folder of its own")
+            with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S):
+                self._values.mkdir(exist_ok=True, mode=0o700)
+                try:
+                    return self._open_index()
+                except DamagedError as error:
+                    self._put_aside(error)
+                    return self._open_index()
+        except Timeout as error:
+            raise ValueError(f"{self._folder}: another process has been opening it for {_PATIENCE_S:.0f} s") from error
+        except (OSError, StoreError) as error:
+            raise ValueError(
+                f"{self._folder}: cannot be used: {error}; name a folder that can be written to"
+            ) from error
+
+    def _open_index(self) -> DiskIndex:
+        index = DiskIndex(self._folder / _INDEX)
+        try:
+            self._tidy(index)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def _put_aside(self, error: DamagedError) -> None:
+        """Keep a damaged index, in place of one from before; its values have no row any more, and are removed."""
+        for log in ("", *_LOGS):
+            path = self._folder / f"{_INDEX}{log}"
+            with suppress(FileNotFoundError):
+                path.replace(f"{path}{_DAMAGED}")
+        logger.warning("llmcache: %s; the store begins empty, and the file is kept as %s", error, f"{_INDEX}{_DAMAGED}")
+
+    def _tidy(self, index: DiskIndex) -> None:
+        """Remove what purges and killed processes left, and what a smaller budget has no room for."""
+        with index.writing() as changes:  # nobody is between naming a file and adding its row
+            gone = [*changes.drop(), *changes.evict(self._max_bytes)]
+            files = changes.files()
+            for path in self._values.iterdir():
+                if path.suffix != _PART and path.name not in files:
+                    gone.append(path.name)
+                with suppress(FileNotFoundError):  # its writer has just left it out
+                    if path.suffix == _PART and time.time() - path.stat().st_mtime > _PART_AGE_S:
+                        gone.append(path.name)
+        self._unlink(gone)
+
+    def _unlink(self, names: Sequence[str | None]) -> None:
+        """Remove files that have no row any more. Who has mapped one may read on."""
+        for name in names:
+            if name is not None:
+                with suppress(OSError):  # what stays is removed by who opens the store next
+                    (self._values / name).unlink()
+
+    def _map(self, name: str, nbytes: int) -> memoryview | None:
+        """A file in memory, read as it is looked at; what is left of one that was cut short; None where it is gone.
+
+        By torch, which needs no file descriptor afterwards: a long prompt has a thousand blocks.
+        """
+        path = self._values / name
+        with suppress(OSError, RuntimeError), torch.inference_mode(False):
+            if (nbytes := min(nbytes, path.stat().st_size)) == 0:
+                return memoryview(b"")
+            return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8).numpy().data
+        return None
+
+
+def _is_large(put: Put) -> bool:
+    return len(put.value) > LARGE_BYTES
+
+
+def _write(path: Path, value: Bytes) -> None:
+    number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        rest = memoryview(value)
+        while rest:
+            rest = rest[os.write(number, rest) :]
+    finally:
+        os.close(number)
+
+
+def _file_system(folder: Path) -> str:
+    """Kind of the file system that a folder is on, as Linux tells; elsewhere ""."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    at, kind = "", ""
+    for line in mounts:
+        _, place, this, *_ = line.split(" ")
+        place = place.encode().decode("unicode_escape")  # spaces are written as \040
+        if len(place) >= len(at) and folder.resolve().is_relative_to(place):
+            at, kind = place, this
+    return kind

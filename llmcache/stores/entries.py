@@ -1,0 +1,56 @@
+"""Entries of a bank as values of a store: each under its request's exact key, with how its output is made up."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from llmcache.bank import Bank, Entry
+from llmcache.models.packing import Packing
+from llmcache.request.kinds import Kinds
+from llmcache.request.rows import Row
+from llmcache.stores.tier import Tier
+
+if TYPE_CHECKING:
+    from llmcache.request.call import Call
+
+
+class StoredEntries:
+    """What a bank asks of a store. Thread-safe."""
+
+    def __init__(self, tier: Tier, bank: Bank, packings: Kinds[Packing]) -> None:
+        """Keep the entries of a bank beyond its memory."""
+        self.tier, self._bank, self._packings = tier, bank, packings
+
+    def recall(self, call: "Call", rows: Sequence[Row]) -> None:
+        """Hold in memory what the store has of requests; all in one read."""
+        assert call.scope is not None and call.requests is not None
+        lacking = [row for row in rows if row.key not in self._bank and row.again not in self._bank]
+        wanted = [key for row in lacking for key in (row.again, row.key) if key]
+        if not wanted:
+            return
+        n_tokens = len(wanted) * call.requests.ids.shape[1]
+        found = []
+        for key, value in zip(
+            wanted, self.tier.read([(call.scope, entry_name(key)) for key in wanted], n_tokens), strict=True
+        ):
+            if value is not None:
+                self._packings.tell(*value.about["kind"])
+                found.append(Entry.of(key, call.scope, value.tensors, value.about["layout"]))
+        self._bank.put(found, call.generation)
+
+    def put(self, call: "Call", entries: Iterable[Entry]) -> None:
+        """Have entries of a call written."""
+        kind = self._packings.describe(call.kind)
+        for one in entries:
+            self.tier.write(
+                one.scope, entry_name(one.key), one.tensors, {"layout": one.layout.hex(), "kind": kind}, call.number
+            )
+
+    def offer_again(self, call: "Call", entries: Iterable[Entry]) -> None:
+        """Have entries written that were dropped when they were put; they serve this call."""
+        if self.tier.has_dropped and self._packings.are_known(call.kind):
+            self.put(call, [one for one in entries if self.tier.lacks(one.scope, entry_name(one.key))])
+
+
+def entry_name(key: str) -> str:
+    """Under which the entry of a request lies."""
+    return f"e.{key}"

@@ -1,0 +1,272 @@
+"""A store on a Redis or Valkey server, for all machines that reach it: see `docs/stores.md`.
+
+    redis_server      clients, and how values, numbers of namespaces and the stream of purges are called
+    redis_follower    the thread that reads this stream
+
+A value's name has the number of its namespace, so a purge is one change of that number. Whoever reads asks for it with
+the values, in one exchange. The server evicts as it is configured to; whatever it lost is a miss.
+"""
+
+import logging
+import re
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any, NamedTuple
+
+from llmcache.errors import StoreError
+from llmcache.stores.base import FORMAT, Bytes, Purges, Put, Store, StoreKey, StoreStats
+from llmcache.stores.redis_follower import AWAY, LEASE_S, PATIENCE_S, Follower, tell
+from llmcache.stores.redis_server import ALL, Command, Names, Server, UnusableError, field_of, new_number, told
+from llmcache.threads import at_fork, forkable
+
+logger = logging.getLogger("llmcache")
+
+_NUMBER_S = 0.1  # for the number of a namespace that is new to this process
+_LARGEST = 512 << 20  # bytes of a value that Redis takes
+_MOST_NAMESPACES = 10_000  # with a number of their own; beyond, all get a new one
+_AT_ONCE = 64  # values that are read together; the deadline is looked at in between
+_SCANNED = 1_000  # names looked at in one step of a search
+_COUNTED = 20_000  # names looked at for the stats
+_LOOKED_AT = 100_000  # at the start, for those of others
+
+
+class _Links(NamedTuple):
+    """What one process has open: clients for reads, for numbers, for what may take its time; and the follower."""
+
+    reading: Any
+    numbering: Any
+    patient: Any
+    follower: Follower
+
+
+class RedisStore(Store):
+    """`redis`: a Redis or Valkey server that many machines share."""
+
+    def __init__(self, url: str, prefix: str = "llmcache", ttl_s: int = 86_400, timeout_ms: float = 5.0) -> None:
+        """Open the store; a server that is not there yet is looked for, and nothing is served from it meanwhile.
+
+        Args:
+            url: `redis://[[user]:password@]host[:port][/database]`, `rediss://` with TLS, or `unix://`.
+            prefix: Of all names in the database: letters, digits, `_`, `.` and `-`.
+            ttl_s: Seconds after which a value leaves, used or not.
+            timeout_ms: Milliseconds for which the server may be silent before a request is computed instead.
+
+        Raises:
+            ValueError: The server cannot be used as it was named: a wrong address or password, a replica, part of a
+                cluster, no Redis, or one that has something else under these names, an older version's values say; or
+                an option is out of range.
+        """
+        if not re.fullmatch(r"[\w.-]{1,64}", prefix, re.ASCII):
+            raise ValueError(f"prefix: give 1 to 64 letters, digits, '_', '.' or '-' (got {prefix!r})")
+        if ttl_s < 1 or not timeout_ms > 0:
+            raise ValueError(f"ttl_s, timeout_ms: give more than 0 (got {ttl_s}, {timeout_ms})")
+        self._server = Server(url, prefix)
+        self._prefix, self._ttl_s, self._timeout_s = prefix, ttl_s, timeout_ms / 1e3
+        self._known: dict[str, int] = {}  # numbers as they were when last asked for
+        self._n_evicted_before = 0
+        self._closing = forkable(threading.Event())
+        self._opening = forkable(threading.Lock(), is_waited_for=False)
+        self._opened: _Links | None = self._open()
+        at_fork(self._begin_anew)
+
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        client = self._links.reading
+        found: list[Bytes | None] = []
+        for begin in range(0, len(keys), _AT_ONCE):
+            if monotonic() >= deadline:
+                break
+            found += self._get(client, keys[begin : begin + _AT_ONCE])
+        return [*found, *[None] * (len(keys) - len(found))]
+
+    def put_many(self, puts: Sequence[Put]) -> None:
+        names = list(dict.fromkeys(put.key.namespace for put in puts))
+        client = self._links.patient
+        with self._server.exchange(client) as at:
+            now = self._now(client, at, names)
+            kept = [p for p in puts if p.number == now[p.key.namespace] and len(p.value) <= _LARGEST]
+            named = {at.value(put.key, put.number): put for put in kept}
+            sets: list[Command] = [("SET", name, memoryview(p.value), "EX", self._ttl_s) for name, p in named.items()]
+            self._server.ask(client, [*sets, *at.live_on(self._ttl_s)])
+            after = self._now(client, at, names)
+            if gone := [name for name, put in named.items() if put.number != after[put.key.namespace]]:
+                # A purge came between, which may have looked for what to remove before.
+                self._server.ask(client, [("UNLINK", *gone)])
+
+    def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
+        client = self._links.patient
+        with self._server.exchange(client) as at:
+            now = self._now(client, at, list(dict.fromkeys(key.namespace for key in keys)))
+            found = self._server.ask(client, [("TOUCH", at.value(key, now[key.namespace])) for key in keys])
+        return [key for key, n in zip(keys, found, strict=True) if n != 1]
+
+    def numbers(self, namespaces: Sequence[str]) -> list[int]:
+        """Likewise; the server may be silent for longer than in a read: nothing is written without a number."""
+        client = self._links.numbering
+        with self._server.exchange(client) as at:
+            now = self._now(client, at, namespaces)
+        return [now[namespace] for namespace in namespaces]
+
+    def purge(self, namespace: str | None) -> int:
+        """Likewise; a server that is out of memory gives all namespaces another number.
+
+        Waits for a second, after which no process serves from its memory what was purged.
+        """
+        client = self._links.patient
+        with self._server.exchange(client) as at:
+            namespace, number = self._renew(client, at, namespace)
+        self._closing.wait(LEASE_S)
+        n_removed, cursor = 0, "0"
+        with suppress(StoreError), self._server.exchange(client) as at:  # what is left leaves at the end of its time
+            while cursor:
+                cursor, names = self._scan(client, cursor, at.values(namespace))
+                if stale := [name for name in names if at.number_of(name) not in (None, number)]:
+                    n_removed += self._server.ask(client, [("UNLINK", *stale)])[0]
+        return n_removed
+
+    def forget(self, keys: Sequence[StoreKey]) -> None:
+        """Likewise. Waits for a second, after which no process serves from its memory what was forgotten."""
+        client, namespace = self._links.patient, keys[0].namespace
+        with self._server.exchange(client) as at:
+            number = self._now(client, at, [namespace])[namespace]
+            remove: Command = ("UNLINK", *(at.value(key, number) for key in keys))
+            self._server.ask(client, [remove, tell(at, namespace, [key.name for key in keys])])
+        self._closing.wait(LEASE_S)
+
+    def purges(self, since: str | None) -> Purges:
+        return self._links.follower.purges(since)
+
+    def stats(self) -> StoreStats:
+        """Likewise, of values under this prefix; in a large database estimated from a part of it."""
+        client = self._links.patient
+        with self._server.exchange(client) as at:
+            n_names, memory, counts = self._server.ask(client, [("DBSIZE",), ("INFO", "memory"), ("INFO", "stats")])
+            found, n_seen = self._names(client, at.values(), _COUNTED)
+            values = [name for name in found if at.number_of(name) is not None]
+            sizes = self._server.ask(client, [("STRLEN", name) for name in values[:_SCANNED]])
+        n_values = len(values) if n_seen is None else round(len(values) * max(1.0, n_names / n_seen))
+        return StoreStats(
+            n_values,
+            round(sum(sizes) * n_values / max(1, len(sizes))),
+            memory.get("maxmemory") or None,
+            max(0, counts.get("evicted_keys", 0) - self._n_evicted_before),
+        )
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._opening:
+            if self._opened is not None:
+                self._opened.follower.close()
+                for client in self._opened[:3]:
+                    client.connection_pool.disconnect()
+
+    @property
+    def _links(self) -> _Links:
+        """What is open; a forked process opens its own when it first needs it."""
+        if self._closing.is_set():
+            raise StoreError(f"{self._server.name}: the store is closed")
+        if (links := self._opened) is None:
+            with self._opening:
+                links = self._opened = self._opened or self._open()
+        return links
+
+    def _begin_anew(self) -> None:
+        """In a forked process."""
+        self._opened = None
+
+    def _open(self) -> _Links:
+        reading, numbering, patient = map(
+            self._server.client, (self._timeout_s, max(self._timeout_s, _NUMBER_S), PATIENCE_S)
+        )
+        is_away = False
+        try:
+            with self._server.exchange(patient) as at:
+                self._refuse_others(patient)
+                self._now(patient, at, [])
+                (counts,) = self._server.ask(patient, [("INFO", "stats")])
+                self._n_evicted_before = counts.get("evicted_keys", 0)
+        except UnusableError as error:
+            raise ValueError(f"{error}") from error
+        except StoreError as error:
+            is_away = True
+            logger.warning(AWAY, error)
+        return _Links(reading, numbering, patient, Follower(self._server, self._ttl_s, is_away))
+
+    def _refuse_others(self, client: Any) -> None:
+        """Refuse a prefix under which something else is kept, as far as a look at part of a large database tells."""
+        ours = rf"{re.escape(self._prefix)}:{FORMAT}:[0-9a-f]+:(numbers|purges|[0-9a-f]{{32}}:[0-9a-f]+:[0-9a-f]{{64}})"
+        found, _ = self._names(client, f"{self._prefix}:*", _LOOKED_AT)
+        if others := [name for name in found if not re.fullmatch(ours.encode(), name)]:
+            older = rf"{re.escape(self._prefix)}:(\d+:)?[0-9a-f]{{40}}:".encode()
+            kind = "something else is" if not re.match(older, min(others)) else "values of another version are"
+            raise UnusableError(
+                f"{self._server.name}: {kind} kept under the prefix {self._prefix!r} "
+                f"({min(others).decode(errors='replace')!r}): name another prefix"
+            )
+
+    def _get(self, client: Any, keys: Sequence[StoreKey]) -> list[Bytes | None]:
+        """Values that have the number which their namespace has when they are read; none where the server lost all."""
+        names = list(dict.fromkeys(key.namespace for key in keys))
+        with self._server.exchange(client) as at:
+            while True:
+                known = {name: self._known[name] for name in names if name in self._known}
+                commands = [at.ask_numbers(names)]
+                if len(known) == len(names):
+                    commands += [("GET", at.value(key, known[key.namespace])) for key in keys]
+                first, *answers = self._server.ask(client, commands)
+                now = told(names, first)
+                if not now:
+                    return [None] * len(keys)
+                if now == known:
+                    return answers
+                if len(self._known) > _MOST_NAMESPACES:
+                    self._known.clear()
+                self._known |= now
+
+    def _now(self, client: Any, at: Names, names: Sequence[str]) -> dict[str, int]:
+        """The number of each namespace; where the server lost them, all get one anew."""
+        asked = at.ask_numbers(names)
+        (answer,) = self._server.ask(client, [asked])
+        if answer[0] is None:
+            begin: list[Command] = [
+                ("HSETNX", at.numbers, ALL, new_number()),
+                ("XTRIM", at.purges, "MAXLEN", 0),  # so that all who follow it ask for the numbers again
+                *at.live_on(self._ttl_s),
+            ]
+            *_, answer = self._server.ask(client, [*begin, asked])
+        return told(names, answer)
+
+    def _renew(self, client: Any, at: Names, namespace: str | None) -> tuple[str | None, int]:
+        """Give a namespace another number, or all of them where that is not possible; returns which, and the number."""
+        from redis.exceptions import OutOfMemoryError
+
+        number = new_number()
+        try:
+            self._now(client, at, [])
+            if self._server.ask(client, [("HLEN", at.numbers)])[0] > _MOST_NAMESPACES:
+                namespace = None
+            field = ALL if namespace is None else field_of(namespace)
+            changes: list[Command] = [("DEL", at.numbers)] * (namespace is None)
+            changes += [("HSET", at.numbers, field, number), tell(at, namespace)]
+            self._server.ask(client, [("MULTI",), *changes, *at.live_on(self._ttl_s), ("EXEC",)])
+        except StoreError as error:
+            if not isinstance(error.__cause__, OutOfMemoryError):
+                raise
+            namespace = None
+            self._server.ask(client, [("DEL", at.numbers), ("XTRIM", at.purges, "MAXLEN", 0)])
+        return namespace, number
+
+    def _scan(self, client: Any, cursor: str, matching: str) -> tuple[str, list[bytes]]:
+        """A step of a search for names: where to go on, "" at the end, and names that it found."""
+        ((after, names),) = self._server.ask(client, [("SCAN", cursor, "MATCH", matching, "COUNT", _SCANNED)])
+        return str(after or ""), names
+
+    def _names(self, client: Any, matching: str, most: int) -> tuple[set[bytes], int | None]:
+        """Names in the database; and among how many they were found, None if that were all, `most` being enough."""
+        cursor, found, n_seen = "0", set[bytes](), 0
+        while cursor and n_seen < most:
+            cursor, names = self._scan(client, cursor, matching)
+            found.update(names)
+            n_seen += _SCANNED
+        return found, n_seen if cursor else None

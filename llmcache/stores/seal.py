@@ -1,0 +1,150 @@
+"""How tensors become the bytes that stores hold, and back. Every value is checked before anything of it is used.
+
+    magic, format, flags, SHA-256 of the key          a head of fixed size
+    SHA-256, or HMAC-SHA-256 where a secret is set    of all but itself
+    safetensors                                       the tensors, and what they are about
+
+With a key, safetensors are encrypted (AES-256 in GCM, a nonce of its own each time) and bound to head and secret, in
+place of the checksum. No pickle: nothing in a value is ever run.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import os
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from llmcache.errors import ConfigError
+from llmcache.stores.base import FORMAT, Bytes, StoreKey
+
+SECRET, KEY = "LLMCACHE_STORE_SECRET", "LLMCACHE_STORE_KEY"  # environment variables
+_MAGIC = b"LLMC"
+_HEAD = struct.Struct("<4sHH32s")
+_SIGNED, _ENCRYPTED = 1, 2
+_CHECKSUM_BYTES, _NONCE_BYTES = 32, 12
+_ABOUT = "__about__"  # JSON, beside the tensors
+
+
+class MismatchError(ValueError):
+    """A value is not what its key asks for, or not ours: a miss.
+
+    Attributes:
+        reason: `damaged` (cut short, changed, or signed or encrypted otherwise), `other_format` or `other_key`.
+    """
+
+    def __init__(self, reason: str, said: str) -> None:
+        super().__init__(said)
+        self.reason = reason
+
+
+class Opened(NamedTuple):
+    """What a value holds.
+
+    Attributes:
+        tensors: By name, on the host, each in memory of its own.
+        about: What was sealed with them.
+    """
+
+    tensors: dict[str, Tensor]
+    about: dict[str, Any]
+
+
+class Seal:
+    """Makes values, and opens those that were made with the same secret and key. Thread-safe."""
+
+    def __init__(self, secret: bytes = b"", key: bytes = b"") -> None:
+        """Sign with a secret of any length, and encrypt with a key of 32 bytes; empty: not."""
+        self._secret = secret
+        self._cipher: Any = _cipher(key) if key else None
+        self._flags = _SIGNED * bool(secret) | _ENCRYPTED * bool(key)
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Read `LLMCACHE_STORE_SECRET`, a text, and `LLMCACHE_STORE_KEY`, 32 bytes in base64; unset or empty: not.
+
+        Raises:
+            ConfigError: The key is none, or `cryptography` is not installed.
+        """
+        text = os.environ.get(KEY, "")
+        try:
+            key = base64.b64decode(text, validate=True)
+        except binascii.Error as error:
+            raise ConfigError(f"{KEY}: not base64: {error}") from error
+        if len(key) not in (0, 32):
+            raise ConfigError(
+                f"{KEY}: {len(key)} bytes; give 32 in base64, for instance from `openssl rand -base64 32`"
+            )
+        return cls(os.environ.get(SECRET, "").encode(), key)
+
+    def close(self, key: StoreKey, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+        """Make a value of tensors, any device, and of what JSON can hold."""
+        # Copies: safetensors takes no tensors that share memory.
+        held = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+        held[_ABOUT] = torch.frombuffer(bytearray(json.dumps(dict(about)).encode()), dtype=torch.uint8)
+        head, body = _HEAD.pack(_MAGIC, FORMAT, self._flags, key.digest), save(held)
+        if self._cipher is None:
+            return b"".join((head, self._checksum(head, body), body))
+        nonce = os.urandom(_NONCE_BYTES)
+        return b"".join((head, nonce, self._cipher.encrypt(nonce, body, head + self._secret)))
+
+    def open(self, key: StoreKey, value: Bytes) -> Opened:
+        """Check a value and return what is in it.
+
+        Raises:
+            MismatchError: It is not what was sealed under this key, with this secret and encryption key.
+        """
+        whole = memoryview(value)
+        head, rest = whole[: _HEAD.size], whole[_HEAD.size :]
+        if len(head) < _HEAD.size or head[:4] != _MAGIC:
+            raise MismatchError("damaged", "this is no value of ours")
+        _, number, flags, digest = _HEAD.unpack(head)
+        if number != FORMAT:
+            raise MismatchError("other_format", f"a value of format {number}; this version reads {FORMAT}")
+        if digest != key.digest:
+            raise MismatchError("other_key", "a value of another key")
+        if flags != self._flags or (body := self._checked(head, rest)) is None:
+            raise MismatchError("damaged", "cut short or changed, or made with another secret or key")
+        try:
+            with torch.inference_mode(False):
+                tensors = load(body)
+            return Opened(tensors, json.loads(tensors.pop(_ABOUT).numpy().tobytes()))
+        except Exception as error:  # without a secret, anybody may have made a value with a checksum that is right
+            raise MismatchError("damaged", f"its header does not fit it: {error!r}") from error
+
+    def _checksum(self, head: Bytes, body: Bytes) -> bytes:
+        made: Any = hmac.new(self._secret, head, "sha256") if self._secret else hashlib.sha256(head)
+        made.update(body)
+        checksum: bytes = made.digest()
+        return checksum
+
+    def _checked(self, head: memoryview, rest: memoryview) -> bytes | None:
+        """What follows the head, decrypted; None where it is not what was made."""
+        if self._cipher is None:
+            checksum, body = rest[:_CHECKSUM_BYTES], bytes(rest[_CHECKSUM_BYTES:])
+            return body if hmac.compare_digest(checksum, self._checksum(head, body)) else None
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            nonce, sealed = bytes(rest[:_NONCE_BYTES]), rest[_NONCE_BYTES:]
+            body = self._cipher.decrypt(nonce, sealed, bytes(head) + self._secret)
+        except (InvalidTag, ValueError):  # a nonce that was cut
+            return None
+        return bytes(body)
+
+
+def _cipher(key: bytes) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise ConfigError(
+            f"{KEY} is set, but cryptography is not installed: pip install 'llmcache-torch[stores]'"
+        ) from error
+    return AESGCM(key)

@@ -1,0 +1,386 @@
+"""The store on Redis: what it is besides a store, whatever happens to the server, its memory and the connections."""
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.measures.over_http.processes import free_port
+from llmcache import ConfigError, StoreError
+from llmcache.stores import STORES, Put, StoreKey, redis, redis_follower
+from llmcache.stores.redis import RedisStore
+from llmcache.registry import Component
+from llmcache.testing import check_store
+from tests.stores.readers import check_readers
+from tests.redis_server import RedisServer, redis_server, wait_until
+
+PATIENT = 5_000.0  # milliseconds: no test hangs on how fast this machine is
+SIZE = 3_000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def open_store(server: RedisServer) -> Iterator[Callable[..., RedisStore]]:
+    opened = []
+
+    def open_one(**options: Any) -> RedisStore:
+        opened.append(RedisStore(**{"url": server.url, "timeout_ms": PATIENT, **options}))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_store: Callable[..., RedisStore]) -> RedisStore:
+    return open_store()
+
+
+def made(**options: Any) -> Any:
+    """As a setting opens it."""
+    return Component(name="redis", **options).build(STORES)
+
+
+def key(name: object, namespace: str = "a") -> StoreKey:
+    return StoreKey(namespace, "0" * 64, f"{name}")
+
+
+def value(name: object, size: int = SIZE) -> bytes:
+    return random.Random(f"{name}").randbytes(size)
+
+
+def put(store: RedisStore, *names: object, size: int = SIZE, namespace: str = "a") -> None:
+    (number,) = store.numbers([namespace])
+    store.put_many([Put(key(name, namespace), value(name, size), number) for name in names])
+
+
+def held(store: RedisStore, *names: object, namespace: str = "a") -> list[object]:
+    """Those of which the store has the value that was put."""
+    found = store.get_many([key(name, namespace) for name in names], time.monotonic() + 60)
+    assert all(one in (None, value(name)) for name, one in zip(names, found, strict=True))
+    return [name for name, one in zip(names, found, strict=True) if one is not None]
+
+
+def answers(store: RedisStore) -> bool:
+    with suppress(StoreError):
+        store.numbers([])
+        store.purges(None)
+        return True
+    return False
+
+
+def is_silent(store: RedisStore, seen: str) -> bool:
+    """Whether it is an error to ask what came after a cursor: the server is not heard."""
+    try:
+        store.purges(seen)
+    except StoreError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_it_keeps_the_rules(server: RedisServer) -> None:
+    check_store(lambda: RedisStore(server.url, timeout_ms=PATIENT))
+    assert server.names("llmcache:*:*:*:*:*") == []
+    check_readers(lambda: RedisStore(server.url, timeout_ms=PATIENT))
+
+
+# -- time and room -----------------------------------------------------------------------------------------------------
+
+
+def test_every_name_leaves_at_its_time(store: RedisStore, server: RedisServer) -> None:
+    put(store, "a", "b")
+    put(store, "a", namespace="b")
+    assert len(server.names()) == 5
+    left_s = {name: server.do("TTL", name) for name in server.names()}
+    numbers_s = left_s.pop(next(name for name in left_s if name.endswith(":numbers")))
+    assert all(0 < seconds <= 86_400 for seconds in left_s.values())
+    assert 86_400 < numbers_s <= 30 * 86_400  # folders that were saved outlive the values
+
+
+def test_without_memory_it_fails_to_write_and_goes_on_to_read(store: RedisStore, server: RedisServer) -> None:
+    put(store, "a")
+    server.do("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1mb")
+    with pytest.raises(StoreError, match="memory"):
+        put(store, "b")
+    assert held(store, "a", "b") == ["a"]
+    assert store.stats().max_bytes == 1 << 20
+    server.do("CONFIG", "SET", "maxmemory", 0)
+    put(store, "b")
+    assert held(store, "a", "b") == ["a", "b"]
+
+
+@pytest.mark.parametrize("namespace", ["a", None])
+def test_without_memory_it_can_be_purged(store: RedisStore, server: RedisServer, namespace: str | None) -> None:
+    put(store, "a")
+    before = store.numbers(["a"])[0]
+    server.do("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1mb")
+    seen = store.purges(None).cursor
+    store.purge(namespace)
+    assert not any(name.count(":") > 3 for name in server.names())
+    assert held(store, "a") == []
+    server.do("CONFIG", "SET", "maxmemory", 0)
+    wait_until(lambda: answers(store))
+    assert not store.purges(seen).is_complete
+    assert store.numbers(["a"])[0] != before
+    put(store, "b")
+    assert held(store, "a", "b") == ["b"]
+
+
+# -- purges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", ["a", None])
+def test_nothing_of_what_was_purged_is_left_in_the_server(
+    store: RedisStore, server: RedisServer, namespace: str | None
+) -> None:
+    others = ["llmcache:", "llmcache:x", "llmcache:x:y", "llmcache:x:y:z", "llmcache2:1:2:3", "session:1"]
+    for name in others:
+        server.do("SET", name, b"mine")
+    put(store, *range(1_500))
+    put(store, "b", namespace="b")
+    assert store.purge(namespace) == (1_500 if namespace else 1_501)
+    kept = [name for name in server.names() if name.count(":") == 5]
+    assert len(kept) == (1 if namespace else 0)
+    assert held(store, "b", namespace="b") == (["b"] if namespace else [])
+    assert all(server.do("GET", name) == b"mine" for name in others)
+
+
+def test_what_is_written_while_it_is_purged_is_removed(
+    open_store: Callable[..., RedisStore], server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = open_store(), open_store()
+    asked = RedisStore._now
+    purges = iter([other])
+
+    def purged_after(self: RedisStore, *args: Any) -> dict[str, int]:
+        now = asked(self, *args)
+        if self is store:
+            for one in purges:
+                one.purge("a")
+        return now
+
+    generation = store.numbers(["a"])[0]
+    monkeypatch.setattr(RedisStore, "_now", purged_after)
+    store.put_many([Put(key("a"), value("a"), generation)])
+    assert held(store, "a") == held(other, "a") == []
+    assert server.names("llmcache:*:*:*:*:*") == []
+
+
+@pytest.mark.slow
+def test_nothing_from_before_a_purge_is_served_after_it(open_store: Callable[..., RedisStore]) -> None:
+    stores, has_ended = [open_store() for _ in range(3)], threading.Event()
+    n_begun, n_purged = [0], [0]
+    keys = [key(i) for i in range(8)]
+
+    def write(store: RedisStore) -> None:
+        while not has_ended.is_set():
+            generation, n = store.numbers(["a"])[0], n_begun[0]
+            store.put_many([Put(one, b"%d" % n, generation) for one in keys])
+
+    def read(store: RedisStore) -> int:
+        n_read = 0
+        while not has_ended.is_set():
+            least = n_purged[0]
+            found = store.get_many(keys, time.monotonic() + 60)
+            assert all(int(bytes(one)) >= least for one in found if one is not None)
+            n_read += sum(one is not None for one in found)
+        return n_read
+
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            writers = [pool.submit(write, stores[0]), pool.submit(write, stores[1])]
+            readers = [pool.submit(read, stores[1]), pool.submit(read, stores[2])]
+            for _ in range(5):
+                n_begun[0] += 1
+                stores[2].purge("a")
+                n_purged[0] += 1
+        finally:
+            has_ended.set()
+        for writer in writers:
+            writer.result()
+        assert all(reader.result() > 0 for reader in readers)
+
+
+def test_many_purged_namespaces_take_no_room(
+    store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis, "_MOST_NAMESPACES", 5)
+    monkeypatch.setattr(redis, "LEASE_S", 0.0)
+    put(store, "kept", namespace="kept")
+    for i in range(20):
+        put(store, "a", namespace=f"{i}")
+        store.purge(f"{i}")
+        assert held(store, "a", namespace=f"{i}") == []
+    (numbers,) = server.names("*:numbers")
+    assert server.do("HLEN", numbers) <= 6
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+# -- the server is away ------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_killed_begins_empty_and_is_found_again(
+    open_store: Callable[..., RedisStore], server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, other = open_store(), open_store()
+    put(store, "a")
+    seen, generation = store.purges(None).cursor, store.numbers(["a"])[0]
+    server.kill()
+    for ask in (lambda: held(store, "a"), lambda: put(store, "b"), lambda: store.purge("a"), lambda: store.numbers([]), store.stats):
+        with pytest.raises(StoreError):
+            ask()
+    server.start()
+    for one in (store, other):
+        wait_until(lambda one=one: answers(one))
+    wait_until(lambda: not store.purges(seen).is_complete)
+    assert store.numbers(["a"])[0] == other.numbers(["a"])[0] != generation
+    assert held(store, "a") == []
+    put(store, "a")
+    assert held(other, "a") == ["a"]
+    said = [record.message for record in caplog.records]
+    assert sum("is computed until it answers" in one for one in said) == 2
+    assert sum("answers again" in one for one in said) == 2
+
+
+def test_a_server_that_lost_a_purge_serves_nothing_from_before(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--dbfilename", "dump.rdb") as server:
+        store = RedisStore(server.url, timeout_ms=PATIENT)
+        put(store, "a")
+        server.do("SAVE")
+        store.purge("a")
+        server.kill()
+        server.start()
+        assert any(name.count(":") == 5 for name in server.names())
+        wait_until(lambda: answers(store))
+        assert held(store, "a") == []
+        store.close()
+
+
+def test_a_server_that_does_not_answer_costs_an_error(
+    open_store: Callable[..., RedisStore], server: RedisServer
+) -> None:
+    store = open_store(timeout_ms=5.0)
+    wait_until(lambda: answers(store))
+    put(store, "a")
+    with server.paused():
+        for _ in range(10):
+            for ask in (lambda: held(store, "a"), lambda: store.absent([key("a")]), lambda: store.numbers([])):
+                with pytest.raises(StoreError):
+                    ask()
+        for ask in (lambda: put(store, "b"), lambda: store.purge("a"), store.stats):
+            with pytest.raises(StoreError):
+                ask()
+    wait_until(lambda: answers(store))
+    assert held(store, "a") in ([], ["a"])  # what was asked while it was paused may have been done later
+
+
+def test_events_are_not_told_from_memory_when_the_server_is_away(store: RedisStore, server: RedisServer) -> None:
+    seen = store.purges(None).cursor
+    with server.paused():
+        wait_until(lambda: is_silent(store, seen))
+    wait_until(lambda: answers(store))
+    assert store.purges(seen).is_complete  # nothing was lost
+
+
+def test_connections_that_are_reset_are_made_anew(open_store: Callable[..., RedisStore], server: RedisServer) -> None:
+    store, other = open_store(), open_store()
+    put(store, "a")
+    seen = other.purges(None).cursor
+    for i in range(20):
+        server.reset_connections()
+        with suppress(StoreError):
+            put(store, i)
+        with suppress(StoreError):
+            assert set(held(store, *range(i + 1))) <= {*range(20)}
+    wait_until(lambda: answers(store) and answers(other))
+    put(store, "last")
+    assert held(store, "a", "last") == ["a", "last"]
+    store.purge("b")
+    assert [purge.namespace for purge in other.purges(seen).found] == ["b"]
+
+
+def test_numbers_that_were_lost_are_given_anew(open_store: Callable[..., RedisStore], server: RedisServer) -> None:
+    store, other = open_store(), open_store()
+    put(store, "a")
+    before, seen = store.numbers(["a"])[0], other.purges(None).cursor
+    server.do("DEL", *server.names("*:numbers"))
+    assert held(store, "a") == []
+    store.put_many([Put(key("b"), value("b"), before)])
+    assert store.numbers(["a"])[0] == other.numbers(["a"])[0] != before
+    assert held(store, "a", "b") == held(other, "a", "b") == []
+    wait_until(lambda: not other.purges(seen).is_complete)
+
+
+# -- what is not ours --------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_share_nothing(open_store: Callable[..., RedisStore]) -> None:
+    store, other = open_store(), open_store(prefix="other")
+    put(store, "a")
+    assert held(other, "a") == []
+    put(other, "a")
+    store.purge(None)
+    assert (held(store, "a"), held(other, "a")) == ([], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "http://127.0.0.1"}, "url"),
+        ({"url": "127.0.0.1:6379"}, "url"),
+        ({"prefix": "a:b"}, "prefix"),
+        ({"prefix": ""}, "prefix"),
+        ({"ttl_s": 0}, "ttl_s"),
+        ({"timeout_ms": 0.0}, "timeout_ms"),
+        ({"timeout_ms": "5"}, "timeout_ms"),
+        ({"host": "127.0.0.1"}, "host"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ConfigError, match=message):
+        made(**{"url": "redis://127.0.0.1:1", **options})
+
+
+def test_values_of_another_version_are_refused_in_one_line(server: RedisServer) -> None:
+    server.do("SET", f"llmcache:{'0' * 40}:{'1' * 32}:5:{'2' * 64}", b"old")
+    with pytest.raises(ConfigError, match="of another version are kept under the prefix 'llmcache'.*name another prefix"):
+        made(url=server.url)
+
+
+def test_a_forgotten_value_is_heard_of_by_all(open_store: Callable[..., RedisStore]) -> None:
+    store, other = open_store(), open_store()
+    put(store, "a", "b")
+    seen = other.purges(None).cursor
+    store.forget([key("a")])
+    assert held(other, "a", "b") == ["b"]
+    assert [(one.namespace, one.names) for one in other.purges(seen).found] == [("a", ("a",))]
+
+
+def test_a_replica_is_refused(server: RedisServer) -> None:
+    server.do("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(ConfigError, match="read only"):
+        made(url=server.url)
+
+
+def test_without_redis_py_it_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "redis.connection", None)
+    with pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[redis\]'"):
+        made(url="redis://127.0.0.1:1")

@@ -1,0 +1,296 @@
+"""A store behind memory: what fails is a miss, what is too much is left out, and purges reach every cache."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pytest
+import torch
+
+from llmcache import StoreError
+from llmcache.counters import Counters
+from llmcache.request.rows import Scope
+from llmcache.stores import Bytes, Purges, Put, StoreKey, write_behind
+from llmcache.stores.break_even import BreakEven
+from llmcache.stores.seal import Seal
+from llmcache.stores.tier import Tier
+from llmcache.stores.write_behind import NO_NUMBER
+from tests.conformance.outside import Shared
+
+SCOPE = Scope("a", "weights", "float32", "eager")
+
+
+class Frail(Shared):
+    """Fails, or waits, when it is told to."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.fails = self.tells_no_numbers = False
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def check(self) -> None:
+        if self.fails:
+            raise StoreError("out of order")
+
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        self.check()
+        return super().get_many(keys, deadline)
+
+    def put_many(self, puts: Sequence[Put]) -> None:
+        self.check()
+        assert self.may_write.wait(20)
+        super().put_many(puts)
+
+    def purges(self, since: str | None) -> Purges:
+        self.check()
+        return super().purges(since)
+
+    def numbers(self, namespaces: Sequence[str]) -> list[int]:
+        self.check()
+        if self.tells_no_numbers and namespaces:
+            raise StoreError("out of order")
+        return super().numbers(namespaces)
+
+
+class Memory:
+    """Notes what it is to forget."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str | None] = []
+        self.keys: list[str] = []
+
+    def namespaces(self) -> Iterable[str]:
+        return ["a"]
+
+    def drop(self, namespace: str | None) -> int:
+        self.dropped.append(namespace)
+        return 3
+
+    def drop_keys(self, keys: Iterable[str]) -> int:
+        self.keys += keys
+        return 1
+
+
+Make = Callable[..., tuple[Tier, Frail, Memory]]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes tiers of one place, with their stores and memories."""
+    made: list[Tier] = []
+
+    def act(seal: Seal | None = None, settings: str = "", fails: bool = False) -> tuple[Tier, Frail, Memory]:
+        store, memory = Frail(request.node.name), Memory()
+        store.fails = fails
+        made.append(Tier(store, seal or Seal(), settings, Counters(), memory))
+        return made[-1], store, memory
+
+    yield act
+    for tier in made:
+        tier.close()
+    Shared.places.pop(request.node.name, None)
+
+
+def put(tier: Tier, *names: str, scope: Scope = SCOPE) -> None:
+    number = tier.number(scope.namespace)
+    for name in names:
+        tier.write(scope, name, {"h": torch.full((4,), float(len(name)))}, {"name": name}, number)
+    tier.drain()
+
+
+def get(tier: Tier, *names: str, scope: Scope = SCOPE) -> list[str]:
+    return [one.about["name"] for one in tier.read([(scope, name) for name in names], 1) if one is not None]
+
+
+def dropped(tier: Tier, memory: Memory) -> list[str | None]:
+    """What is forgotten now."""
+    memory.dropped.clear()
+    tier.follow()
+    return memory.dropped
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_puts_another_finds(make: Make) -> None:
+    (one, *_), (other, *_) = make(), make()
+    put(one, "x", "xy")
+    assert get(other, "x", "none", "xy") == ["x", "xy"]
+    stats = other.stats()
+    assert (stats.n_asked, stats.n_found, stats.n_written, stats.n_values) == (3, 2, 0, 2)
+    put(other, "x")
+    assert (other.stats().n_written, other.stats().n_dropped) == (0, 0)  # it is there
+
+
+@pytest.mark.parametrize("what", ["weights", "namespace", "dtype", "attention", "settings"])
+def test_what_differs_in_anything_is_not_found(make: Make, what: str) -> None:
+    (one, *_), (other, *_) = make(), make(settings="x" * (what == "settings"))
+    put(one, "x")
+    fields = {name: getattr(SCOPE, name) for name in SCOPE.__slots__} | ({what: "other"} if what != "settings" else {})
+    assert get(other, "x", scope=Scope(**fields)) == []
+
+
+@pytest.mark.parametrize("seal", [Seal(b"other"), Seal(key=bytes(32))])
+def test_values_of_another_secret_are_counted_misses(make: Make, seal: Seal) -> None:
+    (one, *_), (other, *_) = make(Seal(b"secret")), make(seal)
+    put(one, "x")
+    assert get(other, "x") == []
+    assert other.stats().n_mismatched == {"damaged": 1}
+
+
+def test_a_store_that_fails_is_asked_again_when_it_answers(make: Make) -> None:
+    tier, store, _ = make()
+    put(tier, "x")
+    store.fails = True
+    assert [get(tier, "x") for _ in range(5)] == [[]] * 5 and not tier.stats().is_answering
+    store.fails = False
+    end = time.monotonic() + 10
+    while not get(tier, "x"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_is_dropped_is_offered_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, store, _ = make()
+    monkeypatch.setattr(write_behind, "MAX_WAITING_BYTES", 40)
+    store.may_write.clear()
+    number = tier.number("a")
+    for name in ("x", "y", "z"):
+        tier.write(SCOPE, name, {"h": torch.ones(4)}, {"name": name}, number)
+    store.may_write.set()
+    tier.drain()
+    lacking = [name for name in ("x", "y", "z") if tier.lacks(SCOPE, name)]
+    assert lacking and tier.stats().n_dropped == len(lacking) and not tier.has_dropped
+    put(tier, *lacking)
+    assert get(tier, "x", "y", "z") == ["x", "y", "z"]
+
+
+def test_closing_writes_what_waits_and_so_does_leaving_it(make: Make) -> None:
+    tier, store, _ = make()
+    tier.write(SCOPE, "x", {"h": torch.ones(4)}, {"name": "x"}, tier.number("a"))
+    tier.close()
+    assert not store.is_open and len(store.place.values) == 1
+    left = Frail(store.place and next(iter(Shared.places)))
+    Tier(left, Seal(), "", Counters(), Memory())
+    gc.collect()
+    assert not left.is_open
+
+
+# -- purges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", ["a", None])
+def test_a_purge_reaches_every_memory(make: Make, namespace: str | None) -> None:
+    (one, _, mine), (other, _, theirs) = make(), make()
+    put(one, "e.x")
+    before = other.number("a")
+    assert one.purge(namespace) == 3 and mine.dropped[0] == namespace
+    assert dropped(other, theirs) == [namespace]
+    assert get(other, "e.x") == [] and other.number("a") not in (before, NO_NUMBER)
+    put(one, "e.x", "e.y")
+    assert one.forget(SCOPE, ["e.x"]) == 1
+    assert dropped(other, theirs) == [] and theirs.keys == ["x"]
+    assert get(other, "e.x", "e.y") == ["e.y"]
+
+
+def test_what_was_computed_before_a_purge_is_put_nowhere(make: Make) -> None:
+    (one, *_), (other, *_) = make(), make()
+    number = one.number("a")
+    other.purge("a")
+    one.write(SCOPE, "x", {"h": torch.ones(4)}, {"name": "x"}, number)
+    one.drain()
+    assert get(one, "x") == get(other, "x") == []
+
+
+def test_where_purges_may_be_missing_only_what_moved_is_forgotten(make: Make) -> None:
+    (one, store, memory), (other, *_) = make(), make()
+    for namespace in ("a", "b"):
+        one.number(namespace)
+    other.purge("b")
+    one._cursor = "unknown"
+    assert dropped(one, memory) == ["b"]
+    one._cursor, store.tells_no_numbers = "unknown", True
+    assert dropped(one, memory) == ["a"]  # who cannot tell whether it was purged
+
+
+def test_what_came_before_the_number_is_known_is_forgotten_then(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.stores.tier._REST_S", 0.0)
+    tier, store, memory = make(fails=True)
+    assert tier.number("a") == NO_NUMBER and memory.dropped == []
+    store.fails = False
+    tier.follow()
+    assert tier.number("a") != NO_NUMBER and "a" in memory.dropped
+    memory.dropped.clear()
+    assert tier.number("a") != NO_NUMBER and memory.dropped == []
+
+
+def test_a_number_that_is_asked_for_during_a_purge_is_not_that_from_before(make: Make) -> None:
+    (one, store, _), (other, *_) = make(), make()
+    asked, purges = store.numbers, iter([other])
+
+    def numbers(namespaces: Sequence[str]) -> list[int]:
+        found = asked(namespaces)
+        for purging in purges:
+            purging.purge("a")
+            one.follow()
+        return found
+
+    store.numbers = numbers  # type: ignore[method-assign]
+    assert one.number("a") == asked(["a"])[0]
+
+
+def test_what_is_loaded_is_compared_with_the_store(make: Make) -> None:
+    (one, store, memory), (other, *_) = make(), make()
+    saved = {name: one.number(name) for name in ("a", "b")}
+    other.purge("a")
+    late, late_store, late_memory = make(fails=True)
+    for tier in (one, late):
+        tier.expect(saved)
+    assert dropped(one, memory) == ["a"]
+    assert dropped(late, late_memory) == []  # the store does not say
+    late_store.fails = False
+    assert dropped(late, late_memory) == ["a"]
+
+
+def test_forgetting_that_fails_is_tried_again_and_a_purge_that_fails_is_told(make: Make) -> None:
+    (one, store, memory), (other, *_) = make(), make()
+    one.number("a")
+    drop, fails = memory.drop, iter([True])
+
+    def failing(namespace: str | None) -> int:
+        if next(fails, False):
+            raise RuntimeError("not now")
+        return drop(namespace)
+
+    memory.drop = failing  # type: ignore[method-assign]
+    other.purge("a")
+    with pytest.raises(RuntimeError):
+        one.follow()
+    assert dropped(one, memory) == ["a"]
+    store.close()
+    store.purge = lambda namespace: store.check_open()  # type: ignore[assignment,method-assign]
+    memory.dropped.clear()
+    with pytest.raises(StoreError):
+        one.purge("a")
+    assert memory.dropped == ["a"]  # gone from memory all the same
+
+
+# -- whether reading pays ----------------------------------------------------------------------------------------------
+
+
+def test_reading_that_takes_longer_than_computing_is_left_out() -> None:
+    """Decided for each length by times that were measured; now and then it is looked at again."""
+    known = BreakEven()
+    for _ in range(20):
+        known.read(10, 0.002)
+        known.read(1_000, 0.003)
+        assert known.pays(10) and known.pays(1_000)  # nothing is known of computing
+    for _ in range(20):
+        known.computed(10, 0.001)
+        known.computed(1_000, 0.1)
+    assert sum(known.pays(10) for _ in range(320)) == 10 and known.pays(1_000)
+    assert (known.least_tokens, known.patience_s(10), known.patience_s(1_000)) == (16, 0.005, pytest.approx(0.1))
+    given = BreakEven(least_tokens=5)
+    assert (given.pays(4), given.pays(5)) == (False, True)
