@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.serving.decoders import END, tokenizer
 
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
-from tests.serving.decoders import END, tokenizer
 
 
 @pytest.mark.parametrize(

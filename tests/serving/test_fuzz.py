@@ -12,10 +12,10 @@ from typing import Any
 import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
-
 from llmcache.serving.openai_answers import ChatChunk, CompletionChunk
-from llmcache.serving.refusals import dialect_of
 from tests.serving.decoders import NAME, chunks_of
+
+from llmcache.serving.refusals import dialect_of
 from tests.serving.served import listening, make_server
 
 #: Routes by the model that serves them; others serve all models.
@@ -46,7 +46,7 @@ def teis(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def url(kind: str, models: Path) -> Iterator[str]:
-    with listening(make_server(models / kind, max_client_batch_size=4)) as found:
+    with listening(make_server(models / kind, max_client_batch_size=4)) as (_, found):
         yield found
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-
-from llmcache.errors import ConfigError
 from llmcache.serving.authentication import scope_of
-from llmcache.serving.keys import Keys, add_key, read_keys, remove_key
-from tests.commands import run_main
 from tests.serving.application import client_of, make_app
 from tests.serving.walking import routes_of, walk_routes
+
+from llmcache.errors import ConfigError
+from llmcache.serving.keys import Keys, add_key, read_keys, remove_key
+from tests.commands import run_main
 
 HASH = hashlib.sha256(b"key").hexdigest()
 ENTRY = {"name": "search", "hash": HASH, "namespace": "team-a", "scopes": ["infer"]}

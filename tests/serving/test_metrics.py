@@ -6,11 +6,11 @@ from typing import Any
 import httpx2
 import pytest
 import torch
+from llmcache.serving.route_times import RouteTimes
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmcache import LLMCache
 from llmcache.serving.metrics import Metrics
-from llmcache.serving.route_times import RouteTimes
 from llmcache.serving.server import Server
 from llmcache.stats import Cost, Stats
 from tests.tiny_models import GENERATORS, build, tokens

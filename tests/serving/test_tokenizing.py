@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.serving.decoders import tokenizer as byte_tokenizer
 
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.tokenizing import LONG, Side, Tokenizing, Tokens, beginning, is_long
 from tests.generation.test_detokenizer import spaced_tokenizer
-from tests.serving.decoders import tokenizer as byte_tokenizer
 from tests.serving.served import WORDS, tokenizer
 
 MOST = 24
