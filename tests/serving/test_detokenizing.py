@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.serving.decoders import END, tokenizer
 
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
+from tests.serving.served import END
+from tests.serving.served import byte_tokenizer as tokenizer
 
 
 @pytest.mark.parametrize(

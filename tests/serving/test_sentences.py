@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import transformers as tf
 from starlette.testclient import TestClient
-from tests.serving.decoders import tokenizer as byte_tokenizer
 
 from llmcache.errors import ConfigError
 from llmcache.serving.app import create_app
 from llmcache.serving.loading import load_served
 from llmcache.serving.tokenizing import Prompted, Tokenizing, Tokens
 from tests.generation.test_detokenizer import spaced_tokenizer
-from tests.serving.served import make_server, tokenizer
+from tests.serving.served import byte_tokenizer, make_server, tokenizer
 from tests.tiny_models import build, llama
 
 PROMPTS = {"query": "where is: ", "document": "the card ", "none": ""}
