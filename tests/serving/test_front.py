@@ -90,9 +90,7 @@ def test_every_route_but_liveness_needs_a_key(kind: str, models: Path, keys: tup
         assert client.get("/info").json()["error_type"] == "Validation"
 
 
-def test_a_key_decides_the_namespace_and_public_is_read_by_all(
-    models: Path, keys: tuple[Path, dict[str, str]]
-) -> None:
+def test_a_key_decides_the_namespace_and_public_is_read_by_all(models: Path, keys: tuple[Path, dict[str, str]]) -> None:
     path, of = keys
     server = make_server(models / "classifier", keys=path, reveal_hits=True)
     with client_of(server) as client:

@@ -138,9 +138,13 @@ def test_answers_are_the_models_own_cached_or_not_streamed_or_not(
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     assert (text, choice["finish_reason"]) == (text_of(expected.tokens), expected.stopped_by)
     assert told["usage"] == usage["usage"] and told["created"] > 1e9
-    prefix, kinds = ("chatcmpl", ["chat.completion.chunk", "chat.completion"]) if "chat" in route else (
-        "cmpl",
-        ["text_completion"] * 2,
+    prefix, kinds = (
+        ("chatcmpl", ["chat.completion.chunk", "chat.completion"])
+        if "chat" in route
+        else (
+            "cmpl",
+            ["text_completion"] * 2,
+        )
     )
     assert re.fullmatch(f"{prefix}-[0-9a-f]{{32}}", told["id"])
     assert [chunks[0]["object"], told["object"]] == kinds
@@ -151,7 +155,10 @@ def test_answers_are_the_models_own_cached_or_not_streamed_or_not(
 @pytest.mark.parametrize(
     ("body", "sampling"),
     [
-        (DRAWN, {"do_sample": True, "seed": 2**63 - 3, **{k: DRAWN[k] for k in [*DRAWN][:3]}, "repetition_penalty": 1.2}),
+        (
+            DRAWN,
+            {"do_sample": True, "seed": 2**63 - 3, **{k: DRAWN[k] for k in [*DRAWN][:3]}, "repetition_penalty": 1.2},
+        ),
         ({"temperature": 0.7, "seed": 1}, {"do_sample": True, "temperature": 0.7, "seed": 1}),
         ({"presence_penalty": 2}, {"presence_penalty": 2}),
         ({"frequency_penalty": -1.5}, {"frequency_penalty": -1.5}),
@@ -195,9 +202,7 @@ def test_a_chat_goes_on_to_the_end_of_the_context_unless_told(client: TestClient
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_stop_texts_and_tokens_end_an_answer_wherever_tokens_begin(
-    route: str, client: TestClient, plain: Any
-) -> None:
+def test_stop_texts_and_tokens_end_an_answer_wherever_tokens_begin(route: str, client: TestClient, plain: Any) -> None:
     def told(**body: Any) -> tuple[str, str]:
         asked = {"max_tokens": 40, "ignore_eos": True, **body}
         (choice,) = ask(client, route, **asked)["choices"]
@@ -323,9 +328,7 @@ def test_equal_requests_in_flight_are_computed_once(
 
 
 @pytest.mark.parametrize("chunk", [0, 7, 64])
-def test_many_at_once_with_prompts_in_chunks(
-    chunk: int, models: Path, plain: Any, pool: ThreadPoolExecutor
-) -> None:
+def test_many_at_once_with_prompts_in_chunks(chunk: int, models: Path, plain: Any, pool: ThreadPoolExecutor) -> None:
     long = [20 + i % 200 for i in range(150)]
     prompts = [[30 + i, *long[: 30 * i + 5]] for i in range(5)] + [long, long, [*long, 50, 51, 52]]
     server = make_server(models / "decoder", BLOCKS, max_streams=3, prefill_chunk=chunk)

@@ -117,7 +117,10 @@ def test_the_client_of_hugging_face(models: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_the_client_of_cohere(models: Path) -> None:
     cohere, httpx = pytest.importorskip("cohere"), pytest.importorskip("httpx")
-    with listening(make_server(models / "reranker")) as (_, url), httpx.Client() as connections:  # it closes none of its own
+    with (
+        listening(make_server(models / "reranker")) as (_, url),
+        httpx.Client() as connections,
+    ):  # it closes none of its own
         client: Any = cohere.ClientV2(api_key="-", base_url=url, httpx_client=connections)
         ranks = client.rerank(model="reranker", query="my card", documents=["cash", "lost my card"], top_n=1)
         assert len(ranks.results) == 1

@@ -141,9 +141,7 @@ def test_a_purge_that_names_no_namespace_is_refused(client: TestClient, body: st
     assert answer.status_code == 422 and done(client.get("/admin/stats"))["n_stored"] == 1
 
 
-def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(
-    server: Server, client: TestClient
-) -> None:
+def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(server: Server, client: TestClient) -> None:
     with ThreadPoolExecutor(2) as pool:
         with model_held(server):
             asked = pool.submit(ask, client)
@@ -275,7 +273,11 @@ def test_the_page_shows_figures_of_the_cache(server: Server, client: TestClient)
         ),
         (
             AuditStats("drifted", 900, 40, 40, n_changed=1, rate=0.002, lower=0.0004, upper=0.004, allowed=0.005),
-            ["no bound drifted", "measured 0.20% (0.04% to 0.40%): 1 of 40 changed", "Nothing is reused approximately:"],
+            [
+                "no bound drifted",
+                "measured 0.20% (0.04% to 0.40%): 1 of 40 changed",
+                "Nothing is reused approximately:",
+            ],
         ),
     ],
     ids=lambda one: getattr(one, "status", ""),
