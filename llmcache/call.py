@@ -265,8 +265,8 @@ class CachedForward(Swap):
 
     def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
         """Remember what was found of some rows until the model is run on `inputs`, or the result is let go."""
-        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, generation=call.generation, inputs=inputs)
-        kept.versions = _versions(inputs)
+        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
+        kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
         kept.take_over(call, numbers)
         self._prepared[id(inputs["input_ids"])] = kept
         return kept
@@ -276,7 +276,9 @@ class CachedForward(Swap):
         is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
         if not is_same or known.versions != _versions(known.inputs):
             return False
-        if (known.scope, known.kind, known.generation) != (call.scope, call.kind, call.generation):
+        if (known.generation, known.number) != (call.generation, call.number):
+            return False
+        if (known.scope, known.kind) != (call.scope, call.kind):
             return False
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
