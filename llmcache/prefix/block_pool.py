@@ -175,7 +175,7 @@ class BlockPool:
             return list({block.scope.namespace for block in self._held.values()})
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all blocks of a namespace, which chains never leave, None: all; returns how many requests ended there."""
+        """Forget all blocks of a namespace, None: all blocks; returns how many requests ended there."""
         with self._lock:
             n_tails = self.n_tails
             self.n_purges += 1
