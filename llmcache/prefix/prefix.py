@@ -316,7 +316,7 @@ class Prefix:
     def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Hold blocks of a chain, and have them written; whether all of them are held."""
         known = {link.key for link in chain if link.key in self.blocks}
-        is_whole = self.blocks.put(chain, made, n_purges=prefill.n_purges)
+        is_whole = self.blocks.put(chain, made, prefill.n_purges)
         if self._stored is not None:
             kind = self.kinds.describe(call.kind)
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
