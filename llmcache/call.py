@@ -24,6 +24,7 @@ from llmcache.account import Account
 from llmcache.audit.audit import Audit
 from llmcache.bank import Bank, Entry
 from llmcache.calibration.observer import Observer
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
 from llmcache.decide import Semantic
 from llmcache.engines.engine import Eager, Engine
@@ -118,6 +119,7 @@ class CachedForward(Swap):
         self._observer: Observer | None = None
         self._semantic: Semantic | None = None
         self._audit: Audit | None = None
+        self._sharing: SharedCalibration | None = None
         self.account: Account | None = None  # None: searches that do not pay are made all the same
         self.is_retired = False
         self._local = threading.local()
@@ -135,9 +137,9 @@ class CachedForward(Swap):
         #: Calls that have ended, of the forward of the whole model that is under way.
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
-    def learn(self, observer: Observer, semantic: Semantic, audit: Audit) -> None:
+    def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
         """Reuse approximately as well, as far as a calibration allows it; `semantic` is asked after all other rungs."""
-        self._observer, self._semantic, self._audit = observer, semantic, audit
+        self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk) -> "CachedForward":
@@ -230,6 +232,8 @@ class CachedForward(Swap):
         call.scope = state.scopes.get(named)
         if call.scope is None:
             call.scope = state.scopes[named] = Scope(*named)
+        if self._sharing is not None and not call.is_collected:
+            self._sharing.step(call.scope, call.number)
         call.kind = (look.digest, autocast, *form.kind)
         if self.packings.get(call.kind, True) is None:
             return "more_output"

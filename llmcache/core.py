@@ -96,7 +96,7 @@ class Core:
             if self.head.pooled is not None and self.payload.fits_any_length:
                 swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
-            if config.learn is not None:
+            if config.learn is not None or config.share_calibration:
                 self.learn()
         except BaseException:
             self.installed.remove()
@@ -119,6 +119,7 @@ class Core:
                 self.installed,
                 self._tokenizer,
                 self._answer_of,
+                self.tier,
             )
         return self.calibrator
 
@@ -263,6 +264,8 @@ class Core:
         if self.calibrator is not None:
             self.calibrator.calibrated.settle()
             n_done = self.calibrator.audit.drain()
+            if self.calibrator.sharing is not None:
+                self.calibrator.sharing.settle()
         if self.tier is not None:
             self.tier.drain()
         return n_done

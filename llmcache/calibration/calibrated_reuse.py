@@ -9,7 +9,7 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
@@ -60,10 +60,8 @@ class CalibratedReuse:
         self.fitter = fitter
         self.chooser = fitter.chooser
         self.calibration: Calibration | None = None
-        #: Told of a calibration that an alarm or drift has changed, as it is then.
-        self.on_void: Callable[[Calibration], object] = lambda made: None
-        #: Scope of the sources, and the generation of their namespace; None where they differ, or it is not known.
-        self.origin: tuple[Scope, int] | None = None
+        #: The latest calibration, as alarms and drift left it, also after it has ended.
+        self.latest: Calibration | None = None
         self._answers = fitter.answers
         self._bank = fitter.bank
         self._head = head
@@ -111,7 +109,7 @@ class CalibratedReuse:
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self.calibration, self.namespaces, self.origin = None, set(), None
+            self.calibration, self.namespaces = None, set()
             self.fitter.clear()
 
     def forget(self, namespace: str | None = None) -> None:
@@ -213,7 +211,7 @@ class CalibratedReuse:
                 self.end()
             else:
                 self.calibration = told
-            self.on_void(told)
+            self.latest = told
         logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
     def drifted(self, made: Calibration) -> Calibration:
@@ -228,7 +226,7 @@ class CalibratedReuse:
                 self.calibration = told
                 if self._learn is not None:
                     self.end()
-                self.on_void(told)
+                self.latest = told
         logger.warning(_DRIFT)
         return told
 
@@ -299,9 +297,7 @@ class CalibratedReuse:
             watch=watch,
         )
         self.namespaces = {case.scope.namespace for case in sources.values()}
-        origins = {(case.scope, case.generation) for case in sources.values()}
-        self.origin = origins.pop() if len(origins) == 1 else None
-        self.calibration = calibration
+        self.calibration = self.latest = calibration
         return calibration
 
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
@@ -314,7 +310,10 @@ class CalibratedReuse:
             meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, told, strict=True)])
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"chooser.{name}": array for name, array in self.chooser.state().items()}
-            learned |= {"vectors": self.fitter.sources.vectors(sources), "answers": np.stack([s.answer for s in sources])}
+            learned |= {
+                "vectors": self.fitter.sources.vectors(sources),
+                "answers": np.stack([s.answer for s in sources]),
+            }
             about = {
                 "calibration": _CALIBRATION.dump_python(made, mode="json"),
                 "namespaces": sorted(self.namespaces),
@@ -373,7 +372,7 @@ class CalibratedReuse:
             for key, namespace in meta["quarantined"].items():
                 self.fitter.sources.quarantine(key, namespace)
             self.namespaces = set(meta["namespaces"])
-            self.calibration = made
+            self.calibration = self.latest = made
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""

@@ -94,7 +94,9 @@ class Packing:
         """
         fields, padding = [], []
         for field, value in zip(self.fields, parts_of(output).values(), strict=True):
-            fields.append(_owned(self.payload.take(value[place], row.valid) if field.is_states else value[place].clone()))
+            fields.append(
+                _owned(self.payload.take(value[place], row.valid) if field.is_states else value[place].clone())
+            )
             if field.is_states and (row.has_layout or row.layout):
                 places = torch.from_numpy(padding_of(row.valid, value.shape[1])).to(value.device)
                 padding.append(_owned(value[place][places]))

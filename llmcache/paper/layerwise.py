@@ -217,8 +217,11 @@ class Layerwise:
         if not call.computed:
             return
         assert call.scope is not None
-        if not self._weights.stayed(call.mark, call.scope.weights):
+        if self._runner.cannot_skip:  # as the first layer that ran has shown
+            call.reason = "unknown_output"
+        elif not self._weights.stayed(call.mark, call.scope.weights):
             call.reason = "weights_changed"
+        if call.reason is not None:
             return
         states, checks = [], []
         for number, row, tensors, vector in call.computed:
@@ -389,7 +392,18 @@ class Layerwise:
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
-        save(folder, model, self._trunk, self._weights, config, tokenizer, self.payload.name, None, {}, {"layers": self._banks})
+        save(
+            folder,
+            model,
+            self._trunk,
+            self._weights,
+            config,
+            tokenizer,
+            self.payload.name,
+            None,
+            {},
+            {"layers": self._banks},
+        )
 
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save."""

@@ -411,9 +411,7 @@ class Encoder:
         outcomes, took = self._cache.last, perf_counter() - begun
         rungs = [one.rung for one in outcomes] if len(outcomes) == len(values) else [None] * len(values)
         rows = range(len(tokens)) if part is None else part.rows
-        return [
-            Output(values[i], len(tokens[row]), rungs[i], 0.0, took) for i, row in enumerate(rows[: len(values)])
-        ]
+        return [Output(values[i], len(tokens[row]), rungs[i], 0.0, took) for i, row in enumerate(rows[: len(values)])]
 
     def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""
