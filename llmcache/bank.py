@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -225,7 +225,7 @@ class Bank:
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
         """What is saved of a trunk's requests, but for pinned ones: key, scope and layout of each, and its tensors."""
         entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
-        about = [(one.key, (one.scope.namespace, *_others(one.scope)), one.layout.hex()) for one in entries]
+        about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -291,7 +291,3 @@ class Bank:
             self._pinned_nbytes -= entry.nbytes
         else:
             self._shares.remove(entry.scope.namespace, key)
-
-
-def _others(scope: Scope) -> tuple[str, str, str]:
-    return scope.weights, scope.dtype, scope.attention

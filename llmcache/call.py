@@ -34,6 +34,7 @@ from llmcache.models.arguments import DECIDING
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
+from llmcache.models.kinds import Kinds
 from llmcache.models.packing import Packing, parts_of
 from llmcache.models.payloads import Payload
 from llmcache.models.sentences import Compute, later
@@ -41,15 +42,14 @@ from llmcache.models.weights import Weights
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.chunks import Chunks
 from llmcache.prefix.prefix import Prefix
+from llmcache.prefix.stored import StoredBlocks
 from llmcache.request.bypass import find_reason_now
 from llmcache.request.call import Call, Hit, Rung
 from llmcache.request.forms import Forms
-from llmcache.request.kinds import Kinds
 from llmcache.request.outcome import Outcome
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import setting
-from llmcache.stores.blocks import StoredBlocks
 from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 

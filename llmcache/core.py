@@ -23,18 +23,18 @@ from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
+from llmcache.models.kinds import Kinds
 from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.prefix.block_pool import BlockPool
+from llmcache.prefix.stored import block_name
 from llmcache.request.call import Rung
-from llmcache.request.kinds import Kinds
 from llmcache.request.reading import RequestReader
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats
 from llmcache.stores import MEMORY, STORES
-from llmcache.stores.blocks import block_name
 from llmcache.stores.entries import entry_name
 from llmcache.stores.seal import Seal
 from llmcache.stores.tier import Memory, Tier

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
+from llmcache.models.kinds import name_of, type_of
 from llmcache.models.payloads import Payload, padding_of, place_padding
-from llmcache.request.kinds import name_of, type_of
 from llmcache.request.rows import Row
 
 #: What is kept of one row: one tensor for each field of the output, in order.

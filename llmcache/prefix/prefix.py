@@ -22,6 +22,7 @@ from llmcache.counters import Counters
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
+from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
 from llmcache.models.payloads import padding_of
 from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
@@ -29,11 +30,10 @@ from llmcache.prefix.block_hash import links
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.kv_fill import Pieces, empty, fill, join, lay, put
 from llmcache.prefix.slabs import slab_blocks
+from llmcache.prefix.stored import StoredBlocks, Wanted
 from llmcache.request.bypass import is_plain_cache
-from llmcache.request.kinds import Kinds, name_of, type_of
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
-from llmcache.stores.blocks import StoredBlocks, Wanted
 
 if TYPE_CHECKING:  # it holds this
     from llmcache.request.call import Call
@@ -316,7 +316,7 @@ class Prefix:
     def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Hold blocks of a chain, and have them written; whether all of them are held."""
         known = {link.key for link in chain if link.key in self.blocks}
-        is_whole = self.blocks.put(chain, made, n_purges=prefill.n_purges)
+        is_whole = self.blocks.put(chain, made, prefill.n_purges)
         if self._stored is not None:
             kind = self.kinds.describe(call.kind)
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):

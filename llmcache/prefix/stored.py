@@ -75,7 +75,7 @@ class StoredBlocks:
                 continue
             tail = self._block(scope, value, is_tail=True)
             if b"".join(link.ids for link in held[:n_own]) + tail.ids == wanted.row.ids:
-                self._pool.put((*held[:n_own], Link(key, tail.ids)), {key: tail}, n_purges=n_purges)
+                self._pool.put((*held[:n_own], Link(key, tail.ids)), {key: tail}, n_purges)
                 kinds.append(value.about["kind"])
         return kinds
 

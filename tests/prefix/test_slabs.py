@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmcache.policies import LRU, TTL
-from llmcache.request.prefill import Link
-from llmcache.request.rows import Scope
 from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.slabs import SLAB_TOKENS, slab_blocks
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 SIZE = 16
@@ -37,7 +37,7 @@ def stored_together(chain: Sequence[Link]) -> dict[str, Block]:
 
 
 def pool(n_blocks: int = 100) -> BlockPool:
-    return BlockPool(SIZE, n_blocks * NBYTES, torch.device("cpu"), LRU())
+    return BlockPool(SIZE, n_blocks * NBYTES, torch.device("cpu"), LRU)
 
 
 def nbytes_kept(blocks: BlockPool) -> int:
@@ -87,7 +87,7 @@ def test_blocks_that_leave_are_let_go(n_left: int) -> None:
 
 def test_bytes_are_let_go_however_blocks_leave() -> None:
     now, spent, chain = [0.0], [0], chain_of(range(6))
-    blocks = BlockPool(SIZE, 6 * NBYTES, torch.device("cpu"), TTL(60.0, now=lambda: now[0]), lambda: spent[0])
+    blocks = BlockPool(SIZE, 6 * NBYTES, torch.device("cpu"), lambda: TTL(60.0, now=lambda: now[0]), lambda: spent[0])
     made = stored_together(chain)
     blocks.put(chain[:2], made)
     now[0] = 10.0
@@ -99,7 +99,7 @@ def test_bytes_are_let_go_however_blocks_leave() -> None:
     assert len(blocks) == 5
     now[0] = 65.0  # the first two are due, and those that follow them leave as well
     assert blocks.match(chain) == []
-    for let_go in (blocks.clear, lambda: blocks.purge("default")):
+    for let_go in (blocks.clear, lambda: blocks.clear("default")):
         assert not blocks._slabs._keys and not blocks._slabs._changed
         blocks.put(chain[:5], stored_together(chain[:5]))
         assert len(blocks) == 5
@@ -143,10 +143,7 @@ def test_saved_blocks_are_laid_together_again() -> None:
         new = stored_together([link for link in chain if link.key not in blocks])
         made |= new
         blocks.put(chain, new)
-    for record in blocks.records():
-        again.adopt(record)
-    assert len(runs(again.match(chains[0]))) == 3 + n
-    again.gather()
+    again.restore(*blocks.state(SCOPE.weights))
     check(again, made)
     laid = dict(again._held)
     again.gather()

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
-from llmcache.request.prefill import Link
-from llmcache.request.rows import Row, Scope
 from llmcache.prefix.block import Block
 from llmcache.prefix.block_hash import links
 from llmcache.prefix.block_pool import BlockPool
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Row, Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -44,7 +44,7 @@ def block(link: Link, scope: Scope = SCOPE) -> Block:
 
 
 def pool(n_blocks: int = 100, policy: Policy | None = None, size: int = 1) -> BlockPool:
-    return BlockPool(size, 8 * n_blocks, torch.device("cpu"), policy or LRU())
+    return BlockPool(size, 8 * n_blocks, torch.device("cpu"), (lambda: policy) if policy else LRU)
 
 
 def put(blocks: BlockPool, *chains: Sequence[Link], scope: Scope = SCOPE) -> None:
@@ -82,7 +82,7 @@ def test_the_root_takes_in_scope_position_and_size() -> None:
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.booleans(), IDS), max_size=30), st.integers(0, 60))
 def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]], max_bytes: int) -> None:
-    blocks = BlockPool(2, max_bytes, torch.device("cpu"), LRU())
+    blocks = BlockPool(2, max_bytes, torch.device("cpu"), LRU)
     parents: dict[str, str] = {}
     for puts, ids in steps:
         chain = chain_of(*ids, size=2)
@@ -103,7 +103,7 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
 @given(st.lists(st.tuples(IDS, st.integers(0, 40)), max_size=30), st.integers(40, 80))
 def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[int], int]], max_bytes: int) -> None:
     spent = [0]
-    blocks = BlockPool(2, max_bytes, torch.device("cpu"), LRU(), lambda: spent[0])
+    blocks = BlockPool(2, max_bytes, torch.device("cpu"), LRU, lambda: spent[0])
     for ids, others in steps:
         packed, chain = row(ids).ids, chain_of(*ids, size=2)
         tail = Link(f"end of {ids}", packed[4 * len(chain) :])
@@ -119,10 +119,6 @@ def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[i
         blocks.make_way()
         check_links(blocks)
         assert blocks.nbytes <= max_bytes - others
-        again = BlockPool(2, max_bytes, torch.device("cpu"), LRU())
-        for record in blocks.records():
-            again.adopt(record)
-        assert (again.nbytes, again.n_tails, again._before) == (blocks.nbytes, blocks.n_tails, blocks._before)
 
 
 @given(st.lists(IDS, max_size=12), IDS, st.integers(1, 4))
@@ -179,7 +175,7 @@ def test_blocks_that_have_expired_leave_with_all_that_follows() -> None:
     put(blocks, chain)
     assert n_found(blocks, chain) == [2]
     clock[0] = 11.0
-    assert blocks.records() == []
+    assert blocks.state(SCOPE.weights) == ([], {})
     assert (n_found(blocks, chain), len(blocks), blocks.nbytes, blocks.n_evicted) == ([0], 0, 0, 2)
 
 
@@ -210,7 +206,7 @@ def test_forgetting() -> None:
     mine, theirs = (chain_of(0, 1, scope=scope) for scope in scopes)
     for scope, chain in zip(scopes, (mine, theirs), strict=True):
         put(blocks, chain, scope=scope)
-    blocks.purge("a")
+    blocks.clear("a")
     assert (n_found(blocks, mine, theirs), blocks.nbytes) == ([0, 2], 16)
     blocks.clear()
     assert (n_found(blocks, mine, theirs), blocks.nbytes) == ([0, 0], 0)
