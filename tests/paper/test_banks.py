@@ -137,6 +137,29 @@ def test_other_weights_have_a_codec_of_their_own() -> None:
     assert cache.stats().errors == 0
 
 
+def test_entries_too_large_while_plain_are_learned_from_and_fit_afterwards() -> None:
+    cache = wrapped("bert", tau=0.9999, layers="last", payload="sequence", max_bytes=6 * 32 * 2,
+                    compression={"name": "pca", "dim": 4, "fit_on": 12})  # fmt: skip
+    for seed in (1, 2, 2):
+        cache(input_ids=tokens(1, 6, seed=seed))
+    assert (cache.stats().n_too_large, cache.stats().n_stored, served(cache)) == (1, 1, [True])
+
+
+def test_nothing_is_learned_from_what_was_purged() -> None:
+    for settings in (
+        {"compression": {"name": "pca", "dim": 2, "fit_on": 4}},
+        {"fingerprint": {"name": "pca", "fit_on": 4}},
+    ):
+        cache = wrapped("bert", tau=0.9999, layers="last", **settings)
+        with cache.namespace("tenant"):
+            cache(input_ids=tokens(3, 6))
+        cache.purge(namespace="tenant")
+        cache(input_ids=tokens(1, 6, seed=9))
+        cache(input_ids=tokens(1, 6, seed=9))
+        assert served(cache) == ["compression" in settings]
+        assert cache.stats().nbytes == 32 * 4  # not packed
+
+
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
