@@ -1,15 +1,20 @@
-"""Fingerprints: what is left out, what is scaled, what is learned."""
-
-from typing import Any
+"""Fingerprints by themselves: what is left out, what is scaled, what is learned."""
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import normalize
 
-from llmcache import LLMCache
-from llmcache.fingerprint import FINGERPRINTS, MeanEmbedding, PCAEmbedding, ShingleMinHash, SimHash, View
+from llmcache.paper.fingerprints import (
+    FINGERPRINTS,
+    AttentionMean,
+    MeanEmbedding,
+    PCAEmbedding,
+    ShingleMinHash,
+    SimHash,
+    View,
+)
 from llmcache.testing import check_fingerprint
-from tests.tiny_models import CLASSIFIERS, build, padded, tokens
 
 
 def view(hidden: torch.Tensor, content: torch.Tensor, attention: torch.Tensor | None = None) -> View:
@@ -34,7 +39,7 @@ def test_a_long_request_in_half_precision_has_a_mean_in_float32(dtype: torch.dty
     torch.testing.assert_close(features, torch.full((1, 4), 100.0))
 
 
-@pytest.mark.parametrize("name", sorted(set(FINGERPRINTS) - {"learned"}))  # see test_learned.py
+@pytest.mark.parametrize("name", sorted(set(FINGERPRINTS) - {"learned"}))
 def test_every_fingerprint_keeps_the_rules(name: str) -> None:
     check_fingerprint(FINGERPRINTS[name], has_unit_norm=name != "minhash")
 
@@ -57,8 +62,7 @@ def test_simhash_inner_product_estimates_the_angle() -> None:
         ("minhash", "width", [0]),
         ("minhash", "n_hashes", [1]),
         ("minhash", "seed", [-1]),
-        ("learned", "dim", [1, 385]),
-        ("learned", "ridge", [0.0]),
+        ("attention", "weight", [0.0, 1.2]),
     ],
 )
 def test_useless_sizes_are_refused(name: str, option: str, values: list[float]) -> None:
@@ -77,18 +81,6 @@ def test_pca_keeps_the_directions_that_vary() -> None:
     expected = centred / np.linalg.norm(centred, axis=1, keepdims=True)
     projected = pca.project(features)
     np.testing.assert_allclose(projected @ projected.T, expected @ expected.T, atol=1e-4)
-
-
-def test_pca_serves_nothing_until_it_is_fitted_and_then_all_it_saw() -> None:
-    model = build(CLASSIFIERS["bert"])
-    with LLMCache.wrap(model, tau=0.99, exact=False, fingerprint={"name": "pca", "dim": 8, "fit_on": 4}) as cache:
-        first = padded([6, 9, 4])
-        cache(**first)
-        cache(**first)
-        assert cache.stats().n_hits == 0
-        cache(**padded([8], seed=40))
-        cache(**first)
-        assert cache.stats().hits == {"semantic": 3}
 
 
 def words(*rows: list[int]) -> View:
@@ -131,58 +123,12 @@ def test_signatures_are_whole_numbers_that_float32_holds() -> None:
     assert signature.min() >= 0 and 2**23 < signature.max() < 2**24  # the lowest bits, so spread whatever the length
 
 
-@pytest.mark.parametrize("mode", ["semantic", "paper"])
-def test_minhash_serves_requests_that_share_their_pairs(mode: str) -> None:
-    base = tokens(1, 12, seed=1)
-    near, far = base.clone(), tokens(1, 12, seed=2)
-    near[0, -1] = 7  # 10 of 12 pairs in common
-    with LLMCache.wrap(build(CLASSIFIERS["bert"]), mode=mode, tau=0.6, fingerprint="minhash") as cache:
-        answer = cache(input_ids=base).logits
-        torch.testing.assert_close(cache(input_ids=near).logits, answer)
-        assert cache.last[0].rung == mode
-        assert cache.last[0].similarity == pytest.approx(10 / 12, abs=0.13)
-        cache(input_ids=far)
-        assert cache.last[0].rung is None
-        assert cache.stats().errors == 0
-
-
-def test_a_row_that_is_not_finite_costs_the_others_nothing() -> None:
-    model = build(CLASSIFIERS["bert"])
-    with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight[90] = torch.inf
-    ids = tokens(3, 6) % 90
-    ids[1, 2] = 90
-    with LLMCache.wrap(model, tau=0.9999, exact=False) as cache:
-        cache(input_ids=ids)
-        cache(input_ids=ids)
-        stats = cache.stats()
-    assert (stats.hits, stats.bypassed, stats.errors) == ({"semantic": 2}, {"not_finite": 2}, 0)
-
-
-HALF = [
-    {"fingerprint": "attention"},
-    {"fingerprint": "minhash"},
-    {"fingerprint": {"name": "pca", "dim": 8, "fit_on": 4}},
-    {"mode": "paper", "payload": "sequence", "fingerprint_per_layer": True},
-    {"compression": {"name": "pca", "dim": 32, "fit_on": 33}, "payload": "sequence"},
-    {"compression": {"name": "autoencoder", "dim": 4, "fit_on": 5}},
-    {"policy": {"name": "divergence", "check_rate": 1.0}},
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("settings", HALF, ids=str)
-def test_repeats_are_found_on_a_model_in_half_precision(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    ids = tokens(6, 6)
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]).to(dtype), tau=0.999, **{"exact": False, **settings})
-    computed = cache(input_ids=ids).logits
-    served = cache(input_ids=ids).logits
-    stats = cache.stats()
-    assert stats.errors == 0
-    assert served.dtype == dtype and served.isfinite().all()
-    if "policy" in settings:
-        assert (stats.n_revalidated, stats.n_stored, stats.n_expelled) == (6, 6, {3: 0})
-    else:
-        assert stats.hits == {settings.get("mode", "semantic"): 6}
-    if settings.get("compression", {}).get("dim") != 4:
-        torch.testing.assert_close(served, computed, atol=0.1, rtol=0.1)
+@pytest.mark.parametrize("weight", [0.2, 0.5, 1.0])
+def test_its_cosine_is_the_weighted_cosine_of_the_halves(weight: float) -> None:
+    content = torch.ones(2, 4, dtype=torch.bool)
+    view = View(torch.randn(2, 4, 8), content, torch.zeros(2, 4, dtype=torch.int64), 100 * torch.randn(2, 4, 8))
+    fingerprint = AttentionMean(weight=weight)
+    a, b = fingerprint.project(fingerprint.features(view).numpy())
+    attended, embedded = (normalize(x.mean(1)) for x in (view.attention, view.hidden))
+    expected = weight * attended[0] @ attended[1] + (1 - weight) * embedded[0] @ embedded[1]
+    assert a @ b == pytest.approx(float(expected), abs=1e-5)
