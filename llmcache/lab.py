@@ -3,7 +3,7 @@
     from llmcache.lab import Observation, RiskTarget, choose_limit
 
     observe     `Observation`s of requests that were computed, made by `cache.observe`
-    replay      who would serve a request (`Found`), banks and prefix blocks that no model runs on, drift and alarm
+    replay      who would serve a request (`Found`), banks and prefix blocks that no model runs on
     fit         `CalibratedReuse` of a wrapped model: fingerprints, risks, candidate limits
     choose      `split` requests, `try_limits` on those that test, `choose_limit` of a `RiskTarget`
 
@@ -27,8 +27,6 @@ _NAMES = {
     "request.prefill": ("Link",),
     "paper.fingerprints": ("ShingleMinHash",),
     "index.lsh": ("share_equal",),
-    "calibration.drift": ("DriftDetector", "Marks", "Profile"),
-    "audit.alarm": ("Alarm",),
     # Fit and choose: calibrations, step by step.
     "calibration.calibrated_reuse": ("CalibratedReuse",),
     "calibration.observer": ("outputs", "targets"),

@@ -35,14 +35,9 @@ ABOUT: Mapping[str, str] = {
     "trust_snips": "Calibrated reuse: voice assistant requests, 7 intents.",
     "trust_bursts": "Calibrated reuse in time order, where intents come in bursts.",
     "trust_repeats": "Calibrated reuse where texts come again, by a Zipf law.",
-    "trust_speed_default": "Speed at the default claim: at most 0.5 % of answers change, audit 5 %.",
-    "trust_speed": "Speed at looser claims, live after learning, and when that has paid for learning.",
     "trust_bound": "Whether the bound of a calibration holds as often as it says.",
     "trust_bound_time": "Whether it does where requests have an order in time.",
-    "trust_drift": "Streams whose intents change after the calibration, and streams that do not change.",
     "trust_adversaries": "Requests that are edited to mislead, with and without the content gate.",
-    "trust_paws": "Pairs of sentences that share their words, of the same and of another meaning.",
-    "trust_embeddings": "Embeddings instead of classes: what a calibration serves, and what a search still finds.",
     "service_small": "Whole passes of a service with a small model.",
     "service_exact": "Whole passes of a service that learns nothing: repeats alone are served.",
     "service_second_pass": "Texts that are embedded again, with the default settings of the cache.",
@@ -51,7 +46,6 @@ ABOUT: Mapping[str, str] = {
     "ray_replicas": "Replicas on Ray Serve of which some are killed during load: what fails, and whether hits go on.",
     "index_scale": "Indexes by number of entries: time, memory and what they overlook.",
     "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",
-    "mooncake_sharing": "How much of that trace is known, as it came and as it is drawn and cut.",
     "prefix_chat": "Time to first token in conversations.",
     "prefix_system_prompt": "Time to first token of many users after one system prompt.",
     "prefix_nothing_shared": "What prefixes cost where no two prompts begin alike.",
@@ -61,7 +55,6 @@ ABOUT: Mapping[str, str] = {
     "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
     "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",
     "prefix_soak": "Parity over 2,000 requests under a budget that forces eviction.",
-    "cost_no_repetition": "A stream without repetition, where calls bypass the cache: what is left of its cost.",
 }
 
 HOW = """\

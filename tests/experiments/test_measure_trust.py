@@ -21,7 +21,7 @@ from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
-PARTS = ("neighbours", "student")
+PARTS = ("student",)
 VALUES = learning("trust", max_drops=[*DROPS], decisions=[*PARTS], taus=[0.8, 0.95], n_limits=4, encoder="untrained")
 
 
