@@ -22,7 +22,7 @@ from experiments.measures.trust_figures import figures, in_advance, named
 from experiments.measures.trust_others import others
 from experiments.methods.base import COMPUTED
 from experiments.metrics.frontier import best, curves
-from experiments.replay.rehearsal import Frozen, Rehearsal, grow
+from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
 from experiments.replay.student import Student
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
@@ -139,7 +139,7 @@ def _frozen_figures(experiment: Trust, rehearsal: Rehearsal, frozen: Frozen, lim
 def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
     for claim in experiment.claims:
-        rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
+        empty(rehearsal.cache, rehearsal.observed)  # what an earlier claim's misses left would serve repeats
         found = rehearsal.calibrate(rehearsal.calibrated, experiment.learn, claim)
         told, served = _serve(rehearsal, experiment.learn, f"Live: {claim.sources}, {claim.max_drop:g}")
         yield _calibrated("llmcache", claim, found) | figures(experiment, rehearsal, told, served)
