@@ -44,7 +44,6 @@ ABOUT: Mapping[str, str] = {
     "serve_load": "Goodput over HTTP: with a calibrated cache, without, and the server that people write themselves.",
     "serve_soak": "More traffic than the server can answer, for minutes: errors, answers, memory and queue.",
     "ray_replicas": "Replicas on Ray Serve of which some are killed during load: what fails, and whether hits go on.",
-    "index_scale": "Indexes by number of entries: time, memory and what they overlook.",
     "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",
     "prefix_chat": "Time to first token in conversations.",
     "prefix_system_prompt": "Time to first token of many users after one system prompt.",

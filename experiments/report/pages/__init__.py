@@ -18,7 +18,6 @@ from experiments.report.pages import (
     policies,
     prompts,
     reuse,
-    scale,
     serving,
     ways,
 )
@@ -45,7 +44,6 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "parity": prompts.parity,
     "generation": prompts.generation,
     "policies": policies.policies,
-    "index_scale": scale.index_scale,
     "serve_load": serving.serve_load,
     "serve_soak": serving.serve_soak,
     "ray_replicas": serving.ray_replicas,
