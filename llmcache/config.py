@@ -107,12 +107,12 @@ class CacheConfig(BaseModel):
         auto_bypass: Let calls bypass the cache where it takes more time than it saves, as measured for calls of their
             length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not with `tau`.
         max_entries: Most entries a bank, or None. Requests that are kept in blocks have none.
-        max_bytes: Budget in bytes of all states; each bank gets an equal share, and in it each namespace: one that holds
-            less than an equal share loses nothing to another one. Where prefixes are kept, it is one for
-            blocks and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A
-            decoder's requests are then blocks and a tail, and take nothing of the banks, unless `rungs` of your own, a
-            `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:
-            4 bytes a dimension, some 1 kB a request and some 2 kB a block.
+        max_bytes: Budget in bytes of all states; each bank gets an equal share, and in it each namespace: one that
+            holds less than an equal share loses nothing to another one. Where prefixes are kept, it is one for blocks
+            and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A decoder's
+            requests are then blocks and a tail, and take nothing of the banks, unless `rungs` of your own, a
+            `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top: 4 bytes a
+            dimension, some 1 kB a request and some 2 kB a block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         adapter: Family whose row of the adapter table describes the model, registered ones included
             (`register_adapter`); `auto`: the one that names the class of its trunk, else its shape tells.
