@@ -5,7 +5,7 @@ Sizes: B rows, F0 features, F fingerprint width, R rows of a payload.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,7 @@ class Banks(dict[int, LayerBank]):
                     for key in cost_ms.keys() & bank.entries.keys():
                         bank.policy.on_cost(key, cost_ms[key])
 
-    def forget(self, namespace: str | None = None) -> int:
+    def drop(self, namespace: str | None = None) -> int:
         """Forget a namespace, None: all; returns how many requests they were."""
         with self._lock:
             if namespace is None:
@@ -125,6 +125,17 @@ class Banks(dict[int, LayerBank]):
                 bank.clear(namespace)
             self._waiting = {key: one for key, one in self._waiting.items() if namespace not in (None, one[0])}
             return len(before - self._keys())
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Forget requests by key; returns how many were there."""
+        gone = set(keys)
+        with self._lock:
+            found = gone & (self._keys() | self._waiting.keys())
+            for key in found:
+                self._waiting.pop(key, None)
+                for bank in self.values():
+                    bank.remove(key)
+            return len(found)
 
     def held(self) -> dict[str, Any]:
         """What is held, by the names of `Stats`."""

@@ -5,7 +5,7 @@ Sizes: B rows, T tokens, D hidden width.
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from time import perf_counter
@@ -369,11 +369,15 @@ class Layerwise:
 
     def clear(self) -> None:
         """Forget all entries; counts, and what fingerprint and codecs have learned, stay."""
-        self._banks.forget()
+        self._banks.drop()
 
     def purge(self, namespace: str) -> int:
         """Forget the entries of a namespace; returns how many requests they were."""
-        return self._banks.forget(namespace)
+        return self._banks.drop(namespace)
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Forget requests by key; returns how many were there."""
+        return self._banks.forget(keys)
 
     def drain(self) -> int:
         """Nothing waits for idle moments: 0."""

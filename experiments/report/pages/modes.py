@@ -47,18 +47,11 @@ def modes(results_dir: Path) -> str:
                 "classifiers and scorers with a steady stream",
             ),
             (
-                "`tau`: `wrap(model, tau=0.9)`",
-                "also requests whose similarity is at least `tau`",
+                "`tau`: `wrap(model, tau=0.85)`",
+                "layers whose input is similar: Algorithm 1 of the paper; with `layers=\"last\"` whole requests",
                 "neither",
-                _tau(results_dir),
-                "you have measured the threshold on your own traffic",
-            ),
-            (
-                'paper: `wrap(model, tau=0.85, mode="paper")`',
-                "layers whose input is similar: Algorithm 1 of the paper",
-                "neither",
-                _paper(results_dir),
-                "a reference for experiments",
+                f"{_tau(results_dir)}; {_paper(results_dir)}",
+                "a reference for experiments, or you have measured the threshold on your own traffic",
             ),
         ],
     ).replace("---:", "---")
