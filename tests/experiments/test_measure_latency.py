@@ -6,7 +6,6 @@ Holds the tiny GPT-2 that both measure.
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +19,9 @@ from experiments.measures.latency import SHOWN
 from experiments.models import architectures as bench_models
 from experiments.support.clock import Clock
 from experiments.support.folders import Folders
-from llmcache.banks.cache_banks import CacheBanks
 from llmcache.errors import ConfigError
+from llmcache.paper.bank import LayerBank
+from llmcache.paper.banks import Banks
 from tests.experiments.measuring import measured, told
 from tests.tiny_models import BARE, PAD, VOCABULARY, build
 
@@ -131,21 +131,22 @@ def test_only_as_the_paper_every_layer_is_searched_and_serves(
     for row, bench in zip(rows, benches, strict=True):
         stats = bench.cache.stats()
         is_paper = row["kept"] == "as the paper"
-        assert set(stats.hits) == ({"paper"} if is_paper else {"semantic", "exact"})
+        assert set(stats.hits) == {"paper"}
         assert stats.reuses_by_layer == dict.fromkeys(range(LAYERS) if is_paper else [LAYERS - 1], stats.n_hits)
         assert stats.n_layers_skipped == LAYERS * stats.n_hits
 
 
 def test_a_hit_that_runs_layers_stops_the_benchmark(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of(folders, payload="sequence", layers="all", mode="paper")
+    settings = settings_of(folders, payload="sequence", layers="all")
     bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
     bench.fill(None)
-    honest = CacheBanks.read
+    honest = Banks.search
 
-    def read_all_but_one(self: CacheBanks, key: str, layer: int, *rest: Any, **more: Any) -> Any:
-        return None if layer == 1 else honest(self, key, layer, *rest, **more)
+    def search_all_but_one(self: Banks, layer: int, kinds: Any, *rest: Any) -> Any:
+        nothing = [None] * len(kinds), [False] * len(kinds), [None] * len(kinds)
+        return nothing if layer == 1 else honest(self, layer, kinds, *rest)
 
-    monkeypatch.setattr(CacheBanks, "read", read_all_but_one)
+    monkeypatch.setattr(Banks, "search", search_all_but_one)
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 1\}"):
         bench.run(None)
 
@@ -276,12 +277,8 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
     settings = settings_of(folders, payload="last", rounds=10)
     assert latency.measure(settings)["exact_hit_is_equal"] is True
 
-    def read_wrongly(*args: Any, **kwargs: Any) -> Any:
-        state = honest(*args, **kwargs)
-        return state and replace(state, hidden=state.hidden + 1)
-
-    honest = CacheBanks.read
-    monkeypatch.setattr(CacheBanks, "read", read_wrongly)
+    honest = LayerBank.unpack
+    monkeypatch.setattr(LayerBank, "unpack", lambda *args: {"hidden": honest(*args)["hidden"] + 1})
     assert latency.measure(settings)["exact_hit_is_equal"] is False
 
 
@@ -319,8 +316,7 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
         (measure_calls, {"batch_size": 16, "entries": 63}, r"entries: give at least 64.*\(got 63\)"),
         (measure_calls, {"model": "nowhere"}, "model: nowhere"),
         (measure_calls, {"banks": "cloud"}, "banks: give host or device.*got 'cloud'"),
-        (measure_calls, {"mode": "papers"}, "mode: give semantic or paper.*got 'papers'"),
-        (measure_calls, {"mode": "paper", "payload": "sequence"}, "layers: mode paper .*give all.*got 'last'"),
+        (measure_calls, {"layers": "some"}, "layers: give last or all.*got 'some'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_weights_are_loaded(

@@ -136,10 +136,6 @@ def test_what_is_unknown_is_refused_by_name_before_anything_is_loaded(wrong: dic
         make_experiment(wrong if "measure" in wrong else SWEEP | wrong)
 
 
-def test_a_sweep_gives_the_tau_that_a_mode_needs() -> None:
-    assert make_experiment(SWEEP | {"cache": {"mode": "paper"}})
-
-
 def test_an_observed_run_moves_the_clock_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     class Brief(TTL):
         def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

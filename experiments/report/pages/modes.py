@@ -48,7 +48,7 @@ def modes(results_dir: Path) -> str:
             ),
             (
                 "`tau`: `wrap(model, tau=0.85)`",
-                "layers whose input is similar: Algorithm 1 of the paper; with `layers=\"last\"` whole requests",
+                'layers whose input is similar: Algorithm 1 of the paper; with `layers="last"` whole requests',
                 "neither",
                 f"{_tau(results_dir)}; {_paper(results_dir)}",
                 "a reference for experiments, or you have measured the threshold on your own traffic",
