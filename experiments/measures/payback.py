@@ -56,8 +56,7 @@ def run(experiment: Payback, folders: Folders) -> Outcome:
     learners = {f"llmcache {max_drop:g}": _learner(experiment, workload, max_drop) for max_drop in experiment.max_drops}
     figures, traces = {}, {}
     for label, learner in learners.items():  # in turns with the model alone, and with nobody else
-        cached = Cached(workload, {"tau": settings.tau, "layers": "last"})
-    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), "llmcache": cached}
+        methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), label: learner}
         taken = measure(workload, methods, experiment.rounds, warmup=0)
         figures[label] = _figures(experiment, workload, taken[NOCACHE], taken[label], learner)
         traces |= {f"{NOCACHE} beside {label}": taken[NOCACHE], label: taken[label]}
@@ -123,10 +122,8 @@ def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Pay
     """Speed of another model on a pattern of hits (N,); the requests that fill its cache are not counted."""
     wanted = hits[: settings.limit]
     workload = pattern.Pattern(settings, wanted.tolist(), experiment.seed)
-    methods: dict[str, Method] = {
-        NOCACHE: NoCache(workload, {}),
-        "llmcache": Cached(workload, {"tau": settings.tau, "layers": "last"}),
-    }
+    cached = Cached(workload, {"tau": settings.tau, "layers": "last"})
+    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), "llmcache": cached}
     traces = measure(workload, methods, experiment.rounds, warmup=0)
     base, trace = (traces[name].after(settings.fill) for name in (NOCACHE, "llmcache"))
     figures, h = speed(base, trace), float(trace.is_hit[0].mean())
