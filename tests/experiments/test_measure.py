@@ -243,14 +243,15 @@ def test_replay_equals_a_live_run(loaded: Loaded) -> None:
     nothing = Labelled(400, "", "keep_order")
     workload = workload_of(loaded, data[:150], [nothing, *data[150:], nothing])
     taus = [math.inf, 0.95, 0.8, 0.6, 0.3]
-    methods: dict[str, Method] = {str(tau): Cached(workload, {} if tau > 1 else {"tau": tau}) for tau in taus}
+    options = {tau: {} if tau > 1 else {"tau": tau, "layers": "last"} for tau in taus}
+    methods: dict[str, Method] = {str(tau): Cached(workload, options[tau]) for tau in taus}
     live = measure(workload, methods, rounds=1, warmup=3)
     recording = Recording(workload)
     units = recording.rows(make_fingerprint("mean"), fits_any_length=True)
     replays = replay(units, taus)
     for tau, again in zip(taus, replays, strict=True):
         trace, served = live[str(tau)], by_request(units, again)
-        assert np.where(served == "near", "semantic", served).tolist() == trace.served[0].tolist()
+        assert np.where(served == "near", "paper", served).tolist() == trace.served[0].tolist()
         assert recording.reread(units, again) == trace.answers
     rates = [is_hit(again.served).mean() for again in replays]
     assert rates == sorted(rates) and rates[0] < rates[1] < rates[-1]  # the thresholds do differ here
