@@ -6,21 +6,21 @@ cache = LLMCache.wrap(model)          # exact repeats are served from memory
 outputs = cache(**inputs)             # or model(**inputs) under torch.inference_mode()
 print(cache.stats().hit_rate)
 
-A call goes from room to room; each package says in its first lines what it does.
+A call goes from room to room; each says in its first lines what it does.
 
-call -> execution.flow   the order of its steps, for layers that models.hooks has swapped
-     -> request          its rows and their exact keys
-     -> fingerprint      one vector a row
-     -> matching         the nearest stored requests, and how risky they are
-     -> reuse            what is served instead of being computed; calibration chose the limit, audit watches
-     -> banks            what is stored of the others; policies say who leaves
+call     the order of a call's steps
+request  its arguments, its rows and their exact keys, or why it bypasses the cache
+bank     entries of earlier requests; policies say who leaves, stores keep them beyond memory
+prefix   what prompts begin with, in blocks of K/V
+decide   who may serve whom, and how risky that is: calibration chose the limit, audit watches
+engines  compute what nothing serves
+paper    the layer-wise cache of the paper (`tau`), which has a way of its own
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmcache.banks.compression import CODECS, Codec
     from llmcache.cache import LLMCache
     from llmcache.calibration.calibration import Calibration
     from llmcache.calibration.risk_target import Metric
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WrapError,
     )
-    from llmcache.fingerprint import FINGERPRINTS, Fingerprint, View
-    from llmcache.matching import DECISIONS, Decision, Evidence
-    from llmcache.matching.index import INDEXES, Index
+    from llmcache.index import INDEXES, Index
     from llmcache.models.adapters import Adapter, register_adapter
+    from llmcache.paper.codecs import CODECS, Codec
+    from llmcache.paper.fingerprints import FINGERPRINTS, Fingerprint, View
     from llmcache.policies import POLICIES, Policy
+    from llmcache.request.call import Call, Hit, Rung
     from llmcache.request.outcome import Outcome
-    from llmcache.reuse import Reuse, Rung
     from llmcache.stats import AuditStats, Stats
     from llmcache.stores import STORES, Store
 
@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 
 # Where public names live. Imported on first use: `import llmcache` alone must not pay for torch.
 _NAMES = {
-    "banks.compression": ("CODECS", "Codec"),
+    "paper.codecs": ("CODECS", "Codec"),
     "stores": ("STORES", "Store"),
     "cache": ("LLMCache",),
     "calibration.calibration": ("Calibration",),
@@ -62,20 +62,18 @@ _NAMES = {
         *("BankFileError", "CalibrationError", "ConfigError", "LLMCacheError", "NotCachedError", "RequestError"),
         *("StoreError", "UnfitBankError", "UnsafeReuseError", "UnsupportedModelError", "WrapError"),
     ),
-    "fingerprint": ("FINGERPRINTS", "Fingerprint", "View"),
-    "matching": ("DECISIONS", "Decision", "Evidence"),
-    "matching.index": ("INDEXES", "Index"),
+    "paper.fingerprints": ("FINGERPRINTS", "Fingerprint", "View"),
+    "index": ("INDEXES", "Index"),
     "models.adapters": ("Adapter", "register_adapter"),
     "policies": ("POLICIES", "Policy"),
     "request.outcome": ("Outcome",),
-    "reuse": ("Reuse", "Rung"),
+    "request.call": ("Call", "Hit", "Rung"),
     "stats": ("AuditStats", "Stats"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CODECS",
-    "DECISIONS",
     "FINGERPRINTS",
     "INDEXES",
     "POLICIES",
@@ -86,11 +84,11 @@ __all__ = [
     "CacheConfig",
     "Calibration",
     "CalibrationError",
+    "Call",
     "Codec",
     "ConfigError",
-    "Decision",
-    "Evidence",
     "Fingerprint",
+    "Hit",
     "Index",
     "LLMCache",
     "LLMCacheError",
@@ -99,7 +97,6 @@ __all__ = [
     "Outcome",
     "Policy",
     "RequestError",
-    "Reuse",
     "Rung",
     "Stats",
     "Store",

@@ -32,3 +32,10 @@ def product(a: Floats, b: Floats) -> Floats:
     # Autocast leaves operations alone that are told where their result goes.
     torch.matmul(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(made))
     return made
+
+
+def normalise(x: Floats) -> Floats:
+    """Rows scaled to L2 norm 1; a zero row stays zero, so it is similar to nothing."""
+    norm = np.sqrt(np.einsum("nd,nd->n", x, x))
+    scaled: Floats = x / np.maximum(norm, np.float32(1e-12))[:, None]
+    return scaled

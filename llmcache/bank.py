@@ -223,7 +223,7 @@ class Bank:
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved of a trunk's requests, but for pinned ones: of each its key, scope and layout, and its tensors."""
+        """What is saved of a trunk's requests, but for pinned ones: key, scope and layout of each, and its tensors."""
         entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
         about = [(one.key, (one.scope.namespace, *_others(one.scope)), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])

@@ -1,4 +1,4 @@
-"""`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
+"""`LLMCache`: what a user holds. `core` puts its parts together, with `tau` `paper` does; `call` tells how calls go."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from llmcache.assembly import assemble
-from llmcache.banks.cache_banks import CacheBanks
+from llmcache.bank import Bank
+from llmcache.calibration.answers import Reading, read_logits
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import Requests
@@ -19,30 +19,17 @@ from llmcache.calibrator import make_claim
 from llmcache.config import CacheConfig
 from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
-from llmcache.execution.flow import Flow
 from llmcache.found import Found, look_up
-from llmcache.matching.answers import Reading, read_logits
-from llmcache.models.hooks import install
+from llmcache.paper.build import build as build_layerwise
+from llmcache.paper.layerwise import Layerwise
 from llmcache.prefix.chunks import Chunks
+from llmcache.request.call import Rung
 from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
 from llmcache.request.variables import setting
-from llmcache.reuse.base import Rung
+from llmcache.save import Saved
 from llmcache.stats import Stats
-
-
-def _takes_core(config):
-    import os
-
-    return not (
-        os.environ.get("OLD")
-        or config.tau is not None
-        or config.compression.name != "none"
-        or config.exact is False
-        or config.mode == "paper"
-        or config.layers not in ("auto", "last")
-    )
 
 
 class LLMCache:
@@ -58,29 +45,27 @@ class LLMCache:
         config: CacheConfig,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
-        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
+        rungs: Sequence[Callable[[Bank], Rung]] = (),
     ) -> None:
         """Use `wrap` or `load`."""
         self.model = model
         self.config = config
         self._tokenizer = tokenizer
-        self._answer_of = answer_of
-        self._flow: Any
-        if _takes_core(config):
-            self._core = Core(model, config, tokenizer, answer_of, rungs)
-            self._flow, self._installed = self._core.forward, self._core.installed
-            return
-        self._core = None
-        self._components = assemble(model, config, tokenizer, answer_of, rungs)
-        self._install_flow()
+        self._way: Core | Layerwise
+        self._forward: Any  # what holds the context of calls
+        if config.tau is None:
+            self._way = Core(model, config, tokenizer, answer_of, rungs)
+            self._forward = self._way.forward
+        elif rungs:
+            raise ConfigError(f"rungs with tau={config.tau}: the paper's cache serves alone; leave one of them out")
+        else:
+            self._way = self._forward = build_layerwise(model, config, tokenizer)
 
-    def _install_flow(self) -> None:
-        model, config, tokenizer, answer_of = self.model, self.config, self._tokenizer, self._answer_of
-        self._flow = Flow(self._components, tokenizer)
-        head = None if self._components.prefix is None else model
-        self._installed = install(self._components.trunk, self._flow, self._components.attention, head)
-        if self._components.head.pooled is not None and self._components.payload.name == "mean":
-            self._installed.add(self._flow.veil.listen(self._components.head.pooled.pooling))
+    @property
+    def _core(self) -> Core:
+        if isinstance(self._way, Layerwise):
+            raise ConfigError(f"not with tau={self.config.tau}: the paper's cache decides at each layer; leave tau out")
+        return self._way
 
     @classmethod
     def wrap(
@@ -90,7 +75,7 @@ class LLMCache:
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
-        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
+        rungs: Sequence[Callable[[Bank], Rung]] = (),
         **settings: Any,
     ) -> Self:
         """Make a model remember.
@@ -127,7 +112,7 @@ class LLMCache:
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
-        rungs: Sequence[Callable[[CacheBanks], Rung]] = (),
+        rungs: Sequence[Callable[[Bank], Rung]] = (),
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
@@ -148,48 +133,16 @@ class LLMCache:
             ConfigError: What was saved cannot be served with `config`.
             WrapError: The model is wrapped already.
         """
-        from llmcache import persist
-        from llmcache.save import Saved
-        from llmcache.saved_settings import choose_settings
-
         given = None if config is None else CacheConfig.make(config)
-        if persist.format_of(folder) != persist.FORMAT:
-            return cls._load(Saved(folder, model, tokenizer), model, given, tokenizer, answer_of, rungs)
-        manifest, tensors = persist.read(folder, model, tokenizer)
-        chosen = choose_settings(manifest.config, given, manifest.calibration is not None, folder)
-        try:
-            cache = cls(model, chosen, tokenizer, answer_of, rungs)
-        except ConfigError as error:
-            if given is not None:
-                raise
-            raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
-        try:
-            if manifest.calibration is not None:
-                cache._calibrator.begin()
-            persist.restore(cache._components, manifest, tensors, folder)
-        except BaseException:
-            cache.unwrap()
-            raise
-        return cache
-
-    @classmethod
-    def _load(
-        cls,
-        saved: "Saved",
-        model: nn.Module,
-        given: CacheConfig | None,
-        tokenizer: Any,
-        answer_of: Reading,
-        rungs: Sequence[Callable[[CacheBanks], Rung]],
-    ) -> Self:
+        saved = Saved(folder, model, tokenizer)
         try:
             cache = cls(model, saved.settings(given), tokenizer, answer_of, rungs)
         except ConfigError as error:
             if given is not None:
                 raise
-            raise UnfitBankError(f"{saved.folder}: its settings do not suit this model: {error}") from error
+            raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
         try:
-            cache._core.restore(saved)
+            cache._way.restore(saved)
         except BaseException:
             cache.unwrap()
             raise
@@ -205,13 +158,7 @@ class LLMCache:
             StoreError: Writing failed, or the folder has a `manifest.json` that is none of ours. An earlier save is
                 still whole.
         """
-        if self._core is not None:
-            self._core.save(folder)
-            return
-        from llmcache import persist
-
-        self._components.settle()
-        persist.save(self._components, self.model, self.config, self._tokenizer, folder)
+        self._way.save(folder, self.model, self.config, self._tokenizer)
 
     def calibrate(
         self,
@@ -273,7 +220,8 @@ class LLMCache:
     @property
     def calibrated(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
-        return None if self._core.calibrator is None else self._core.calibrator.calibrated
+        calibrator = self._way.calibrator if isinstance(self._way, Core) else None
+        return None if calibrator is None else calibrator.calibrated
 
     @property
     def calibration(self) -> Calibration | None:
@@ -310,10 +258,8 @@ class LLMCache:
                 some could be compiled, failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
-        if self._installed.is_empty:
+        if self._core.installed.is_empty:
             raise WrapError("the cache was unwrapped: wrap the model again")
-        if self._core is None:
-            raise ConfigError("compile: with tau, decisions are made within the layers, which no graph holds")
         self._core.compile(lengths, rows, mode, backend, max_padding)
 
     def unwrap(self) -> nn.Module:
@@ -325,16 +271,7 @@ class LLMCache:
         Raises:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
         """
-        if self._core is not None:
-            self._core.close()
-            return self.model
-        if self._components.audit is not None:
-            self._components.audit.worker.close()
-        if self._components.store_queue is not None:
-            self._components.store_queue.close()
-        self._installed.remove()
-        if self._components.tier is not None:
-            self._components.tier.close()
+        self._way.close()
         return self.model
 
     def drain(self) -> int:
@@ -344,14 +281,7 @@ class LLMCache:
         Hits that were served with other weights than those of now wait until these are back. What is being written to a
         store is waited for, and a calibration that is shared is published or taken up.
         """
-        if self._core is not None:
-            return self._core.drain()
-        self._components.settle()
-        n_done = 0 if self._components.audit is None else self._components.audit.drain()
-        self._components.share()
-        if self._components.tier is not None:
-            self._components.tier.drain()
-        return n_done
+        return self._way.drain()
 
     def __enter__(self) -> Self:
         return self
@@ -366,9 +296,7 @@ class LLMCache:
 
     def stats(self) -> Stats:
         """Counters since wrapping or `restart_stats`, and what is held now."""
-        if self._core is not None:
-            return self._core.stats()
-        return self._components.stats()
+        return self._way.stats()
 
     def restart_stats(self) -> None:
         """Count requests, hits and times in `stats` from here on: what came before was a warm-up, say.
@@ -376,15 +304,12 @@ class LLMCache:
         What a call of each length takes stays known (`Stats.cost`), and so do failures. What banks, the audit, graphs
         and a store count goes on.
         """
-        if self._core is not None:
-            self._core.counters.restart()
-            return
-        self._components.restart_stats()
+        self._way.restart_stats()
 
     @property
     def payload(self) -> str:
         """What each entry keeps of a request's hidden states: `sequence`, `cls`, `last` or `mean`."""
-        return (self._core or self._components).payload.name
+        return self._way.payload.name
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -394,7 +319,8 @@ class LLMCache:
         the first call and after one that raised; of calls made within one another it tells of the outer one. Async
         tasks of a thread share it: read it before an `await`.
         """
-        return self._flow.last
+        outcomes: tuple[Outcome, ...] = self._forward.last
+        return outcomes
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay.
@@ -404,11 +330,7 @@ class LLMCache:
         Raises:
             StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.
         """
-        if self._core is not None:
-            self._core.clear()
-            return
-        self._components.clear()
-        self._flow.forget()
+        self._way.clear()
 
     def purge(self, *, namespace: str) -> int:
         """Forget all entries of a namespace and return how many requests they were, of those in memory.
@@ -420,12 +342,12 @@ class LLMCache:
             StoreError: The store could not be purged. Nothing of it is in this cache's memory any more.
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
-        if self._core is not None:
-            return self._core.clear(checked_namespace(namespace))
-        return self._components.purge(checked_namespace(namespace))
+        return self._way.clear(checked_namespace(namespace))
 
     def forget(self, *args: Any, **kwargs: Any) -> int:
-        """Forget what serves a call: a wrong answer, say. It takes what the model takes; nothing is computed.
+        """Forget what serves a call: a wrong answer, say. It takes what the model takes.
+
+        Nothing is computed, but with `tau`, where the call is made to see what serves it at each layer.
 
         Its requests are computed when they come again, and remembered anew; of a prompt the blocks that it shares with
         others go as well. Requests of others that served it approximately serve no other request from now on, and a
@@ -438,7 +360,7 @@ class LLMCache:
         Raises:
             StoreError: The store could not forget them. They are in this cache's memory no more.
         """
-        return self._core.forget(lambda: self(*args, **kwargs))
+        return self._way.forget(lambda: self(*args, **kwargs))
 
     @contextmanager
     def namespace(self, name: str, *, prefixes_from: str | None = None) -> Iterator[Self]:
@@ -459,12 +381,12 @@ class LLMCache:
             ConfigError: A namespace is not a string, or one of a class of its own, or no Unicode text.
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
-        if self._core is not None:
-            with setting(self._core.forward.namespace, name), setting(self._core.forward.prefixes_from, shared):
+        with setting(self._forward.namespace, name):
+            if shared is None:
                 yield self
-            return
-        with setting(self._flow.namespace, name), setting(self._flow.prefixes_from, shared):
-            yield self
+            else:
+                with setting(self._core.forward.prefixes_from, shared):
+                    yield self
 
     def look_up(self, batch: Mapping[str, Any]) -> Found:
         """Look a batch up without running the model.
@@ -484,7 +406,7 @@ class LLMCache:
             ConfigError: There are no `input_ids`.
             Exception: What the model raises for the batch before its layers run.
         """
-        return look_up(self.model, None if self._core is None else self._core.forward, batch)
+        return look_up(self.model, self._core.forward, batch)
 
     @contextmanager
     def only_if_cached(self) -> Iterator[Self]:
@@ -495,7 +417,7 @@ class LLMCache:
         Raises:
             NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it.
         """
-        with setting(self._flow.is_only_if_cached, True):
+        with setting(self._forward.is_only_if_cached, True):
             yield self
 
     @contextmanager
@@ -516,21 +438,18 @@ class LLMCache:
         """
         if n_tokens < 1:
             raise ConfigError(f"n_tokens={n_tokens}: a chunk has 1 token at least")
-        with setting(self._flow.chunks, Chunks(n_tokens, between)):
+        with setting(self._core.forward.chunks, Chunks(n_tokens, between)):
             yield self
 
     @contextmanager
     def disabled(self) -> Iterator[Self]:
         """Within: the model computes as if it were not wrapped. Per thread and async task."""
-        with setting(self._flow.is_disabled, True):
+        with setting(self._forward.is_disabled, True):
             yield self
 
     def __repr__(self) -> str:
-        if self._core is not None:
-            names = [rung.name for rung in self._core.forward.rungs] + (
-                ["prefix"] if self._core.blocks is not None else []
-            )
-            return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={'+'.join(names)!r})"
-        names = [rung.name for rung in self._components.rungs]
-        rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])
-        return f"LLMCache({type(self.model).__name__}, payload={self._components.payload.name!r}, rungs={rungs!r})"
+        rungs = "paper"
+        if isinstance(self._way, Core):
+            blocks = () if self._way.blocks is None else ("prefix",)
+            rungs = "+".join([*(rung.name for rung in self._way.forward.rungs), *blocks])
+        return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={rungs!r})"

@@ -15,13 +15,16 @@ from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Recomputer
 from llmcache.bank import Bank
+from llmcache.calibration.answers import Reading, find_answers
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
+from llmcache.calibration.content_gate import ContentGate
 from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
 from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
 from llmcache.calibration.risk_target import Sources as Growth
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.call import CachedForward, ModelForward
 from llmcache.config import CacheConfig
@@ -29,21 +32,20 @@ from llmcache.counters import Counters
 from llmcache.decide import NeighbourChooser, Semantic
 from llmcache.errors import ConfigError, WrapError
 from llmcache.fingerprint import Learned
-from llmcache.fingerprint.token_vectors import TokenVectors
-from llmcache.matching.answers import Reading, find_answers
-from llmcache.matching.content_gate import ContentGate
-from llmcache.matching.index import INDEXES
-from llmcache.models.adapters import Trunk, vocabulary_size
+from llmcache.index import INDEXES
+from llmcache.models.adapters import Trunk, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed
 from llmcache.models.payloads import Payload
+from llmcache.models.token_vectors import TokenVectors
 from llmcache.models.twin import make_replicas, run_unseen
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import id_dtype
 from llmcache.request.variables import setting
 from llmcache.sources import Sources
+from llmcache.stores.tier import Tier
 from llmcache.threads import forkable
 
 
@@ -65,6 +67,7 @@ class Calibrator:
         installed: Installed,
         tokenizer: Any,
         answer_of: Reading,
+        tier: Tier | None,
     ) -> None:
         """Make the model ready to be calibrated. Nothing is reused approximately until it is.
 
@@ -98,16 +101,20 @@ class Calibrator:
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers)
         self.calibrated = CalibratedReuse(fitter, rest, counters, config)
         self._observer = Observer(answers, answer_of, rest)
-        semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated)
+        self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
             bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue
         )
         self.audit = Audit(recomputer, semantic, config)
         self._observer.learner = self.audit
+        self.sharing = None
+        if config.share_calibration and tier is not None:
+            special = special_ids(trunk, tokenizer)
+            self.sharing = SharedCalibration(tier, self.calibrated, self.audit.alarm, counters, config, special)
         if not answers.reads_payload:
             self._watch(model, trunk, forward)
-        forward.learn(self._observer, semantic, self.audit)
+        forward.learn(self._observer, semantic, self.audit, self.sharing)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
@@ -123,7 +130,10 @@ class Calibrator:
             self.calibrated.check(observed[0], told, risk_target)
             observed += collect(self._compute, self._observer, inputs[1:], first=1, is_learned_from=True)
             with self.calibrated.held():  # no purge comes between
-                return self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, told)), risk_target)
+                made = self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, told)), risk_target)
+            if self.sharing is not None:
+                self.sharing.settle()
+            return made
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
         """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""

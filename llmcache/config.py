@@ -22,26 +22,47 @@ GIB = 1024**3
 _OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
 
 
+#: What the paper's cache does not do, and what to do instead.
+_NOT_WITH_TAU = {
+    "exact": "the paper's cache finds a repeat as any other near request",
+    "prefix": "shared prefixes are served without tau alone",
+    "gate": "it guards calibrated reuse",
+    "decide": "the nearest request serves",
+    "learn": "either you choose the threshold, or a calibration does",
+    "audit": "it watches over a calibration, and tau is your own choice",
+    "recalibrate": "it renews a calibration, and tau is your own choice",
+    "max_drop": "it is what a calibration may lose",
+    "delta": "it is of a calibration's bound",
+    "sources": "every request that was computed serves",
+    "share_calibration": "tau is your own choice, and no calibration",
+    "store": "entries may rest on other requests' states, so they stay in memory",
+    "store_least_tokens": "entries stay in memory",
+    "auto_bypass": "every call is looked up, as in the paper",
+}
+
+
 class CacheConfig(BaseModel):
     """All settings of one cache. The defaults serve lossless rungs only.
 
     Attributes:
-        mode: `semantic` searches once a call and reuses the deepest stored layer; `paper` is the paper's Algorithm 1,
-            a search per layer, kept as the reference.
-        tau: Least similarity (`>=`) at which another request's state is reused: one number, or one a layer. A cosine,
-            -1 to 1; for `minhash` a Jaccard similarity, over 0, at most 1, and much lower. None turns approximate
-            reuse off.
-        exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes, but
-            not in `paper` mode, whose entries may rest on other requests' states.
+        tau: Serve by the paper's layer-wise cache: the least similarity (`>=`, to six digits) at which a stored state
+            stands for a layer's output, one number or one a layer. A cosine, -1 to 1; for `minhash` a Jaccard
+            similarity, over 0, at most 1, and much lower. Answers are those of the request that was stored, without a
+            bound. None: only repeats and shared prefixes are served, and what a calibration allows.
+        exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes,
+            without `tau`.
         prefix: Serve the longest beginning that a request shares with a stored one from K/V, and run the layers on what
             is left. Of causal models in the adapter table that keep K/V, without approximate reuse; others ignore it.
         prefix_block: Tokens a block: prefixes are known in whole blocks.
         payload: What an entry keeps of a layer's output. `auto` follows the model's head.
-        layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
-            `auto` is `all` in `paper` mode, else `last`.
-        fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
-            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration, which takes no
-            other), or `auto`: `mean` with `tau`, else `learned`.
+        layers: With `tau`, the layers that have a bank. `all` (or `auto`) is Algorithm 1 as written: each bank is
+            searched when its layer is reached, and a hit skips that layer. `last`, or a list of layer numbers (negative
+            ones count from the end): the banks of these layers are searched before layer 0, the deepest first, and a
+            hit resumes after that layer. With `last` a hit skips all layers, and an entry keeps what the head reads.
+        fingerprint: Vector that similarity is measured on. With `tau`: `mean` (or `auto`), `simhash`, `pca`,
+            `attention` (layer 0 has to run first) or `minhash` (token shingles). `mean` and `simhash` take `per_layer:
+            true`: each bank is searched by the states that enter its layer, not by the embedding output. Without
+            `tau`: `learned`.
         decide: Which neighbour serves, and how risky that is: `threshold` (the nearest), `consensus` (the nearest,
             if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
             or `auto`: `threshold` with `tau`, else `risk`.
@@ -66,29 +87,28 @@ class CacheConfig(BaseModel):
             alarms of the others. Each audits its own hits on its own account.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
-        fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
-            with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
-        index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph), `binary` (for `simhash` alone),
-            `lsh` (for `minhash` alone; its threshold is the least tau, if none is given), or `auto`: the fingerprint's
-            own, else what suits the number of entries, `refined` and from some 30,000 on an inverted file.
+        index: `flat` (exact), `hnsw` (a graph), `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its
+            threshold is the least tau, if none is given), or `auto`: the fingerprint's own, else `flat`, and from some
+            30,000 entries on an inverted file.
         policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `s3_fifo`
             (newcomers are on trial: a scan drives out no others), `gdsf` (uses times the cost of computing, per byte),
             `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
             `divergence` (checks a share `check_rate` of approximate reuses by computing them; entries over `limit`
             leave at once).
         store: Where entries and prefix blocks lie: `memory`, the process alone; or behind that memory as well, to
-            outlive the process and to be shared: `disk` (a `folder` of this machine), or one that was registered
-            (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
-        store_least_tokens: Tokens from which they are read from the store rather than computed; None: measured when the
-            model is wrapped, by some prefills of it. 0: all are read.
+            outlive the process and to be shared: `disk` (a `folder` of this machine), `redis` (the `url` of a server),
+            or one that was registered (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
+        store_least_tokens: Tokens from which they are read from the store rather than computed; None: as reading and
+            computing are measured in service. 0: all are read.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
             a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
         auto_bypass: Let calls bypass the cache where it takes more time than it saves, as measured for calls of their
-            length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not in `paper` mode.
+            length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not with `tau`.
         max_entries: Most entries a bank, or None. Requests that are kept in blocks have none.
-        max_bytes: Budget in bytes of all states; each bank gets an equal share. Where prefixes are kept, it is one for
+        max_bytes: Budget in bytes of all states; each bank gets an equal share, and in it each namespace: one that holds
+            less than an equal share loses nothing to another one. Where prefixes are kept, it is one for
             blocks and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A
             decoder's requests are then blocks and a tail, and take nothing of the banks, unless `rungs` of your own, a
             `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:
@@ -102,7 +122,6 @@ class CacheConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["semantic", "paper"] = "semantic"
     tau: float | dict[int, float] | None = None
     exact: bool | None = None
     prefix: bool = True
@@ -122,7 +141,6 @@ class CacheConfig(BaseModel):
     audit_share: float = Field(default=0.02, ge=0.0, le=1.0)
     share_calibration: bool = False
     recalibrate: int | None = Field(default=None, ge=1)
-    fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
     store: Component = Component(name="memory")
@@ -162,43 +180,28 @@ class CacheConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _tau_or_a_calibration(self) -> Self:
-        if self.mode == "paper" and self.tau is None:
-            raise ValueError("mode 'paper' needs tau, for instance tau=0.85")
-        if self.tau is not None and self.learn is not None:
-            raise ValueError(
-                f"tau={self.tau} and learn={self.learn}: either you choose the threshold, or a calibration does; leave "
-                "one out"
-            )
-        if self.tau is not None and self.decide.name == "risk":
-            raise ValueError("decide 'risk' is calibrated, not set by tau: leave tau out, and calibrate() or set learn")
-        if self.tau is not None and self.fingerprint.name == "learned":
+    def _tau_is_alone(self) -> Self:
+        """Refuse what the paper's cache does not do, unless it is said to be off."""
+        if self.tau is None:
+            return self
+        for name, cure in _NOT_WITH_TAU.items():
+            given = getattr(self, name)
+            if isinstance(given, Component):
+                given = given.name not in ("auto", "memory")
+            if name in self.model_fields_set and given:
+                raise ValueError(f"{name} with tau={self.tau}: {cure}; leave {name} out, or tau")
+        if self.fingerprint.name == "learned":
             raise ValueError("fingerprint 'learned' is fitted by a calibration: leave tau out, and set learn")
-        if self.tau is not None and {"audit", "recalibrate"} & self.model_fields_set:
-            raise ValueError(
-                f"tau={self.tau} with audit or recalibrate: they watch over a calibration, and tau is your own choice; "
-                "leave them out"
-            )
         return self
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
-        if self.share_calibration and (self.tau is not None or self.store.name == "memory"):
-            raise ValueError(
-                f"share_calibration=True with tau={self.tau} and store {self.store.name!r}: calibrations are shared on "
-                "a store, and tau has none; leave tau out, and name a store that others use, too"
-            )
+        if self.share_calibration and self.store.name == "memory":
+            raise ValueError("share_calibration=True with store 'memory': name a store that others use, too")
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
                 f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were audited; raise "
                 "audit, or leave it out"
-            )
-        if self.mode == "paper" and self.exact:
-            raise ValueError("mode 'paper' has no exact rung: leave 'exact' out")
-        if self.fingerprint_per_layer and self.mode != "paper":
-            raise ValueError(
-                f"fingerprint_per_layer=True with mode {self.mode!r}, which searches once a call, before layer 0: set "
-                "mode='paper', or leave it out"
             )
         for fingerprint, index in _OWN_INDEX.items():
             if (self.fingerprint.name == fingerprint) != (self.index_component.name == index):
@@ -215,7 +218,7 @@ class CacheConfig(BaseModel):
     @property
     def serves_exact(self) -> bool:
         """Whether the exact rung is asked for."""
-        return self.mode != "paper" if self.exact is None else self.exact
+        return self.tau is None if self.exact is None else self.exact
 
     @property
     def fingerprint_component(self) -> Component:

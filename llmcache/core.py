@@ -10,14 +10,15 @@ import torch
 import transformers
 from torch import nn
 
+from llmcache.account import Account
 from llmcache.bank import Bank
+from llmcache.calibration.answers import Reading
 from llmcache.calibrator import Calibrator
-from llmcache.call import CachedForward, Rung
+from llmcache.call import CachedForward
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.engines.compiled import CompiledTrunk
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
-from llmcache.matching.answers import Reading
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
@@ -26,9 +27,10 @@ from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
+from llmcache.prefix.block_pool import BlockPool
+from llmcache.request.call import Rung
 from llmcache.request.kinds import Kinds
 from llmcache.request.reading import RequestReader
-from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats
 from llmcache.stores import MEMORY, STORES
@@ -86,6 +88,7 @@ class Core:
             cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
         )
+        self.forward.account = Account() if config.auto_bypass else None
         self.installed.add(self.forward.remove)
         try:
             self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
@@ -94,7 +97,7 @@ class Core:
             if self.head.pooled is not None and self.payload.fits_any_length:
                 swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
-            if config.learn is not None:
+            if config.learn is not None or config.share_calibration:
                 self.learn()
         except BaseException:
             self.installed.remove()
@@ -117,6 +120,7 @@ class Core:
                 self.installed,
                 self._tokenizer,
                 self._answer_of,
+                self.tier,
             )
         return self.calibrator
 
@@ -152,12 +156,12 @@ class Core:
             n_blocks_evicted=0 if blocks is None else blocks.n_evicted,
             prefix_nbytes=0 if blocks is None else blocks.nbytes,
             audit=None if calibrator is None else calibrator.audit.stats(),
-            compiled=None if self._compiled is None else self._compiled.stats(),
             store=None if self.tier is None else self.tier.stats(),
+            compiled=None if self._compiled is None else self._compiled.stats(),
         )
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all entries of a namespace, None: all, and a calibration that rests on them; returns how many requests.
+        """Forget all of a namespace, None: everything, and a calibration that rests on it; returns how many requests.
 
         Raises:
             StoreError: The store could not be purged. Nothing of it is in memory any more.
@@ -172,25 +176,27 @@ class Core:
         Raises:
             StoreError: As of `clear`.
         """
-        n_requests = 0
-        for one in self.forward.read_only(call):
-            if one.reason is not None or one.requests is None or one.scope is None:
-                continue
-            entries = [key for row in one.rows for key in (row.again, row.key) if key]
-            blocks = [] if one.prefill is None or self.forward.prefix is None else self.forward.prefix.keys_of(one)
-            if self.tier is not None:
-                names = [*map(entry_name, entries), *map(block_name, blocks)]
-                n_requests += self.tier.forget(one.scope, names)
-            else:
-                n_requests += self.drop_keys([*entries, *blocks])
-            for rung in self.forward.rungs[1:]:
-                rung.look_up(one, one.open_rows())
-            if self.calibrator is not None:
-                sources = self.calibrator.calibrated.fitter.sources
-                for key in {*entries, *(hit.source for hit in one.hits.values())}:
-                    if key in sources:
-                        sources.bury(key, one.namespace)
+        one = self.forward.prepare(call)
+        if one is None or one.reason is not None or one.scope is None:
+            return 0
+        entries = [key for row in one.rows for key in (row.again, row.key) if key]
+        blocks = [] if one.prefill is None or self.forward.prefix is None else self.forward.prefix.keys_of(one)
+        if self.tier is not None:
+            n_requests = self.tier.forget(one.scope, [*map(entry_name, entries), *map(block_name, blocks)])
+        else:
+            n_requests = self.drop_keys([*entries, *blocks])
+        if self.calibrator is not None:
+            one.hits.clear()  # who would serve them once they are gone?
+            self.calibrator.semantic.look_up(one, [row for row in one.rows if not row.bypass_reason])
+            sources = self.calibrator.semantic.sources
+            for key in {*entries, *(hit.source for hit in one.hits.values())}:
+                if key in sources:
+                    sources.bury(key, one.namespace)
         return n_requests
+
+    def restart_stats(self) -> None:
+        """Count requests, hits and times anew."""
+        self.counters.restart()
 
     def drop(self, namespace: str | None) -> int:
         """Forget what is in memory of a namespace, None: of all; returns how many requests."""
@@ -209,16 +215,16 @@ class Core:
         """Those of which anything is in memory."""
         return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
         numbers = None if self.tier is None else self.tier.numbers()  # first: a purge may come
         save(
             folder,
-            self._model,
+            model,
             self.trunk,
             self.weights,
-            self._config,
-            self._tokenizer,
+            config,
+            tokenizer,
             self.payload.name,
             numbers,
             {name: kinds.state() for name, kinds in self._kinds().items()},
@@ -255,7 +261,12 @@ class Core:
 
     def drain(self) -> int:
         """Do now what waits for a moment without calls; returns how many jobs this thread did."""
-        n_done = 0 if self.calibrator is None else self.calibrator.audit.drain()
+        n_done = 0
+        if self.calibrator is not None:
+            self.calibrator.calibrated.settle()
+            n_done = self.calibrator.audit.drain()
+            if self.calibrator.sharing is not None:
+                self.calibrator.sharing.settle()
         if self.tier is not None:
             self.tier.drain()
         return n_done
@@ -266,10 +277,10 @@ class Core:
         if self.calibrator is not None:
             self.calibrator.audit.worker.close()
         self.installed.remove()
-        if self._compiled is not None:
-            self._compiled.close()
         if self.tier is not None:
             self.tier.close()
+        if self._compiled is not None:
+            self._compiled.close()
 
     def _make_blocks(self) -> BlockPool | None:
         """Where requests of calls that keep K/V are kept; None where the model makes no such calls."""

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any
 
 from llmcache.errors import StoreError
-from llmcache.execution.old_call import Call
 from llmcache.request.bypass import CURES
 from llmcache.request.outcome import Outcome
 from llmcache.stats import Health, Stats
@@ -27,8 +26,8 @@ _AT_FIRST = 16  # successes that it begins with: one failure among the first cal
 _FAILING = 0.1  # share of failed ones from which it is failing
 _TOLD_EVERY_S = 60.0  # of a store, which may fail in every call
 _RECOVERED = 0.05  # share below which it works again: after some 45 calls without failure, or 192 if all had failed
-# Decode steps are what generation is made of, and comparisons what costs are known by: nothing for the user to cure.
-_WANTED = ("decode", "disabled", "compared")
+# Decode steps are what generation is made of: nothing for the user to cure.
+_WANTED = ("decode", "disabled")
 
 
 class Counters:
@@ -40,13 +39,11 @@ class Counters:
         self._store_told_s = -_TOLD_EVERY_S
         self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
         self._hits: Counter[str] = Counter()
-        self._hits_by_layer: Counter[int] = Counter()
-        self._reuses_by_layer: Counter[int] = Counter()
         self._bypassed: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._lookup_s = 0.0
+        self._computing_s = 0.0
         self._storing_s = 0.0
-        self._stored_later: Counter[str] = Counter()
         self._told: set[str] = set()
         self._failures: Counter[str] = Counter()
         self._calls, self._looks = Share(), Share()
@@ -61,10 +58,10 @@ class Counters:
     def restart(self) -> None:
         """Count anew. Failures and the health that they make are kept, and what was logged once is not logged again."""
         with self._lock:
-            for counts in (self._hits, self._hits_by_layer, self._reuses_by_layer, self._bypassed, self._stored_later):
-                counts.clear()
+            self._hits.clear()
+            self._bypassed.clear()
             self._totals = Counter(errors=self._totals["errors"])
-            self._lookup_s = self._storing_s = 0.0
+            self._lookup_s = self._computing_s = self._storing_s = 0.0
 
     def bypass(self, reason: str, n_rows: int) -> None:
         """Count rows that bypassed the cache; the first of each reason is logged with its cure."""
@@ -157,63 +154,24 @@ class Counters:
         if is_first:
             logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 
-    def stored_later(self, when: str, seconds: float = 0.0) -> None:
-        """Count a call that was stored after its answer, and the seconds that took; see `Stats.stored_later`."""
-        with self._lock:
-            self._stored_later[when] += 1
-            self._storing_s += seconds
-
-    def hooked(self, n_rows: int) -> None:
-        """Count rows that take the whole way for hooks that somebody hung on the model; the first are logged."""
-        with self._lock:
-            self._totals["hooked"] += n_rows
-            is_first = "hooked" not in self._told
-            self._told.add("hooked")
-        if is_first:
-            logger.warning(
-                "llmcache: hooks hang on modules of the trunk and are to see all tokens, so nothing is served from a "
-                "prefix or before the layers (stats().n_hooked): remove them to have that back"
-            )
-
-    def revalidated(self, n_rows: int) -> None:
-        """Count rows that were computed to check an entry."""
-        with self._lock:
-            self._totals["requests"] += n_rows
-            self._totals["revalidated"] += n_rows
-
-    def call(self, call: Call) -> None:
-        """Count what became of the rows of a forward that was not bypassed, and what it took."""
-        reused, prefill = call.plan.reused.values(), call.plan.prefill
-        done = {*call.plan.reused, *call.served, *call.plan.revalidated}
-        n_misses = sum(row.number not in done for row in call.active_rows)
-        with self._lock:
-            self._hits.update(reuse.rung for reuse in reused)
-            self._hits_by_layer.update(reuse.layer for reuse in reused)
-            self._reuses_by_layer.update(call.plan.reused_at)
-            self._totals["requests"] += len(reused) + len(call.served) + n_misses
-            self._totals["misses"] += n_misses
-            self._totals["skipped"] += call.progress.n_skipped
-            if prefill is not None:
-                self._hits["prefix"] += len(call.served)
-                self._totals["prefix tokens"] += sum(call.served.values())
-                self._totals["prompt tokens"] += sum(
-                    row.n_valid for row in call.active_rows if row.number not in call.plan.reused
-                )
-            self._lookup_s += call.progress.lookup_s
-            self._storing_s += call.progress.storing_s
-            has_turned = self._end_call()
-        self._tell_turn(has_turned)
-
     def done(
-        self, outcomes: Sequence[Outcome], depth: int, lookup_s: float, storing_s: float, n_prompt_tokens: int
+        self,
+        outcomes: Sequence[Outcome],
+        depth: int,
+        lookup_s: float,
+        computing_s: float,
+        storing_s: float,
+        n_prompt_tokens: int,
     ) -> None:
-        """Count what became of the rows of a call that was not bypassed, and the seconds that it took beside the model.
+        """Count what became of the rows of a call that was not bypassed, and the seconds that it took.
 
         Args:
             outcomes: One a row.
             depth: Layers that a hit skips.
             lookup_s: For reading and looking up.
+            computing_s: Of the trunk, for the rows that were computed.
             storing_s: For storing.
+            n_prompt_tokens: Tokens that were looked up for prefixes.
         """
         with self._lock:
             for outcome in outcomes:
@@ -228,6 +186,7 @@ class Counters:
             self._totals["prompt tokens"] += n_prompt_tokens
             self._totals["requests"] += len(outcomes)
             self._lookup_s += lookup_s
+            self._computing_s += computing_s
             self._storing_s += storing_s
             has_turned = self._end_call()
         if has_turned:
@@ -236,26 +195,21 @@ class Counters:
             if outcome.bypassed is not None and outcome.bypassed not in self._told:
                 self.bypass(outcome.bypassed, 0)
 
-    def snapshot(self, n_let_pass: int = 0, **held: Any) -> Stats:
-        """The counts, joined with those of the cost model, and with what the banks hold now."""
+    def snapshot(self, **held: Any) -> Stats:
+        """The counts, joined with what is held now."""
         with self._lock:
-            bypassed = self._bypassed + Counter(not_worthwhile=n_let_pass)
             return Stats(
-                n_requests=self._totals["requests"] + n_let_pass,
+                n_requests=self._totals["requests"],
                 hits=dict(+self._hits),
-                hits_by_layer=dict(self._hits_by_layer),
-                reuses_by_layer=dict(self._reuses_by_layer),
                 n_misses=self._totals["misses"],
-                n_revalidated=self._totals["revalidated"],
-                bypassed=dict(bypassed),
+                bypassed=dict(+self._bypassed),
                 n_prefix_tokens=self._totals["prefix tokens"],
                 n_prompt_tokens=self._totals["prompt tokens"],
                 n_layers_skipped=self._totals["skipped"],
                 lookup_ms=self._lookup_s * 1e3,
+                computing_ms=self._computing_s * 1e3,
                 storing_ms=self._storing_s * 1e3,
-                stored_later=dict(self._stored_later),
                 n_too_large=self._totals["too_large"],
-                n_hooked=self._totals["hooked"],
                 errors=self._totals["errors"],
                 health=self._health(),
                 **held,

@@ -19,9 +19,9 @@ import numpy as np
 
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.bank import Bank
+from llmcache.calibration.answers import Answers
+from llmcache.calibration.content_gate import ContentGate
 from llmcache.fingerprint import Learned
-from llmcache.matching.answers import Answers
-from llmcache.matching.content_gate import ContentGate
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Row, Scope
 from llmcache.sources import Neighbour, Sources

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.call import CachedForward, Call
+from llmcache.call import CachedForward
 from llmcache.errors import ConfigError
+from llmcache.models.arguments import DECIDING
+from llmcache.request.call import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str,
     run = partial(model, dict(batch)) if isinstance(model, nn.Sequential) else partial(model, **batch)
     with torch.inference_mode():
         call = forward.prepare(run)
-    if call is not None and not forward.can_resume(call, batch):
+    if call is not None and not _can_resume(call, batch):
         call = None
     hits = () if call is None else sorted(call.hits)
 
@@ -68,6 +70,12 @@ def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str,
         return Part(tuple(numbers), inputs, None if call is None else forward.keep(call, numbers, inputs))
 
     return Found(part(hits), part([number for number in every if number not in set(hits)]))
+
+
+def _can_resume(call: Call, batch: Mapping[str, Any]) -> bool:
+    """Whether a call with tensors like those of a batch can be recognised when it is made."""
+    is_plain = call.reason is None and call.prefill is None and call.mask_4d is None
+    return is_plain and all(call.arguments.get(name) is batch.get(name) for name in DECIDING)
 
 
 def _take(batch: Mapping[str, Any], numbers: Sequence[int], n_rows: int) -> dict[str, Any]:

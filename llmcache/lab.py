@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from llmcache.calibration.training import N_TURNS, Found
     from llmcache.config import explain
     from llmcache.fingerprint import ShingleMinHash
-    from llmcache.matching.index.lsh import share_equal
+    from llmcache.index.lsh import share_equal
     from llmcache.models.adapters import Trunk, first_attention, locate, special_ids, unpack
     from llmcache.models.loading import (
         MINILM,
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
         packaged_minilm,
         quiet,
     )
+    from llmcache.prefix.block import Block
+    from llmcache.prefix.block_pool import BlockPool
     from llmcache.registry import Component, Registry
     from llmcache.request.observation import Observation
     from llmcache.request.prefill import Link
     from llmcache.request.rows import Scope
-    from llmcache.reuse.prefix.block import Block
-    from llmcache.reuse.prefix.block_pool import BlockPool
     from llmcache.serving.loading import Served, load_served
     from llmcache.serving.saving import Saves
     from llmcache.yaml_file import parse_yaml, read_yaml
@@ -74,7 +74,7 @@ _NAMES = {
     "reuse.prefix.block_pool": ("BlockPool",),
     "request.prefill": ("Link",),
     "fingerprint": ("ShingleMinHash",),
-    "matching.index.lsh": ("share_equal",),
+    "index.lsh": ("share_equal",),
     "calibration.drift": ("DriftDetector", "Marks", "Profile"),
     "audit.alarm": ("Alarm",),
     # Fit and choose: calibrations, step by step.

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmcache.arrays import Floats
 from llmcache.bank import Entry
-from llmcache.matching.index import Index
+from llmcache.index import Index
 from llmcache.request.rows import Row, Scope
 from llmcache.threads import forkable
 

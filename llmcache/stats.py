@@ -74,43 +74,6 @@ class AuditStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What the cache costs and saves in calls of about one length. Times are recent averages; None: no such call.
-
-    Attributes:
-        tokens: Tokens of the smallest such call, all rows and padding included; the largest has less than twice that.
-        lookup_ms: Of a miss: reading the request, fingerprint, search and decision.
-        storing_ms: Of a miss: keeping its states and storing them.
-        layer_ms: What a layer takes: what the model takes, by the number of layers. They are alike, a reuse mostly
-            replaces all of them, and embeddings and final norm take about a hundredth.
-        plain_ms: The model alone: bypassed calls.
-        beside_ms: What the audit, the reading of answers and storing in the next call took, by call that was looked up.
-        miss_ms: All of a miss.
-        hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
-        hit_rate: Share of requests served, of those that were looked up.
-        repeats: Share of all requests that were asked before; None where tokens are not on the host.
-        worthwhile_from: Hit rate from which the cache is worthwhile; None also where a hit takes longer than the model.
-        is_bypassed: Such calls bypass the cache.
-        saved_ms: All that hits saved: calls of which each row was served, times what the model takes alone less hit_ms.
-            Since wrapping, `clear`, `restart_stats`, or the requests that were learned from.
-    """
-
-    tokens: int
-    lookup_ms: float | None
-    storing_ms: float | None
-    layer_ms: float | None
-    plain_ms: float | None
-    beside_ms: float | None
-    miss_ms: float | None
-    hit_ms: float | None
-    hit_rate: float | None
-    repeats: float | None
-    worthwhile_from: float | None
-    is_bypassed: bool
-    saved_ms: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Health:
     """How the cache stands.
 
@@ -231,17 +194,13 @@ class Stats:
             than the mean of all rows. None before anything was measured; a lossless codec is not.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
+        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part; on an accelerator only what
+            it takes to ask for it.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
-        stored_later: Calls that were stored after their answer (`llmcache.execution.store_queue`), by when: in the
-            `next_call`, in the `background`, or when `asked` what is held; those that were `dropped`, since the weights
-            had been edited before then; and those that were stored at once, since the queue was full (`queue_full`).
         n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
             as a whole, since these do not fit `max_bytes`.
-        n_hooked: Rows that neither a prefix nor the fast path was tried for, since hooks of others
-            hang within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.
         health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).
-        cost: What calls of each length cost and save, shortest first, and whether they bypass the cache.
         audit: What is known of calibrated reuse in service; None without any.
         compiled: What graphs of the trunk did; None before `LLMCache.compile`.
         store: What was read from and written to the store behind memory; None without one.
@@ -271,13 +230,11 @@ class Stats:
     reconstruction_error: dict[int, float | None] = field(default_factory=dict)
     reconstruction_distance: dict[int, float | None] = field(default_factory=dict)
     lookup_ms: float = 0.0
+    computing_ms: float = 0.0
     storing_ms: float = 0.0
-    stored_later: dict[str, int] = field(default_factory=dict)
     n_too_large: int = 0
-    n_hooked: int = 0
     errors: int = 0
     health: Health = field(default_factory=Health)
-    cost: tuple[Cost, ...] = ()
     audit: AuditStats | None = None
     compiled: CompileStats | None = None
     store: TierStats | None = None

@@ -18,7 +18,7 @@ from llmcache.models.adapters import Trunk
 from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
 from llmcache.reuse.base import Rung
-from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.prefix.block_pool import BlockPool
 
 Part = TypeVar("Part")
 

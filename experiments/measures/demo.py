@@ -55,7 +55,7 @@ def ways() -> list[Way]:
     """The rows with a cache, in the order of their passes."""
     return [
         Way("exact repeats", {}),
-        Way(f"tau {PAPER_TAU}", {"tau": PAPER_TAU}),
+        Way(f"tau {PAPER_TAU}", {"tau": PAPER_TAU, "layers": "last"}),
         *(
             Way(f"calibrated, {100 * drop:.1f} %", {"answer": "class", "learn": LEARN, "max_drop": drop})
             for drop in MAX_DROPS

@@ -29,7 +29,7 @@ class IndexScale(Experiment):
     n: int = Field(default=10_000, ge=1)  # vectors that are held
     dim: int = Field(default=384, ge=1)
     drawn: Drawn = "paraphrases"
-    indexes: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(default=("auto", "refined", "flat", "hnsw"), min_length=1)
+    indexes: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(default=("auto", "flat", "hnsw"), min_length=1)
     most: dict[str, int] = Field(default_factory=dict)  # of an index: vectors beyond which it is left out
     searches: int = Field(default=1000, ge=1)
     changes: int = Field(default=1000, ge=1)  # insertions, and as many removals, once all are held

@@ -5,7 +5,7 @@ Real architectures with random weights, or trained models from folders. What ent
 | name | keeps | searches |
 |---|---|---|
 | `as the paper` | all tokens of all layers | each layer's bank, first to last: Algorithm 1 of LLMCache (Bansal 2025) |
-| `all tokens` | the same | once a call, for the deepest layer |
+| `all tokens` | all tokens of the last layer | once a call, before layer 0 |
 | `pooled` | what the head reads of the last layer | once a call |
 """
 
@@ -26,8 +26,8 @@ MEGABYTE = 1e6
 
 #: Ways to keep entries, as settings of the benchmark.
 KEPT = {
-    "as the paper": {"payload": "sequence", "layers": "all", "mode": "paper"},
-    "all tokens": {"payload": "sequence", "layers": "all"},
+    "as the paper": {"payload": "sequence", "layers": "all"},
+    "all tokens": {"payload": "sequence", "layers": "last"},
     "pooled": {"payload": "auto", "layers": "last"},
 }
 

@@ -1,6 +1,6 @@
 """Measure `layers`: where, layer by layer, a causal model's states could be reused, and what reusing them costs.
 
-Three runs of the cache in `paper` mode: as written (one fingerprint of the embeddings, one tau), with the fingerprint
+Three runs of the paper's cache: as written (one fingerprint of the embeddings, one tau), with the fingerprint
 of the states that enter each layer and the same tau, and with a tau of its own for each layer, chosen on the first half
 of the requests. All are counted on the second half. Beside them, how alike the states really are: the share of requests
 for which the output of layer l has a cosine of at least `alike` with that of the nearest earlier request.
@@ -28,6 +28,7 @@ from experiments.tasks.workload import Workload
 from llmcache import ConfigError, Stats
 from llmcache.lab import Floats, locate, unpack
 
+PER_LAYER = {"name": "mean", "per_layer": True}
 FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it
 
 
@@ -51,8 +52,8 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
     taus = choose_taus(similarity, likeness, experiment.alike, experiment.purity)
     runs: dict[str, dict[str, Any]] = {
         "as_written": {"tau": experiment.tau},
-        "per_layer": {"tau": experiment.tau, "fingerprint_per_layer": True},
-        "own_tau": {"tau": taus, "fingerprint_per_layer": True},
+        "per_layer": {"tau": experiment.tau, "fingerprint": PER_LAYER},
+        "own_tau": {"tau": taus, "fingerprint": PER_LAYER},
     }
     half = len(workload.requests) // 2
     figures = {name: _serve(experiment, recording, options) for name, options in runs.items()}
@@ -147,7 +148,7 @@ def _serve(experiment: Layers, recording: Recording, options: Mapping[str, Any])
     workload = recording.workload
     n = len(workload.requests)
     half = n // 2
-    method = Cached(workload, {"mode": "paper", "allow_unsafe": True, **options})
+    method = Cached(workload, {"allow_unsafe": True, **options})
     filled = Stats()
 
     def numbers() -> Iterator[int]:

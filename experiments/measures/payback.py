@@ -122,7 +122,7 @@ def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Pay
     """Speed of another model on a pattern of hits (N,); the requests that fill its cache are not counted."""
     wanted = hits[: settings.limit]
     workload = pattern.Pattern(settings, wanted.tolist(), experiment.seed)
-    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), "llmcache": Cached(workload, {"tau": settings.tau})}
+    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), "llmcache": Cached(workload, {"tau": settings.tau, "layers": "last"})}
     traces = measure(workload, methods, experiment.rounds, warmup=0)
     base, trace = (traces[name].after(settings.fill) for name in (NOCACHE, "llmcache"))
     figures, h = speed(base, trace), float(trace.is_hit[0].mean())

@@ -61,16 +61,17 @@ class Cached:
         is_evicting, self._evicted = evicted > self._evicted, evicted
         outcomes = self._cache.last
         for outcome in outcomes:
-            if outcome.rung != "exact":  # which has the key of the request that it repeats
+            if outcome.source != outcome.key:  # else it repeats that request
                 self._numbers[outcome.key] = self._asked
         served = [outcome for outcome in outcomes if outcome.rung is not None]
         if not served:
             is_bypassed = any(outcome.bypassed for outcome in outcomes)
             return Served(BYPASSED if is_bypassed else COMPUTED, None, _nearest(outcomes), is_evicting)
-        told = min(served, key=lambda outcome: (outcome.rung == "exact", outcome.similarity or 0.0))
+        told = min(served, key=lambda outcome: (outcome.source == outcome.key, outcome.similarity or 0.0))
         source = None if told.source is None else self._numbers.get(told.source)
         share = len(served) / len(outcomes)
-        return Served(str(told.rung), source, told.similarity, is_evicting, share, told.n_prefix)
+        rung = "exact" if told.source == told.key else str(told.rung)
+        return Served(rung, source, told.similarity, is_evicting, share, told.n_prefix)
 
     def end(self) -> None:
         """Take the cache off."""
@@ -104,7 +105,8 @@ class Cached:
 
 def configure(workload: Workload, options: Mapping[str, Any]) -> CacheConfig:
     """Settings of a cache on a workload's model, whose payload has to be what the head reads."""
-    if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
+    keeps_tokens = options.get("tau") is not None and options.get("layers") != "last"
+    if workload.payload is not None and not keeps_tokens:
         options = {"payload": workload.payload, **options}
     config = CacheConfig.make({"auto_bypass": False, "audit_in_background": False, **options})
     if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):

@@ -131,6 +131,14 @@ class Calibration:
             return None
         return 1 / (1 - self.chosen.hit_rate + self.lookup_ms / self.model_ms)
 
+    def is_of(self, other: "Calibration") -> bool:
+        """Whether it is another one as it was, or has become since by alarms and drift."""
+        return self.curve == other.curve and (self.weights, self.head, self.seconds) == (
+            other.weights,
+            other.head,
+            other.seconds,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {**asdict(self), "is_certified": self.is_certified, "speedup": self.speedup}

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from llmcache.calibration.answers import Answers
 from llmcache.errors import CalibrationError
-from llmcache.matching.answers import Answers
 from llmcache.models.adapters import Trunk, device_of
 
 Requests = Iterable[Mapping[str, Any] | str]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
+from llmcache.calibration.answers import Answers, Reading
 from llmcache.calibration.inputs import n_rows
 from llmcache.errors import CalibrationError
-from llmcache.matching.answers import Answers, Reading
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import to_host

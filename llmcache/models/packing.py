@@ -10,11 +10,11 @@ Sizes: B rows of a call, T tokens of a row (padding included), n of them valid, 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from llmcache.models.payloads import Payload, padding_of, place_padding
 from llmcache.request.kinds import name_of, type_of
@@ -36,6 +36,13 @@ class Field:
     dtype: torch.dtype
 
 
+class Kept(Protocol):
+    """What is kept of a row that is served."""
+
+    fields: Fields
+    padding: Fields  # of each field that holds states, those of its padding; empty: nothing
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """What a trunk returns for calls of one kind."""
@@ -47,7 +54,7 @@ class Packing:
     @classmethod
     def learn(cls, output: Any, n_rows: int, n_tokens: int, payload: Payload) -> "Packing | None":
         """Describe an output for (B, T) tokens; None if it holds more than one row of numbers a request."""
-        fields = []
+        fields: list[Field] = []
         for name, value in parts_of(output).items():
             if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != n_rows:
                 return None
@@ -79,23 +86,28 @@ class Packing:
         """Whether an output for (B, T) tokens is of this kind."""
         return self == Packing.learn(output, n_rows, n_tokens, self.payload)
 
-    def take(self, output: Any, place: int, row: Row) -> Fields:
-        """A copy of what is kept of a request, whose row is at some place in an output of the trunk."""
-        return tuple(
-            self.payload.take(value[place], row.valid) if field.is_states else value[place].clone()
-            for field, value in zip(self.fields, parts_of(output).values(), strict=True)
-        )
+    def take(self, output: Any, place: int, row: Row) -> tuple[Fields, Fields]:
+        """A copy of what is kept of a request, whose row is at some place in an output of the trunk.
 
-    def take_padding(self, output: Any, place: int, row: Row) -> Fields:
-        """A copy of its states at places that are not valid (T - n, D), of each field that holds states."""
-        states = [one for field, one in zip(self.fields, parts_of(output).values(), strict=True) if field.is_states]
-        return tuple(one[place][torch.from_numpy(padding_of(row.valid, one.shape[1])).to(one.device)] for one in states)
+        Returns:
+            Of each field what is kept; of each that holds states those of padding (T - n, D), where they are kept.
+        """
+        fields: list[Tensor] = []
+        padding: list[Tensor] = []
+        for field, value in zip(self.fields, parts_of(output).values(), strict=True):
+            fields.append(
+                _owned(self.payload.take(value[place], row.valid) if field.is_states else value[place].clone())
+            )
+            if field.is_states and (row.has_layout or row.layout):
+                places = torch.from_numpy(padding_of(row.valid, value.shape[1])).to(value.device)
+                padding.append(_owned(value[place][places]))
+        return tuple(fields), tuple(padding)
 
     def join(
         self,
         rows: Sequence[Row],
         n_tokens: int,
-        kept: Mapping[int, tuple[Fields, Fields]],
+        kept: Mapping[int, Kept],
         output: Any,
         places: Mapping[int, int],
         device: torch.device,
@@ -123,7 +135,7 @@ class Packing:
                 whole[list(places)] = computed[number][list(places.values())]
             for row in rows:
                 if row.number in kept:
-                    fields, padding = kept[row.number]
+                    fields, padding = kept[row.number].fields, kept[row.number].padding
                     if not field.is_states:
                         whole[row.number] = fields[number].to(device)
                         continue
@@ -138,6 +150,14 @@ class Packing:
         if self.kind is Tensor:
             return made[0]
         return self.kind(**{field.name: value for field, value in zip(self.fields, made, strict=True)})
+
+
+def _owned(field: Tensor) -> Tensor:
+    """The tensor, normal and without gradient also in inference mode, with a storage of its own size."""
+    if not field.is_inference():
+        return field.detach()
+    with torch.inference_mode(False):
+        return torch.empty(field.shape, dtype=field.dtype, device=field.device).copy_(field)
 
 
 def parts_of(output: Any) -> dict[Any, Any]:

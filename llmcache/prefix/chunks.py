@@ -11,9 +11,9 @@ import torch
 
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, Arguments
+from llmcache.prefix.kv_fill import empty
 from llmcache.prefix.prefix import last_states, with_states
 from llmcache.request.bypass import is_plain_cache
-from llmcache.reuse.prefix.kv_fill import empty
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from llmcache.arrays import Positions
 from llmcache.counters import Counters
@@ -24,15 +24,15 @@ from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
 from llmcache.models.payloads import padding_of
+from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
+from llmcache.prefix.block_hash import links
+from llmcache.prefix.block_pool import BlockPool
+from llmcache.prefix.kv_fill import Pieces, empty, fill, join, lay, put
+from llmcache.prefix.slabs import slab_blocks
 from llmcache.request.bypass import is_plain_cache
 from llmcache.request.kinds import Kinds, name_of, type_of
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
-from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
-from llmcache.reuse.prefix.block_hash import links
-from llmcache.reuse.prefix.block_pool import BlockPool
-from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay, put
-from llmcache.reuse.prefix.slabs import slab_blocks
 from llmcache.stores.blocks import StoredBlocks, Wanted
 
 if TYPE_CHECKING:  # it holds this
@@ -87,7 +87,7 @@ class Prefix:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        call.prefill = Prefill(kv_cache, call.scope, requests.rows, call.number, True, self.blocks.n_purges)
+        call.prefill = Prefill(kv_cache, call.scope, requests.rows, self.blocks.n_purges)
         prefill = call.prefill
         prefill.has_chains = not (call.is_activated or call.is_whole or call.state.sees_later)
         return None
@@ -116,7 +116,7 @@ class Prefix:
         if self._stored is not None and self._stored.tier.has_dropped:
             for number, (key, held) in prefill.whole.items():
                 keys = [link.key for link in self._chain(prefill, prefill.rows[number])[: len(held) - 1]]
-                self._stored.offer_again([*keys, key], held, prefill.generation, self.kinds.describe(call.kind))
+                self._stored.offer_again([*keys, key], held, call.number, self.kinds.describe(call.kind))
         if len(prefill.whole) == len(prefill.rows):
             return
         if call.is_whole:
@@ -276,8 +276,8 @@ class Prefix:
                 whole = like.new_zeros((n_rows, like.shape[1], n_tokens, like.shape[3]), device=ids.device)
                 if scratch is not None:
                     whole[rest] = getattr(scratch.layers[layer], name)
-                for number, own in held.items():
-                    self._place(prefill, number, name, own[which][layer], whole[number], layer)
+                for number, pieces in held.items():
+                    self._place(prefill, number, name, pieces[which][layer], whole[number], layer)
                 both.append(whole)
             put(prefill.kv_cache, layer, *both)
         of, names = kind
@@ -321,7 +321,7 @@ class Prefix:
             kind = self.kinds.describe(call.kind)
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
                 if link.key in made and link.key not in known:
-                    self._stored.put(link.key, made[link.key], before, prefill.generation, kind)
+                    self._stored.put(link.key, made[link.key], before, call.number, kind)
         return is_whole
 
     def _store(self, call: "Call", prefill: Prefill, row: Row, states: Tensor) -> None:

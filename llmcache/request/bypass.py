@@ -1,13 +1,18 @@
 """When a call is computed as if there were no cache, why, and what to do about it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx import Proxy
+from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from llmcache.models.adapters import Trunk
 from llmcache.models.model_config import setting
-from llmcache.models.tracing import are_strange, is_traced
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
@@ -56,6 +61,8 @@ CURES: dict[str, str] = {
     "optimizer.zero_grad() before the model is evaluated",
     "other_attention": "is_causal of an attention layer or of the config is not what this family has, or not what it "
     "was when the model was wrapped, so a row's states depend on the padding of the rows beside it: set it back",
+    "coupled_rows": "rows of a call affect each other since the model was edited (quantised, say), so no other request "
+    "stands for one: wrap it without tau",
     "adapter_names": "PEFT computes each row with adapters of its own (adapter_names, X-LoRA): call it with one "
     "adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
@@ -82,6 +89,12 @@ CURES: dict[str, str] = {
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }
+
+_is_within_mode: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+_n_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_function_modes: Callable[[], list[object]] = _get_current_function_mode_stack
+_TENSORS = (Tensor, Parameter)
 
 _BY_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _PLAIN = (bool, int, float, str)
@@ -189,3 +202,22 @@ def _is_same(value: Any, default: Any) -> bool:
 
 def _seen_tokens(cache: Any) -> bool:
     return cache is not None and int(cache.get_seq_length()) > 0
+
+
+def is_traced() -> bool:
+    """Whether a call must be computed for the sake of who is watching it. Takes a microsecond."""
+    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
+        return True
+    # A default device changes nothing.
+    return bool(_n_function_modes()) and not all(isinstance(mode, DeviceContext) for mode in _function_modes())
+
+
+def are_strange(values: Iterable[Any]) -> bool:
+    """Whether an argument is a tensor whose class may have a say in operations, or which a CUDA graph will replace."""
+    return any(map(_is_strange, values))
+
+
+def _is_strange(value: Any) -> bool:
+    if type(value) in _TENSORS:
+        return bool(value.is_cuda) and torch.cuda.is_current_stream_capturing()
+    return isinstance(value, (Tensor, Proxy))

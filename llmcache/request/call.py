@@ -25,14 +25,14 @@ if TYPE_CHECKING:  # parts that serve a call; this is what they fill
     from llmcache.request.reading import Requests
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Form:
     """What is known of calls that are passed such arguments, while the trunk is as it is."""
 
     names: tuple[str, ...]  # of the values, by position first
-    reason: str | None  # why they bypass the cache
-    keeps_kv: bool  # the caller is to hold K/V afterwards
-    kind: tuple[Any, ...]  # what of it decides how the output is packed
+    reason: str | None = None  # why they bypass the cache
+    keeps_kv: bool = False  # the caller is to hold K/V afterwards
+    kind: tuple[Any, ...] = ()  # what of it decides how the output is packed
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class State:
     sees_later: bool  # tokens of a row see later ones
     content: Bools  # which tokens carry content (vocabulary,)
     forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
-    scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by namespace, autocast, attention, engine
+    scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by what they hold beside the weights
 
 
 @dataclass(slots=True)
@@ -69,6 +69,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     namespace: str
+    is_collected: bool = False  # it is computed to be observed: nothing serves it, and nothing of it is stored
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the trunk, by name
     state: State | None = None  # of the trunk
     reason: str | None = None  # why it bypasses the cache: a key of `CURES`
@@ -81,6 +82,7 @@ class Call:
     is_activated: bool = False  # an activated LoRA is in force for its last columns
     is_whole: bool = False  # its rows affect each other: all are served, or none
     requests: "Requests | None" = None
+    rows: Sequence[Row] = ()  # its requests
     mask_4d: Tensor | None = None  # the mask that was passed, where it is 4-D; `arguments` holds a 2-D one
     n_read: int | None = None  # columns that the head reads, from the last on; None: maybe all
     prefixes_from: str | None = None  # a namespace whose prefixes serve it as well
@@ -94,23 +96,15 @@ class Call:
     forecasts: dict[int, Floats] = field(default_factory=dict)  # of the output (C,), likewise
     made: "Calibration | None" = None  # in force when that was done
     audited: "dict[int, Audited]" = field(default_factory=dict)  # rows that the audit drew
-    is_looked_up: bool = False  # before it was made, see `CachedForward.prepare`
-    inputs: dict[str, Any] = field(default_factory=dict)  # of the model, which it waits for
+    is_looked_up: bool = False
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # of the model, where it was prepared: see `found.py`
     versions: tuple[int, ...] = ()  # of the tensors among them
     started_s: float = field(default_factory=perf_counter)
     lookup_s: float = 0.0
+    n_searched: int = 0  # rows that approximate hits were searched for
+    search_s: float = 0.0
     computing_s: float = 0.0
     storing_s: float = 0.0
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """Its requests."""
-        assert self.requests is not None
-        return self.requests.rows
-
-    def open_rows(self) -> list[Row]:
-        """Rows that take part in caching and have no hit."""
-        return [row for row in self.rows if not row.bypass_reason and row.number not in self.hits]
 
     def take_over(self, known: "Call", numbers: Sequence[int]) -> None:
         """Have what was found of some rows of another call as what was found of this one's."""
@@ -120,6 +114,7 @@ class Call:
             found = getattr(known, name)
             setattr(self, name, {place[number]: one for number, one in found.items() if number in place})
         self.requests, self.made, self.is_looked_up = known.requests.take(numbers), known.made, True
+        self.rows = self.requests.rows
         self.lookup_s += known.lookup_s * len(numbers) / len(known.rows)
 
     def serve(self, row: Row, choice: "Choice", share: float) -> None:

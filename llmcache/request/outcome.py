@@ -1,10 +1,6 @@
 """What became of each request of one call."""
 
 from dataclasses import dataclass
-from functools import cache
-
-from llmcache.execution.old_call import Call
-from llmcache.request.rows import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +29,3 @@ class Outcome:
     risk: float | None = None
     n_prefix: int = 0
     bypassed: str | None = None
-
-
-@cache
-def bypassed(reason: str) -> Outcome:
-    """Of a row of a call that was bypassed as a whole."""
-    return Outcome(bypassed=reason)
-
-
-def outcomes(call: Call) -> tuple[Outcome, ...]:
-    """What became of the rows of a call that was not bypassed, in their order."""
-    return tuple(_outcome(call, row) for row in call.read.rows)
-
-
-def _outcome(call: Call, row: Row) -> Outcome:
-    if row.bypass_reason:
-        return Outcome(row.key, bypassed=row.bypass_reason)
-    if row.number in call.served:
-        return Outcome(row.key, "prefix", n_prefix=call.served[row.number])
-    reuse = call.plan.reused.get(row.number)
-    choice = call.plan.choices.get(row.number)
-    risk = None if choice is None else choice.risk
-    if reuse is None:
-        return Outcome(row.key, similarity=call.plan.nearest.get(row.number), risk=risk)
-    return Outcome(row.key, reuse.rung, reuse.layer, reuse.key, reuse.similarity, risk)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from llmcache.calibration.answers import Reading, read_logits
 from llmcache.errors import ConfigError
-from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.adapters import locate
 from llmcache.models.loading import (
     MINILM,

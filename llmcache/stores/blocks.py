@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmcache.prefix.block import Block, lay_together
+from llmcache.prefix.block_pool import BlockPool
+from llmcache.prefix.slabs import slab_blocks
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
-from llmcache.reuse.prefix.block import Block, lay_together
-from llmcache.reuse.prefix.block_pool import BlockPool
-from llmcache.reuse.prefix.slabs import slab_blocks
 from llmcache.stores.seal import Opened
 from llmcache.stores.tier import Tier
 

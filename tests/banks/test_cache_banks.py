@@ -15,7 +15,7 @@ from llmcache.banks.compression import CODECS
 from llmcache.banks.entry import Entry
 from llmcache.banks.memory import Memory
 from llmcache.fingerprint import MeanEmbedding
-from llmcache.matching.index import FlatIndex, HNSWIndex
+from llmcache.index import FlatIndex, HNSWIndex
 from llmcache.policies import LRU, TTL, Policy
 from llmcache.request.rows import Row, Scope
 
@@ -220,7 +220,7 @@ def test_a_bank_that_fails_half_way_leaves_nothing_behind() -> None:
 
 def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
     lib = banks(max_entries=20)
-    lib._index.make_index = lambda dim: HNSWIndex(dim, buffer=4, block=2)
+    lib._index.make_index = lambda dim: HNSWIndex(dim)
     for name in range(60):
         put(lib, name)
     assert len(lib) == 20

@@ -21,7 +21,7 @@ from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import FINGERPRINTS
 from llmcache.matching import DECISIONS
-from llmcache.matching.index import INDEXES
+from llmcache.index import INDEXES
 from llmcache.policies import POLICIES
 from tests.commands import run_main
 

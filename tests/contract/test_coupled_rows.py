@@ -184,7 +184,7 @@ def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:
     with LLMCache.wrap(model, tau=-1.0) as cache:
         for call in CALLS:
             ask(model, **call)
-        assert cache.stats().hits.get("semantic")
+        assert cache.stats().hits.get("paper")
         with_part(BatchStatistics)(model)
         check_calls(model, plain, *CALLS, exact=True)
 

@@ -226,6 +226,6 @@ def test_a_head_that_reads_padding_is_not_given_another_request_s() -> None:
     with LLMCache.wrap(model, tau=-1.0) as cache:
         ask(model, **first)
         found, expected = ask(model, **second).logits[0], ask(plain, **second).logits[0]
-        assert [row.rung for row in cache.last] == ["semantic", None]
+        assert [row.rung for row in cache.last] == ["paper", None]
     assert torch.isfinite(found).all()
     check_same(found[1:], expected[1:])

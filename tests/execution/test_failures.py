@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from llmcache import LLMCache, StoreError
-from llmcache.matching.index.inverted_file import InvertedFile
 from tests import inside
 from tests.execution.calls import agree, assert_close, pair, plain, wrapped
 from tests.tiny_models import CLASSIFIERS, padded, tokens
@@ -106,30 +105,6 @@ def test_a_broken_part_costs_speed_only(what: str, caplog: pytest.LogCaptureFixt
     assert healed.n_stored == healed.n_entries[3] <= 4
     shelves = inside.banks(cache)._index.values()
     assert sum(len(shelf) for shelf in shelves) == healed.n_stored
-
-
-def test_an_index_that_cannot_grow_costs_speed_only(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, alone = pair(BERT, tau=1.0, index={"name": "auto", "switch": 1})
-    agree(cache, alone, input_ids=tokens(4, 5))
-    with monkeypatch.context() as patch:
-        patch.setattr(InvertedFile, "_longest", 0)  # each row that comes splits its list
-        patch.setattr(InvertedFile, "_split", out_of_memory)
-        for seed in (1, 0, 2):
-            agree(cache, alone, input_ids=tokens(2, 5, seed=seed))
-    assert cache.stats().errors > 1
-    failures = [record.exc_info for record in caplog.records if "failed to" in record.getMessage()]
-    assert [failure and failure[0] for failure in failures] == [MemoryError]
-    for seed in (1, 1, 2, 2):
-        agree(cache, alone, input_ids=tokens(2, 5, seed=seed))
-    healed = cache.stats()
-    assert (healed.n_hits, healed.n_stored) == (2 + 2 + 2, 4 + 2 + 2)
-    assert sum(len(shelf) for shelf in inside.banks(cache)._index.values()) == healed.n_stored
-
-
-def out_of_memory(*_: object) -> None:
-    raise MemoryError
 
 
 @pytest.mark.parametrize("method", ["should_check", "on_check"])

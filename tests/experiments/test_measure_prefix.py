@@ -11,7 +11,7 @@ from experiments.measures.parity import difference
 from experiments.measures.prefix import ceiling_of_known
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
-from llmcache.reuse.prefix.kv_fill import Pieces, fill
+from llmcache.prefix.kv_fill import Pieces, fill
 from tests.experiments.measuring import measured, told
 from tests.tiny_prompts import write_prompts
 
@@ -35,7 +35,7 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         fill(kv_cache, number, keys, [-10 * piece for piece in values])
 
-    monkeypatch.setattr("llmcache.reuse.prefix.rung.fill", lie)
+    monkeypatch.setattr("llmcache.prefix.rung.fill", lie)
 
 
 def test_time_to_first_token_is_compared(folders: Folders) -> None:

@@ -7,7 +7,7 @@ import torch
 from llmcache.arrays import Floats
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import Learned, View
-from llmcache.fingerprint.token_vectors import TokenVectors
+from llmcache.models.token_vectors import TokenVectors
 from llmcache.models.adapters import locate
 from llmcache.models.payloads import PAYLOADS
 from llmcache.request.rows import Row

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from llmcache.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
-from llmcache.reuse.prefix.block import Block
-from llmcache.reuse.prefix.block_hash import links
-from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.prefix.block import Block
+from llmcache.prefix.block_hash import links
+from llmcache.prefix.block_pool import BlockPool
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcache.errors import ConfigError
-from llmcache.reuse.prefix import rung
+from llmcache.prefix import rung
 from tests import inside
 from tests.reuse.prompts import (
     CACHES,

@@ -12,9 +12,9 @@ from torch import Tensor
 from llmcache.policies import LRU, TTL
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Scope
-from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
-from llmcache.reuse.prefix.block_pool import BlockPool
-from llmcache.reuse.prefix.slabs import SLAB_TOKENS, slab_blocks
+from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
+from llmcache.prefix.block_pool import BlockPool
+from llmcache.prefix.slabs import SLAB_TOKENS, slab_blocks
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 SIZE = 16

@@ -242,7 +242,7 @@ def test_a_number_that_is_asked_for_during_a_purge_is_not_that_from_before(make:
 
 
 def test_what_is_loaded_is_compared_with_the_store(make: Make) -> None:
-    (one, store, memory), (other, *_) = make(), make()
+    (one, _, memory), (other, *_) = make(), make()
     saved = {name: one.number(name) for name in ("a", "b")}
     other.purge("a")
     late, late_store, late_memory = make(fails=True)

@@ -44,9 +44,6 @@ CALLS_HELD = 4  # a bank holds the rows of as many calls, so that a miss does no
 #: Where banks keep entries: the setting `device` of a cache, by what it comes to on a GPU.
 BANKS = {"host": "cpu", "device": "model"}
 
-#: What serves a near request and an exact repeat, by mode; to the paper's algorithm both are the same.
-RUNGS = {"semantic": ("semantic", "exact"), "paper": ("paper", "paper")}
-
 Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
 
 
@@ -59,9 +56,8 @@ class Settings:
     seq_len: int = 128  # tokens a row
     entries: int = 10_000  # entries that fill each bank before measuring, at least `CALLS_HELD` a row of a call
     payload: str = "cls"  # what entries keep
-    layers: str = "last"  # stored layers: `last` or `all`
+    layers: str = "last"  # `last`, one search a call, or `all`, one a layer
     index: str = "auto"
-    mode: str = "semantic"  # of the cache: `semantic`, one search a call, or `paper`, one a layer
     head: str = "class"  # `class`, a classifier, or `token`, a causal language model's, with logits at every token
     tau: float = 0.98  # threshold between random requests (misses) and those with one token changed (hits)
     device: str = "cpu"
@@ -108,13 +104,8 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"entries: give at least {needed}, the rows of {CALLS_HELD} calls (got {settings.entries})")
     if settings.banks not in BANKS:
         raise ConfigError(f"banks: give {' or '.join(BANKS)} (got {settings.banks!r})")
-    if settings.mode not in RUNGS:
-        raise ConfigError(f"mode: give {' or '.join(RUNGS)} (got {settings.mode!r})")
-    if settings.mode == "paper" and settings.layers != "all":
-        raise ConfigError(
-            f"layers: mode paper skips a layer only where its own bank serves it; give all, with payload sequence "
-            f"(got {settings.layers!r})"
-        )
+    if settings.layers not in ("last", "all"):
+        raise ConfigError(f"layers: give last or all (got {settings.layers!r})")
     check(settings.model, settings.seq_len, settings.head)
 
 
@@ -143,14 +134,11 @@ class Bench:
             payload=settings.payload,
             layers=settings.layers,
             index=settings.index,
-            mode=settings.mode,
             device=BANKS[settings.banks],
             max_entries=settings.entries,
             max_bytes=2**40,
-            auto_bypass=False,
             allow_unsafe=settings.head == "token",  # what is measured here is the clock
         )
-        self._near_rung, self._exact_rung = RUNGS[settings.mode]
 
     def fill(self, advance: Callable[[str, int, int], None] | None) -> None:
         """Fill every bank to its last entry."""
@@ -178,7 +166,7 @@ class Bench:
         rows = self._settings.batch_size
         _, computed, _ = self._measure("miss", self._kinds()["miss"])
         ids = torch.cat(self._known[-rows:])
-        _, served, _ = self._measure("exact_hit", lambda: (self._model, ids, {self._exact_rung: rows}))
+        _, served, _ = self._measure("exact_hit", lambda: (self._model, ids, {"paper": rows}))
         return torch.equal(computed, served)
 
     def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[Spent]]:
@@ -232,8 +220,8 @@ class Bench:
         kinds: dict[str, Draw] = {
             "nocache": lambda: (self._plain, self._requests.fresh(), {}),
             "miss": lambda: (self._model, self._requests.fresh(), {}),
-            "hit": lambda: (self._model, self._requests.near(self._stored(rows)), {self._near_rung: rows}),
-            "exact_hit": lambda: (self._model, self._stored(rows), {self._exact_rung: rows}),
+            "hit": lambda: (self._model, self._requests.near(self._stored(rows)), {"paper": rows}),
+            "exact_hit": lambda: (self._model, self._stored(rows), {"paper": rows}),
             "floor": lambda: (self._floor, self._requests.fresh(), {}),
         }
         if rows > 1:
@@ -241,7 +229,7 @@ class Bench:
             kinds["mixed"] = lambda: (
                 self._model,
                 torch.cat([self._requests.near(self._stored(half)), self._requests.fresh(rows - half)]),
-                {self._near_rung: half},
+                {"paper": half},
             )
         return kinds
 

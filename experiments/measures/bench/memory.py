@@ -77,12 +77,11 @@ def _wrap(settings: Settings) -> LLMCache:
     return LLMCache.wrap(
         model,
         tau=1.0,
-        exact=False,
+        layers="last",
         payload=settings.payload,
         compression=settings.compression,
         fingerprint=settings.fingerprint,
         max_bytes=2**40,
-        auto_bypass=False,
     )
 
 

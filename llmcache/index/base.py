@@ -1,0 +1,130 @@
+"""The interface of an index. B: queries, N: rows, F: dimensions of a fingerprint, k: neighbours asked for."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.arrays import Floats, Ids
+
+
+class Index(ABC):
+    """Rows of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
+
+    Four methods, `len` and `nbytes`, all called under one lock. The constructor takes F as its first argument, and
+    settings as keyword arguments, checked against its annotations. `lsh` alone holds rows of any norm, and compares
+    them by the share of equal entries.
+    """
+
+    @abstractmethod
+    def add(self, ids: Ids, x: Floats) -> None:
+        """Add rows; an id that is already held gets the new row. Of an id given twice, the last row counts.
+
+        Args:
+            ids: int64 (N,), none negative.
+            x: float32 (N, F), finite, L2 norm 1.
+
+        Raises:
+            ValueError: Wrong shape or dtype, a negative id, or a value that is not finite. Nothing was added then.
+        """
+
+    @abstractmethod
+    def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
+        """Find the `k` most similar rows, best first.
+
+        Args:
+            x: float32 (B, F), finite, L2 norm 1.
+            k: Neighbours a query, at least 1.
+
+        Returns:
+            ids int64 and similarity float32 (-1 to 1), both (B, min(k, len(self))). Where an approximate index found
+            no further row: id -1 and similarity -inf, after all others.
+
+        Raises:
+            ValueError: Wrong shape or dtype, `k` under 1, or a value that is not finite.
+        """
+
+    @abstractmethod
+    def vectors(self, ids: Ids) -> Floats:
+        """The rows held under ids, as a search compares them: these are saved with a cache.
+
+        Args:
+            ids: int64 (N,), all held.
+
+        Returns:
+            float32 (N, F), a copy.
+
+        Raises:
+            KeyError: An id is not held.
+        """
+
+    @abstractmethod
+    def remove(self, ids: Ids) -> None:
+        """Forget rows, int64 (N,). An unknown id is ignored."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows held."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of rows, links and slot numbers; Python's own dict of ids is not counted."""
+
+
+def check_rows(x: Floats, dim: int) -> None:
+    """Raise `ValueError` unless `x` is float32 (N, dim) and finite."""
+    if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != dim:
+        raise ValueError(f"x must be float32 of shape (N, {dim}), got {x.dtype} {x.shape}")
+    finite = np.isfinite(x)
+    if not finite.all():
+        raise ValueError(f"x must be finite, got {x[~finite][0]} in row {np.argwhere(~finite)[0, 0]}")
+
+
+def check_ids(ids: Ids, x: Floats, dim: int) -> None:
+    """Raise `ValueError` unless `x` are rows, and ids int64 (N,), none negative."""
+    check_rows(x, dim)
+    if ids.dtype != np.int64 or ids.shape != (len(x),):
+        raise ValueError(f"ids must be int64 of shape ({len(x)},), got {ids.dtype} {ids.shape}")
+    if len(ids) and ids.min() < 0:
+        raise ValueError(f"ids must be at least 0, got {ids.min()}")
+
+
+def check_query(x: Floats, dim: int, k: int) -> None:
+    """Raise `ValueError` unless `x` are rows, and at least one neighbour is asked for."""
+    check_rows(x, dim)
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+
+
+def check_positive(**options: int) -> None:
+    """Raise `ValueError` unless all options are at least 1."""
+    for name, value in options.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def no_rows(n_queries: int, width: int = 0) -> tuple[Ids, Floats]:
+    """The result of a search that found nothing: id -1 and similarity -inf, (B, width)."""
+    return np.full((n_queries, width), -1, np.int64), np.full((n_queries, width), -np.inf, np.float32)
+
+
+def load_faiss() -> Any:
+    """FAISS, whose types know half of it. It takes a while to import, so only what uses it does."""
+    import faiss
+
+    return faiss
+
+
+def in_one_thread(search: Any, x: NDArray[Any], *arguments: Any) -> Any:
+    """Call a search of FAISS, for one query in one thread: a team has nothing to share out, and is waited for."""
+    faiss = load_faiss()
+    if len(x) > 1:
+        return search(x, *arguments)
+    n_threads = faiss.omp_get_max_threads()  # of the calling thread alone
+    faiss.omp_set_num_threads(1)
+    try:
+        return search(x, *arguments)
+    finally:
+        faiss.omp_set_num_threads(n_threads)

@@ -1,0 +1,269 @@
+"""(2, 3, 5) A layer's cache bank: stored states, the index of their fingerprints, and the policy of who leaves.
+
+Sizes: B rows, R rows of a payload, D hidden width, F fingerprint width; K/V: S layers, H heads, n tokens, D_h width.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcache.arrays import Floats, below
+from llmcache.index import Index
+from llmcache.models.payloads import cosine_distance
+from llmcache.paper.codecs import Codec
+from llmcache.paper.packer import Packer
+from llmcache.policies import Policy
+from llmcache.request.rows import Scope
+
+
+class Kind(NamedTuple):
+    """What requests must have in common to find each other."""
+
+    scope: Scope
+    length: int  # valid tokens; 0 where the payload fits any length
+    has_kv: bool
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What one request left behind in one layer.
+
+    Attributes:
+        key: Of the request, see `Row.key`.
+        kind: What others must have in common with it.
+        tensors: Packed: `hidden` (R, D); of a decoder that keeps K/V also `keys` and `values` (S, H, n, D_h).
+        dtypes: Of the tensors before they were packed; under autocast those of K/V differ.
+        number: Under which the index knows its fingerprint; None until that is fitted.
+    """
+
+    key: str
+    kind: Kind
+    tensors: dict[str, Tensor]
+    dtypes: dict[str, torch.dtype]
+    number: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class LayerBank:
+    """Entries of one layer, within budgets. Not thread-safe: the caller holds a lock."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        make_codec: Callable[[], Codec],
+        make_index: Callable[[int], Index],
+        max_bytes: int,
+        max_entries: int | None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            policy: Who leaves; of this bank alone.
+            make_codec: Makes the codec for one state of the weights.
+            make_index: Makes an index for fingerprints of a width.
+            max_bytes: Budget of all entries' tensors.
+            max_entries: Most entries; None: no limit.
+        """
+        self.policy = policy
+        self.max_bytes, self.max_entries = max_bytes, max_entries
+        self._make_codec, self._make_index = make_codec, make_index
+        self.entries: dict[str, Entry] = {}  # by key, oldest first
+        self.packers: dict[str, Packer] = {}  # by digest of the weights
+        self.latest = Packer(make_codec())  # of the weights that stored last
+        self._indexes: dict[Kind, Index] = {}
+        self._key_of: dict[int, str] = {}  # by number in the index
+        self._n_numbers = 0
+        self.nbytes = self.n_evicted = self.n_expelled = 0
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the indexes."""
+        return sum(index.nbytes for index in self._indexes.values())
+
+    def search(self, kinds: Sequence[Kind], vectors: Floats) -> list[tuple[Entry, float] | None]:
+        """The nearest entry of each request's kind, with its similarity, by fingerprints (B, F)."""
+        self._expire()
+        found: list[tuple[Entry, float] | None] = [None] * len(kinds)
+        for kind in set(kinds):
+            if not (index := self._indexes.get(kind)):
+                continue
+            rows = [row for row, other in enumerate(kinds) if other == kind]
+            numbers, similarities = index.search(vectors[rows], 1)
+            for row, number, similarity in zip(rows, numbers[:, 0].tolist(), similarities[:, 0].tolist(), strict=True):
+                if number in self._key_of:
+                    found[row] = self.entries[self._key_of[number]], similarity
+                elif number >= 0:  # an earlier removal failed
+                    index.remove(np.array([number]))
+        return found
+
+    def put(self, key: str, kind: Kind, tensors: Mapping[str, Tensor], vector: Floats | None) -> bool:
+        """Store a state, making room for it first; False if it is larger than the bank.
+
+        Args:
+            key: Of the request; an earlier entry is replaced.
+            kind: See `Entry`.
+            tensors: Likewise, not packed; given away.
+            vector: Fingerprint (F,); None until that is fitted, see `point`.
+        """
+        packer = self._packer(kind.scope.weights)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        entry = Entry(key, kind, packer.pack(tensors), dtypes)
+        if packer.learn(key, kind.scope.namespace, tensors["hidden"]):
+            entry.tensors = packer.encode(tensors)
+            self._repack(kind.scope.weights, packer)
+        return self._hold(entry, vector)
+
+    def point(self, key: str, vector: Floats) -> None:
+        """Let others find an entry by its fingerprint (F,); an unknown key is ignored."""
+        if (entry := self.entries.get(key)) is None:
+            return
+        if (index := self._indexes.get(entry.kind)) is None:
+            index = self._indexes[entry.kind] = self._make_index(len(vector))
+        number, self._n_numbers = self._n_numbers, self._n_numbers + 1
+        try:
+            index.add(np.array([number]), vector[None])
+        except BaseException:  # the index may hold it all the same
+            with suppress(Exception):
+                index.remove(np.array([number]))
+            raise
+        entry.number = number
+        self._key_of[number] = key
+
+    def vector(self, entry: Entry) -> Floats | None:
+        """The fingerprint (F,) by which an entry is found."""
+        return None if entry.number is None else self._indexes[entry.kind].vectors(np.array([entry.number]))[0]
+
+    def unpack(self, entry: Entry) -> dict[str, Tensor]:
+        """Its tensors as they were before they were packed, but for what compression loses. Safe in any thread."""
+        codec = self.packers[entry.kind.scope.weights].codec
+        return {name: codec.decode(name, entry.tensors, dtype) for name, dtype in entry.dtypes.items()}
+
+    def check(self, entry: Entry, fresh: Tensor, stored: Tensor) -> None:
+        """Tell the policy how far a fresh state (R, D) is from the stored one, both as compression leaves them."""
+        if (packer := self.packers.get(entry.kind.scope.weights)) is not None:
+            self.policy.on_check(entry.key, cosine_distance(packer.there_and_back(fresh), stored))
+            self._expire()
+
+    def remove(self, key: str) -> None:
+        """Let go of an entry; an unknown key is ignored."""
+        self.policy.on_remove(key)
+        if (entry := self.entries.pop(key, None)) is None:
+            return
+        self.nbytes -= entry.nbytes
+        if entry.number is not None:
+            del self._key_of[entry.number]  # first: whatever the index does, it is found no more
+            index = self._indexes[entry.kind]
+            index.remove(np.array([entry.number]))
+            if len(index) == 0:  # kinds come and go with weights and tenants
+                del self._indexes[entry.kind]
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget a namespace, None: all; codecs are not fitted on what it stored, but stay as they are."""
+        for key in [key for key, one in self.entries.items() if namespace in (None, one.kind.scope.namespace)]:
+            self.remove(key)
+        for packer in self.packers.values():
+            packer.waiting = {k: one for k, one in packer.waiting.items() if namespace not in (None, one[0])}
+
+    def state(self, weights: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        """Entries of some weights as notes that JSON holds, and their tensors by name and type, joined end to end."""
+        notes, parts = list[dict[str, Any]](), dict[str, list[Tensor]]()
+        for entry in self.entries.values():
+            if entry.kind.scope.weights != weights:
+                continue
+            tensors, vector = dict(entry.tensors), self.vector(entry)
+            if vector is not None:
+                tensors["vector"] = torch.from_numpy(vector)
+            notes.append(
+                {
+                    "key": entry.key,
+                    "scope": [entry.kind.scope.namespace, entry.kind.scope.dtype, entry.kind.scope.attention],
+                    "kind": [entry.kind.length, entry.kind.has_kv],
+                    "dtypes": {name: _name(dtype) for name, dtype in entry.dtypes.items()},
+                    "tensors": {name: [_name(one.dtype), *one.shape] for name, one in tensors.items()},
+                }
+            )
+            for name, one in tensors.items():
+                parts.setdefault(f"{name}:{_name(one.dtype)}", []).append(one.flatten().cpu())
+        codec = {} if weights not in self.packers else self.packers[weights].codec.state()
+        joined = {name: torch.cat(flat) for name, flat in parts.items()}
+        return notes, joined | {f"codec.{name}": one.cpu() for name, one in codec.items()}
+
+    def restore(
+        self, weights: str, notes: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        """Take up what `state` gave, as entries of some weights, with tensors on a device."""
+        self._packer(weights).codec.restore(below("codec.", tensors))
+        done = Counter[str]()
+        for note in notes:
+            held = dict[str, Tensor]()
+            for name, (dtype, *shape) in note["tensors"].items():
+                joined, start, n = f"{name}:{dtype}", done[f"{name}:{dtype}"], math.prod(shape)
+                held[name] = tensors[joined][start : start + n].clone().reshape(shape)
+                done[joined] += n
+            vector = held.pop("vector", None)
+            namespace, dtype, attention = note["scope"]
+            kind = Kind(Scope(namespace, weights, dtype, attention), *note["kind"])
+            dtypes = {name: getattr(torch, dtype) for name, dtype in note["dtypes"].items()}
+            entry = Entry(note["key"], kind, {name: one.to(device) for name, one in held.items()}, dtypes)
+            self._hold(entry, None if vector is None else vector.numpy())
+
+    def _hold(self, entry: Entry, vector: Floats | None) -> bool:
+        """Take an entry in, making room for it; False if it is larger than the bank."""
+        if entry.nbytes > self.max_bytes:
+            return False
+        self.remove(entry.key)
+        while self._is_over(entry.nbytes):
+            self.remove(self.policy.victim())
+            self.n_evicted += 1
+        self.policy.on_put(entry.key, entry.nbytes)
+        self.entries[entry.key] = entry
+        self.nbytes += entry.nbytes
+        if vector is not None:
+            try:
+                self.point(entry.key, vector)
+            except BaseException:
+                self.remove(entry.key)
+                raise
+        return True
+
+    def _expire(self) -> None:
+        """Let go of what must leave whatever the budget."""
+        for key in self.policy.expired():
+            self.remove(key)
+            self.n_expelled += 1
+
+    def _packer(self, weights: str) -> Packer:
+        """The packer for states of these weights, which are about to be stored; those without an entry are dropped."""
+        if weights not in self.packers:
+            held = {entry.kind.scope.weights for entry in self.entries.values()}
+            self.packers = {other: packer for other, packer in self.packers.items() if other in held}
+            self.packers[weights] = Packer(self._make_codec())
+        self.latest = self.packers[weights]
+        return self.latest
+
+    def _repack(self, weights: str, packer: Packer) -> None:
+        """Pack what was stored plainly, now that the codec is fitted. Ranks stay: the policy is not told."""
+        for entry in self.entries.values():
+            if entry.kind.scope.weights == weights:
+                self.nbytes -= entry.nbytes
+                entry.tensors = packer.encode(entry.tensors)
+                self.nbytes += entry.nbytes
+
+    def _is_over(self, incoming: int) -> bool:
+        too_many = self.max_entries is not None and len(self.entries) >= self.max_entries
+        return bool(self.entries) and (too_many or self.nbytes + incoming > self.max_bytes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,142 @@
+"""From settings and a model to a layer-wise cache; what does not fit together is refused here."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmcache.config import CacheConfig
+from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
+from llmcache.index import INDEXES, Index
+from llmcache.models.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
+from llmcache.models.coupling import Coupling
+from llmcache.models.heads import Head, find_head
+from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.weights import Weights
+from llmcache.paper.bank import LayerBank
+from llmcache.paper.banks import Banks
+from llmcache.paper.codecs import CODECS, Codec
+from llmcache.paper.fingerprints import FINGERPRINTS
+from llmcache.paper.layerwise import Layerwise
+from llmcache.paper.opening import Opener
+from llmcache.policies import POLICIES
+from llmcache.request.reading import RequestReader
+
+
+def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layerwise:
+    """Hang a layer-wise cache on a model.
+
+    Args:
+        model: With or without a head.
+        config: `tau` is set.
+        tokenizer: Its special tokens are left out of fingerprints; None: those that config and family name.
+
+    Raises:
+        ConfigError: A setting does not suit the model.
+        UnsafeReuseError: The head answers token by token.
+        UnsupportedModelError: The layers were not found, or a decoder runs one of them several times.
+        WrapError: The model is wrapped already.
+    """
+    trunk = locate(model, config.adapter)
+    vocabulary_size(trunk)  # each call reads tokens by it
+    head = find_head(model, trunk)
+    _refuse_unsafe(head, config)
+    payload = _choose_payload(trunk, head, config)
+    if len(set(trunk.layers)) < trunk.depth and trunk.makes_kv and not payload.fits_any_length:
+        raise UnsupportedModelError(
+            f"{type(trunk.module).__name__}: one layer is run at several places, so its K/V cannot be told apart; "
+            "encoders that share layers, and classifiers, can be wrapped"
+        )
+    tau = _choose_layers(trunk, payload, config)
+    is_ahead = config.layers not in ("auto", "all")
+    fingerprint = config.fingerprint_component.build(FINGERPRINTS)
+    if fingerprint.per_layer and is_ahead:
+        raise ConfigError(
+            f"layers={config.layers} with a fingerprint per layer: these banks are searched before layer 0; leave "
+            "layers out, or per_layer"
+        )
+    weights = Weights(trunk.module)
+    coupling = Coupling(trunk, weights)
+    with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
+        digest = weights.digest()  # now, so that the first request does not wait for it
+        if head.observed is not None:
+            head.observed.was_of(digest)
+        if weights.unreadable is None and (reason := coupling.reason(digest)):
+            raise ConfigError(
+                f"tau={config.tau} with a model in which requests of a batch affect each other: {reason}. What a "
+                "stored request was answered rests on those beside it: leave tau out (repeats of whole calls are "
+                "still served)"
+            )
+    config.index_component.build(INDEXES, 8)  # a wrong option is told now
+    max_bytes = max(1, config.max_bytes // len(tau))
+
+    def make_codec() -> Codec:
+        return config.compression.build(CODECS)
+
+    def make_index(dim: int) -> Index:
+        return config.index_component.build(INDEXES, dim)
+
+    def make_bank() -> LayerBank:
+        policy = config.policy.build(POLICIES)
+        return LayerBank(policy, make_codec, make_index, max_bytes, config.max_entries)
+
+    device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
+    banks = Banks({layer: make_bank() for layer in tau}, tau, fingerprint, device)
+    reader = RequestReader(trunk, head, payload, tokenizer)
+    opener = Opener(trunk, head, payload, fingerprint, weights, coupling, reader)
+    attention = first_attention(trunk) if fingerprint.reads_attention else None
+    return Layerwise(trunk, head, payload, fingerprint, banks, is_ahead, weights, opener, attention)
+
+
+def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
+    """Refuse a head whose answers would be those of another input."""
+    if head.why_unsafe and not config.allow_unsafe:
+        raise UnsafeReuseError(
+            f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
+            f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
+            "served), or set allow_unsafe=True to measure what that costs."
+        )
+
+
+def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
+    """What entries keep of a state: all of it where further layers are computed from it, else what the head reads."""
+    name: str = config.payload
+    if name == "auto":
+        is_last = config.layers == "last" or config.layers in ([-1], [trunk.depth - 1])
+        name = head.payload if is_last and not trunk.adapter.is_guess else "sequence"
+    if name == "mean" and trunk.adapter.is_guess:
+        raise ConfigError(
+            f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "
+            "last layer is unknown; register an adapter for it, or use payload='sequence'"
+        )
+    if not (name in ("sequence", head.payload) or head.reads == "states" or config.allow_unsafe):
+        raise ConfigError(
+            f"payload={name!r}: this model's {head.name} reads more than that; use payload={head.payload!r}, "
+            "'sequence' or 'auto'"
+        )
+    return PAYLOADS[name]()
+
+
+def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> dict[int, float]:
+    """The least similarity of a hit, by the layers that have a bank."""
+    last, named = trunk.depth - 1, config.layers
+    if isinstance(named, list):
+        layers = {layer + trunk.depth * (layer < 0) for layer in named}
+    else:
+        layers = {last} if named == "last" else set(range(trunk.depth))
+    if not layers or min(layers) < 0 or max(layers) > last:
+        raise ConfigError(f"layers={named}: this model has layers 0 to {last}; name at least one of them")
+    if payload.fits_any_length and layers != {last}:
+        raise ConfigError(
+            f"payload={payload.name!r} keeps one vector, from which no further layer can be computed: set "
+            "layers='last', or payload='sequence'"
+        )
+    if not isinstance(config.tau, Mapping):
+        assert config.tau is not None
+        return dict.fromkeys(sorted(layers), config.tau)
+    tau = {layer + trunk.depth * (layer < 0): value for layer, value in sorted(config.tau.items())}
+    if stray := sorted(tau.keys() - layers):
+        raise ConfigError(f"tau: names layers {stray} that are not stored; stored: {sorted(layers)}")
+    return tau

@@ -1,0 +1,416 @@
+"""The paper's layer-wise cache: Algorithm 1, line by line in `Layerwise.layer`.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.config import CacheConfig
+from llmcache.counters import Counters
+from llmcache.errors import NotCachedError
+from llmcache.models.adapters import CACHE, Trunk, repack, unpack
+from llmcache.models.heads import Head
+from llmcache.models.hooks import Installed, listen
+from llmcache.models.payloads import Payload, last_valid
+from llmcache.models.pooling import Veil
+from llmcache.models.weights import Weights
+from llmcache.paper.banks import Banks
+from llmcache.paper.fingerprints import Fingerprint
+from llmcache.paper.forwards import LayerForward, Reuse, Runner, TrunkForward, can_take_rows, copy_kv, install
+from llmcache.paper.opening import Call, Opener
+from llmcache.request.outcome import Outcome
+from llmcache.request.rows import Row
+from llmcache.save import Saved, save
+from llmcache.stats import Stats
+from llmcache.threads import forkable
+
+DEFAULT_NAMESPACE = "default"
+RUNG = "paper"
+
+
+class Layerwise:
+    """Hangs on one model. Thread-safe."""
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: Head,
+        payload: Payload,
+        fingerprint: Fingerprint,
+        banks: Banks,
+        is_ahead: bool,
+        weights: Weights,
+        opener: Opener,
+        attention: nn.Module | None,
+    ) -> None:
+        """Take the place of the trunk's forward and of those of its layers.
+
+        Args:
+            trunk: Of the model.
+            head: Reads its output.
+            payload: What entries keep of states.
+            fingerprint: Compares requests.
+            banks: By layer.
+            is_ahead: All banks are searched before layer 0, the deepest first; else each when its layer is reached.
+            weights: Of the trunk.
+            opener: Reads calls.
+            attention: Self-attention of layer 0, if the fingerprint reads its output.
+
+        Raises:
+            WrapError: The trunk carries a cache already.
+        """
+        self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
+        self._weights, self._opener, self._depth = weights, opener, trunk.depth
+        self._runner = Runner(payload, trunk.adapter)
+        self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
+        self._is_veiled = head.pooled is not None and payload.name == "mean"
+        self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+        self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
+        self._counting = forkable(threading.RLock())
+        self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
+        self._n_skipped = self._n_checked = 0
+        self._is_retired = False
+        self._local = threading.local()  # `call`: this thread's innermost one; `last`: outcomes
+        self.installed: Installed = install(trunk, self)
+        if self._is_after_norm and trunk.norm is not None:
+            self.installed.add(listen(trunk.norm, self._normed))
+        if attention is not None:
+            self.installed.add(listen(attention, self._attended))
+        if self._is_veiled and head.pooled is not None:
+            self.installed.add(self._veil.listen(head.pooled.pooling))
+
+    # -- the algorithm -------------------------------------------------------------------------------------------------
+
+    def call(self, swap: TrunkForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The trunk's output, with the layers of this call decided one by one.
+
+        Raises:
+            NotCachedError: Within `only_if_cached`, a row is not served.
+        """
+        if self._is_retired:
+            return swap.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self._count_compiled(swap.arguments.bind(args, kwargs))
+            return swap.original(*args, **kwargs)
+        call, outer, self._local.last = self._open(swap, args, kwargs), self.way(), ()
+        started, self._local.call = perf_counter() - call.lookup_s, call
+        try:
+            if call.is_only_if_cached and call.reason is not None:
+                raise NotCachedError(None)
+            if call.reason is None and self._opener.keeps_no_kv:
+                args, kwargs = swap.arguments.replace(args, kwargs, "use_cache", False)
+            output = swap.original(*args, **kwargs)
+            # The norm may be one more step.
+            if call.reason is None and call.turn != self._depth + self._is_after_norm:
+                call.is_closed, call.reason = True, "unwrapped" if self._is_retired else "other_layers"
+                if call.reused:  # layers were skipped, and what stands for them was not put in
+                    if call.kv_cache is not None:
+                        call.kv_cache.reset()
+                    output = swap.original(*args, **kwargs)
+        finally:
+            self._local.call = outer
+        self._close(call, output, perf_counter() - started)
+        return output
+
+    def way(self) -> Call | None:
+        """This thread's innermost call of the trunk."""
+        return getattr(self._local, "call", None)
+
+    def layer(self, swap: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Algorithm 1 for one layer: search its bank; take h'_l where it hits, else compute h_l, and store it."""
+        call = self._local.call
+        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
+        if number == 0:
+            call.reason = self._begin(call, swap, args, kwargs)
+            if call.reason is not None:
+                call.is_closed = True
+                return swap.original(*args, **kwargs)
+        if number == 0 or (self._fingerprint.per_layer and number in self._banks):
+            self._take_fingerprint(call, hidden)  # line 1
+        if not self._is_ahead and number in self._banks:
+            self._search(call, number)  # lines 3 and 4
+        elif self._is_ahead and number == 0:
+            for layer in reversed(self._banks):
+                self._search(call, layer)
+        if call.is_only_if_cached and (number == 0 or number in self._banks):
+            self._require_hits(call, 0 if self._is_ahead else number)
+        activated = self._weights.activated is not None  # PEFT's hooks expect all rows of the batch
+        call.takes_all_rows = bool(call.reused) and (activated or not can_take_rows(call, swap, args, kwargs))
+        output = self._runner.run(call, swap, number, args, kwargs)  # line 7, for rows that need it
+        if number not in self._banks or self._is_after_norm:
+            return output
+        computed = unpack(output)
+        states = self._runner.place(call, number, computed)  # line 5
+        self._keep(call, number, states)  # line 8
+        return output if states is computed else repack(output, states)
+
+    def _take_fingerprint(self, call: Call, hidden: Tensor) -> None:
+        started = perf_counter()
+        with self.counters.guard("take a fingerprint"):
+            self._opener.take_fingerprint(call, hidden)
+        call.lookup_s += perf_counter() - started
+
+    def _search(self, call: Call, number: int) -> None:
+        """Look for a stored fingerprint f' with sim(f_X, f') >= tau in the bank of a layer."""
+        started = perf_counter()
+        with self.counters.guard("search a bank"):
+            found = self._find(call, number)
+            call.reused |= found
+            call.reuses += [number] * len(found)
+        call.lookup_s += perf_counter() - started
+
+    def _find(self, call: Call, number: int) -> dict[int, Reuse]:
+        """What serves rows at a layer, by row; what is to be checked is noted."""
+        rows = [row for row in call.active_rows if not row.is_misread and row.number not in call.checked]
+        if self._is_ahead:
+            rows = [row for row in rows if row.number not in call.reused]
+        if call.vectors is None or not (call.may_search and rows):
+            return {}
+        kinds, vectors = [self._opener.kind_of(call, row) for row in rows], call.vectors[[row.number for row in rows]]
+        # A row that stands on another request's state would compute nothing to compare with.
+        may_check = [row.number not in call.reused for row in rows]
+        reused = {}
+        found = zip(rows, *self._banks.search(number, kinds, vectors, may_check), strict=True)
+        for row, near, is_checked, similarity in found:
+            if similarity is not None:
+                call.near[row.number] = max(similarity, call.near.get(row.number, -1.0))
+            if near is None:
+                continue
+            entry, similarity = near
+            kept = self._banks[number].unpack(entry)
+            reuse = Reuse(number, kept["hidden"], kept.get("keys"), kept.get("values"), entry.key, similarity)
+            if is_checked:
+                call.checked[row.number] = reuse, entry
+            else:
+                reused[row.number] = reuse
+        return reused
+
+    def _keep(self, call: Call, number: int, states: Tensor) -> None:
+        """Keep what rows computed at a layer (B, T, D), to be stored once the call has succeeded."""
+        started = perf_counter()
+        with self.counters.guard("keep a state"), torch.inference_mode(False), torch.no_grad():
+            for row in call.active_rows:
+                reuse = call.reused.get(row.number)
+                if reuse is not None and reuse.layer >= number:
+                    continue
+                tensors = {"hidden": self.payload.take(states[row.number], row.valid)}
+                if call.kv_cache is not None:
+                    tensors |= copy_kv(call.kv_cache, row, 0 if self._is_ahead else number, number)
+                vector = None if call.vectors is None else call.vectors[row.number]
+                call.computed.append((number, row, tensors, vector))
+        call.storing_s += perf_counter() - started
+
+    def _store(self, call: Call) -> None:
+        """Store what was kept, unless weights or namespace changed meanwhile; checked rows are compared instead."""
+        if not call.computed:
+            return
+        assert call.scope is not None
+        if self._runner.cannot_skip:  # as the first layer that ran has shown
+            call.reason = "unknown_output"
+        elif not self._weights.stayed(call.mark, call.scope.weights):
+            call.reason = "weights_changed"
+        if call.reason is not None:
+            return
+        states, checks = [], []
+        for number, row, tensors, vector in call.computed:
+            if row.number in call.checked:
+                reuse, entry = call.checked[row.number]
+                if reuse.layer == number:
+                    checks.append((number, entry, tensors["hidden"], reuse.hidden))
+            else:
+                features = None if call.features is None else call.features[row.number]
+                states.append((number, row.key, self._opener.kind_of(call, row), tensors, vector, features))
+        for _ in range(self._banks.put(states, checks, call.generation)):
+            self.counters.too_large()
+
+    # -- a call --------------------------------------------------------------------------------------------------------
+
+    def _open(self, swap: TrunkForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Read a call: its rows with their keys, or the reason for a bypass."""
+        started, call = perf_counter(), Call(namespace=self.namespace.get())
+        call.is_only_if_cached, call.generation = self.is_only_if_cached.get(), self._banks.generation(call.namespace)
+        call.arguments = swap.arguments.bind(args, kwargs)
+        if torch.is_grad_enabled():
+            self._weights.suspect()  # an optimizer may write them from now on
+        if self.is_disabled.get():
+            call.reason = "disabled"
+        elif self._runner.cannot_skip:
+            call.reason = "unknown_output"
+        else:
+            call.reason = self.counters.find_reason("read a call", self._opener.open, call, swap.arguments)
+        call.is_closed = call.reason is not None
+        call.lookup_s = perf_counter() - started
+        return call
+
+    def _begin(self, call: Call, swap: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """See what shows at layer 0 only; the reason for a bypass, or None."""
+        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
+        reason = self.counters.find_reason(
+            "begin a call", self._opener.begin, call, hidden, swap.arguments.get(args, kwargs, CACHE)
+        )
+        if reason is not None and call.is_only_if_cached:
+            raise NotCachedError(None)
+        if reason is None and self._fingerprint.reads_attention:  # not guarded: what fails here is the model itself
+            call.first_output = swap.original(*args, **kwargs)
+        return reason
+
+    def _require_hits(self, call: Call, number: int) -> None:
+        """Raise unless all rows are served from a layer on."""
+        served = {row for row, reuse in call.reused.items() if reuse.layer >= number}
+        if missing := tuple(row.number for row in call.rows if row.number not in served):
+            raise NotCachedError(missing)
+
+    def _normed(self, output: Any) -> Any:
+        """After the final norm: states of a payload that is taken there are put in and kept."""
+        call = None if torch.compiler.is_compiling() else self.way()
+        if call is None or call.is_closed or call.turn != self._depth:
+            return None
+        call.turn += 1
+        states = self._runner.place(call, self._depth - 1, output)
+        self._keep(call, self._depth - 1, states)
+        return states
+
+    def _attended(self, output: Any) -> None:
+        """After layer 0's self-attention."""
+        call = None if torch.compiler.is_compiling() else self.way()
+        if call is not None:
+            call.attention = unpack(output)
+
+    def _close(self, call: Call, output: Any, took_s: float) -> None:
+        """Store and count what was done in a call that has succeeded; note what became of each row."""
+        started = perf_counter()
+        if call.reason is None:
+            with self.counters.guard("store a call"):
+                self._store(call)
+                self._tell_costs(call, took_s - call.lookup_s - call.storing_s)
+        if self._is_veiled and call.reused and not call.is_closed:
+            self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
+        if call.reason is not None:
+            n_rows = _count_rows(call.arguments)
+            self.counters.bypass(call.reason, n_rows)
+            if call.reason != "decode":  # a step of a generation belongs to the request that its prefill was
+                self._local.last = (Outcome(bypassed=call.reason),) * n_rows
+            return
+        outcomes = tuple(self._outcome(call, row) for row in call.rows)
+        self._local.last = outcomes
+        with self._counting:
+            self._hits_by_layer.update(reuse.layer for reuse in call.reused.values())
+            self._reuses_by_layer.update(call.reuses)
+            self._n_skipped += call.n_skipped
+            self._n_checked += len(call.checked)
+        counted = tuple(one for one, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked)
+        self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started, 0)
+
+    def _tell_costs(self, call: Call, took_s: float) -> None:
+        """Tell policies what computing each row took, in milliseconds by its share of the tokens."""
+        n_tokens = {row.key: row.n_valid for row in call.active_rows if row.number not in call.reused}
+        if n_tokens and took_s > 0:
+            total = sum(n_tokens.values())
+            self._banks.tell_costs({key: 1e3 * took_s * n / total for key, n in n_tokens.items()})
+
+    def _outcome(self, call: Call, row: Row) -> Outcome:
+        if row.bypass_reason:
+            return Outcome(row.key, bypassed=row.bypass_reason)
+        reuse = call.reused.get(row.number)
+        if reuse is None:
+            return Outcome(row.key, similarity=call.near.get(row.number))
+        return Outcome(row.key, RUNG, reuse.layer, reuse.key, reuse.similarity)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _count_compiled(self, arguments: dict[str, Any]) -> None:
+        """Leave the compiled graph for a moment: counters cannot be part of it."""
+        if torch.is_grad_enabled():
+            self._weights.suspect()
+        self.counters.bypass("compiled", _count_rows(arguments))
+        self._local.last = (Outcome(bypassed="compiled"),) * _count_rows(arguments)
+
+    # -- what the facade asks ------------------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> tuple[Outcome, ...]:
+        """What became of each row of this thread's last call."""
+        outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
+        return outcomes
+
+    def stats(self) -> Stats:
+        """Counts since the start or `restart_stats`, and what is held now."""
+        counted = self.counters.snapshot(**self._banks.held())
+        with self._counting:
+            return replace(
+                counted,
+                n_requests=counted.n_requests + self._n_checked,
+                hits_by_layer=dict(self._hits_by_layer),
+                reuses_by_layer=dict(self._reuses_by_layer),
+                n_revalidated=self._n_checked,
+                n_layers_skipped=self._n_skipped,
+            )
+
+    def restart_stats(self) -> None:
+        """Count requests, hits and times anew."""
+        self.counters.restart()
+        with self._counting:
+            self._hits_by_layer.clear()
+            self._reuses_by_layer.clear()
+            self._n_skipped = self._n_checked = 0
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Forget the entries of a namespace, None: all; returns how many requests they were.
+
+        Counts, and what fingerprint and codecs have learned, stay.
+        """
+        return self._banks.forget(namespace)
+
+    def forget(self, run: Callable[[], object]) -> int:
+        """Make a call of the model, and forget its requests and those that served them; returns how many were held."""
+        run()
+        return self._banks.drop({key for one in self.last for key in (one.key, one.source) if key})
+
+    def drain(self) -> int:
+        """Nothing waits for idle moments: 0."""
+        return 0
+
+    def close(self) -> None:
+        """Take everything off the model; calls under way end with right answers. Twice does nothing.
+
+        Raises:
+            WrapError: Somebody has put another forward on top of one of ours.
+        """
+        self._is_retired = True  # first: calls that begin from now on are plain
+        self.installed.remove()
+
+    def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
+        """See `LLMCache.save`."""
+        save(
+            folder,
+            model,
+            self._trunk,
+            self._weights,
+            config,
+            tokenizer,
+            self.payload.name,
+            None,
+            {},
+            {"layers": self._banks},
+        )
+
+    def restore(self, saved: Saved) -> None:
+        """Fill the empty cache from a save."""
+        saved.restore(self.payload.name, {"layers": self._banks})
+
+
+def _count_rows(arguments: Mapping[str, Any]) -> int:
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

@@ -1,0 +1,166 @@
+"""Opens a call: its rows with their keys and fingerprints, or the reason why it bypasses the cache.
+
+Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcache.arrays import Floats
+from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.arguments import Arguments
+from llmcache.models.coupling import Coupling
+from llmcache.models.heads import Head
+from llmcache.models.hooks import are_hooked, parts_of
+from llmcache.models.intact import Layers
+from llmcache.models.mark import Mark
+from llmcache.models.masks import flatten
+from llmcache.models.model_config import setting
+from llmcache.models.payloads import Payload
+from llmcache.models.weights import Weights
+from llmcache.paper.bank import Entry, Kind
+from llmcache.paper.fingerprints import Fingerprint, View
+from llmcache.paper.forwards import Reuse, Way
+from llmcache.request.bypass import find_reason, is_plain_cache
+from llmcache.request.reading import RequestReader
+from llmcache.request.rows import Row, Scope, to_host
+
+
+@dataclass(slots=True)
+class Call(Way):
+    """One call of the trunk."""
+
+    namespace: str = ""
+    is_only_if_cached: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the trunk, by name
+    reason: str | None = None  # why it bypasses the cache: a key of `CURES`
+    scope: Scope | None = None
+    mark: Mark | None = None  # of the weights, when it was opened
+    generation: int = 0  # of the namespace, likewise
+    content: Tensor | None = None  # which tokens are neither special nor padding, bool (B, T)
+    may_search: bool = True
+    features: Floats | None = None  # (B, F0), until the fingerprint is fitted
+    vectors: Floats | None = None  # fingerprints (B, F)
+    near: dict[int, float] = field(default_factory=dict)  # by row: similarity of the nearest stored request
+    checked: dict[int, tuple[Reuse, Entry]] = field(default_factory=dict)  # by row: computed, to be compared with this
+    reuses: list[int] = field(default_factory=list)  # layers, one for each reuse
+    computed: list[tuple[int, Row, dict[str, Tensor], Floats | None]] = field(default_factory=list)
+    lookup_s: float = 0.0
+    storing_s: float = 0.0
+
+    @property
+    def active_rows(self) -> list[Row]:
+        """Rows that take part in caching."""
+        return [row for row in self.rows if not row.bypass_reason]
+
+
+class Opener:
+    """Reads calls of one trunk. Thread-safe."""
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: Head,
+        payload: Payload,
+        fingerprint: Fingerprint,
+        weights: Weights,
+        coupling: Coupling,
+        reader: RequestReader,
+    ) -> None:
+        """Remember what calls are read by."""
+        self._trunk, self._head, self._payload = trunk, head, payload
+        self._fingerprint, self._weights, self._coupling, self._reader = fingerprint, weights, coupling, reader
+        self._layers = Layers(trunk)
+        self._observed = head.observed if payload.fits_any_length else None
+        # What it is asked of is part of the digest.
+        self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
+        self._content = lru_cache(16)(lambda digest: reader.content_table())
+        #: The model would make K/V that its head never reads and entries do not hold.
+        self.keeps_no_kv = payload.fits_any_length and trunk.makes_kv
+
+    def open(self, call: Call, names: Arguments) -> str | None:
+        """Read a call before the trunk runs; the reason for a bypass, or None."""
+        call.arguments, mask_4d = flatten(call.arguments)
+        reason = find_reason(call.arguments, self._trunk, names.defaults)
+        if reason is None and self.keeps_no_kv:
+            reason = self._find_reason_of_kv(call.arguments)
+        reason = reason or self._find_reason_of_model(call)
+        if reason is None:
+            assert call.scope is not None
+            content = self._content(call.scope.weights)
+            requests = self._reader.read(
+                call.arguments, mask_4d, call.scope, content, self._weights.activated, is_whole=False
+            )
+            call.rows, call.content = requests.rows, torch.from_numpy(requests.content)
+            call.may_search = not requests.may_be_refused  # else the model is to say so
+        return reason
+
+    def begin(self, call: Call, hidden: Tensor, kv_cache: Any) -> str | None:
+        """See what shows at layer 0 only, by the states that enter it (B, T, D); likewise."""
+        call.kv_cache = kv_cache
+        if kv_cache is not None and not is_plain_cache(kv_cache):
+            return "kv_cache_kind"
+        if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
+            return "unknown_layout"
+        return None
+
+    def take_fingerprint(self, call: Call, hidden: Tensor) -> None:
+        """Line 1: fingerprint of the states that enter a layer (B, T, D); rows that have none are left out."""
+        assert call.content is not None
+        call.vectors = None
+        ids, content = call.arguments["input_ids"], call.content.to(hidden.device)
+        states = hidden if self._fingerprint.reads_states else None
+        (features,) = to_host(self._fingerprint.features(View(states, content, ids, call.attention)))
+        assert features is not None
+        if self._fingerprint.n_fit:
+            call.features, made = features, features
+        else:
+            call.vectors = made = self._fingerprint.project(features)
+        for number in np.flatnonzero(~np.isfinite(made).all(axis=1)).tolist():  # no index takes such a vector
+            call.rows[number].bypass_reason = call.rows[number].bypass_reason or "not_finite"
+
+    def kind_of(self, call: Call, row: Row) -> Kind:
+        """What a request must have in common with those that it is compared with."""
+        assert call.scope is not None
+        return Kind(call.scope, 0 if self._payload.fits_any_length else row.n_valid, call.kv_cache is not None)
+
+    def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
+        """Why a call cannot be run without the K/V that the model would make."""
+        asked = arguments.get("use_cache")
+        if asked or arguments.get(CACHE) is not None:
+            return "kv_cache_with_pooled_payload"
+        makes_kv = setting(self._trunk.config, "use_cache") if asked is None else asked
+        # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
+        is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
+        return "packed" if makes_kv and is_unmasked else None
+
+    def _find_reason_of_model(self, call: Call) -> str | None:
+        """Why calls of the model, as it is now, cannot be served."""
+        if self._head.pooled is not None and self._head.pooled.has_changed():
+            return "other_pooling"
+        if self._weights.is_trained:
+            return "gradients_held"
+        digest = self._weights.digest()
+        call.mark = self._weights.mark_of(digest)
+        if reason := self._weights.refusal:
+            return reason
+        if self._observed is not None and self._observed.has_changed(digest):
+            return "other_pooling"
+        if self._looks_otherwise(digest):
+            return "other_attention"
+        if self._coupling.reason(digest):
+            return "coupled_rows"
+        if are_hooked(parts_of(self._trunk.module)):
+            return "hooked"
+        if reason := self._layers.find_reason():
+            return reason
+        device = call.arguments["input_ids"].device.type
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)
+        return None

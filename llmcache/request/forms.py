@@ -1,0 +1,149 @@
+"""The trunk as it is now, and calls that are passed like arguments: what is worked out once and looked up afterwards."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, ne, not_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.arguments import DECIDING, Arguments
+from llmcache.models.coupling import Coupling
+from llmcache.models.hooks import are_hooked
+from llmcache.models.masks import flatten
+from llmcache.models.model_config import setting
+from llmcache.request.bypass import are_strange, find_reason_of
+from llmcache.request.call import Call, Form, State
+from llmcache.request.reading import RequestReader
+
+_ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
+_MOST_STATES = 16  # that are remembered
+_MOST_FORMS = 64  # of a state
+_OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that depend on more than a form
+_PLAIN = {Tensor, type(None), bool, int, float, str}
+# Read in every call.
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+
+class Forms:
+    """Of one trunk. Thread-safe."""
+
+    def __init__(
+        self, trunk: Trunk, arguments: Arguments, coupling: Coupling, reader: RequestReader, keeps_tokens: bool
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            trunk: Whose calls they are.
+            arguments: Of its forward.
+            coupling: Tells whether rows affect each other.
+            reader: Tells which tokens carry content.
+            keeps_tokens: Entries keep the states of all tokens, and K/V where the caller does.
+        """
+        self._trunk, self._arguments, self._coupling, self._reader = trunk, arguments, coupling, reader
+        self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
+        self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
+        # Of the config, and no part of the weights' digest.
+        self._flags = (*trunk.asks_for_more, "return_dict", "use_cache")
+        self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
+
+    def state(self, digest: str) -> State:
+        """What holds of the trunk with weights of this digest, the present one."""
+        known = self._states.get(digest)
+        if known is not None:
+            return known
+        trunk, parts = self._trunk, self._trunk.module.modules()
+        reason = None if trunk.runs_its_layers else "other_depth"
+        reason = reason or ("other_attention" if trunk.looks_otherwise else None)
+        spaces = [vars(part) for part in parts if part is not trunk.module]
+        flags = [space.get("is_causal") for space in spaces] + [setting(trunk.config, "is_causal")]
+        coupling, content = self._coupling.reason(digest), self._reader.content_table()
+        state = self._states[digest] = State(digest, reason, coupling, spaces, False in flags, content)
+        while len(self._states) > _MOST_STATES:
+            self._states.popitem(last=False)
+        return state
+
+    def are_hooked(self, state: State) -> bool:
+        """Whether hooks of others hang within the trunk, which would not run."""
+        if not any(chain.from_iterable(map(_HOOKS, state.spaces))) and not are_hooked(()):
+            return False
+        return are_hooked([part for part in self._trunk.module.modules() if part is not self._trunk.module])
+
+    def find(self, call: Call, state: State) -> Form:
+        """What is known of calls like this one; names its arguments."""
+        values = (*call.args, *call.kwargs.values())
+        types = tuple(map(type, values))
+        key: tuple[Any, ...] = ()
+        if _PLAIN.issuperset(types):  # tensors are told apart by their dtypes, other values by themselves
+            are_tensors = tuple(map(is_, types, repeat(Tensor)))
+            tensors = tuple(compress(values, are_tensors))
+            rest = tuple(compress(values, map(not_, are_tensors)))
+            flags = tuple(map(setting, repeat(self._trunk.module.config), self._flags))
+            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags
+            form = state.forms.get(key)
+            if form is not None:
+                call.arguments = dict(zip(form.names, values, strict=True))
+                if form.reason is not None or _fit_together(call.arguments, tensors):
+                    return form
+        names = tuple(self._arguments.bind(call.args, call.kwargs))
+        call.arguments, call.mask_4d = flatten(dict(zip(names, values, strict=True)))
+        form = self._make(names, call.arguments)
+        if key and form.reason not in _OF_SHAPES:
+            if len(state.forms) >= _MOST_FORMS:
+                state.forms.clear()
+            state.forms[key] = form
+        return form
+
+    def notice_kv(self, state: State) -> None:
+        """The trunk was seen to return K/V."""
+        self.returns_kv = True
+        state.forms.clear()
+
+    def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Form:
+        config = self._trunk.config
+        reason = "traced" if are_strange(arguments.values()) else None
+        reason = reason or find_reason_of(arguments, self._trunk, self._arguments.defaults)
+        if reason is None and self.keeps_no_kv:
+            reason = self._find_reason_of_kv(arguments)
+        if reason is None and arguments["input_ids"].dtype not in _ID_DTYPES:
+            reason = "input_shape"
+        if reason is not None:
+            return Form(names, reason)
+        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
+        dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
+        kind = arguments.get("return_dict"), setting(config, "return_dict"), arguments.get("use_cache"), *dtypes
+        keeps_kv = self._trunk.makes_kv and not self.keeps_no_kv and self._is_kv_kept(arguments)
+        return Form(names, None, keeps_kv, kind)
+
+    def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the caller is to hold K/V afterwards."""
+        if arguments.get(CACHE) is not None or not self.returns_kv:
+            return arguments.get(CACHE) is not None
+        asked = arguments.get("use_cache")
+        return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
+
+    def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
+        """Why a call cannot be run without the K/V that the model would make; entries hold none."""
+        if arguments.get("use_cache") or arguments.get(CACHE) is not None:
+            return "kv_cache_with_pooled_payload"
+        asked = arguments.get("use_cache")
+        makes_kv = setting(self._trunk.config, "use_cache") if asked is None else asked
+        # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
+        is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
+        return "packed" if makes_kv and is_unmasked else None
+
+
+def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether arguments hold one number a token (B, T), or (1, T) where that stands for all rows."""
+    shape = arguments["input_ids"].shape
+    if len(shape) != 2:
+        return False
+    if any(map(ne, map(_SHAPE, tensors), repeat(shape))):
+        mask = arguments.get("attention_mask")
+        is_mask = mask is None or mask.shape == shape
+        return is_mask and all(one.shape in (shape, (1, shape[1])) for one in tensors)
+    return True
