@@ -9,13 +9,11 @@ from experiments.measures import trust_figures
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
 from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
-from experiments.report.plots import PLOTS
-from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache import ConfigError
 from llmcache.lab import RiskTarget
-from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
+from tests.experiments.measuring import LEARN, TASK, N, learning, measured
 
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
@@ -126,14 +124,6 @@ def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> Non
     changed = sum(a != b for a, b in zip(base, answers, strict=True))
     assert (found["worst"]["n"], found["worst"]["n_changed"]) == (names.count(one), changed)
     assert found["worst"]["intent"] == counted.show(one) and found["median"] == 0.0 and found["n_over"] == 1
-
-
-def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Any) -> None:
-    folder = tmp_path / "trust_made" / "run"
-    folder.mkdir(parents=True)
-    run = Run("trust_made", folder, {"measure": "trust", "seed": 0}, {}, outcome.metrics)
-    assert [path.is_file() for path in PLOTS["trust"]([run])] == [True]
-    assert told(VALUES, outcome).endswith("docs/results.md).")
 
 
 def test_a_stream_that_ends_too_early_is_refused() -> None:
