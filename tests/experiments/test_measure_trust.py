@@ -135,9 +135,3 @@ def test_requests_of_several_rows_are_refused() -> None:
     task = make_task({"name": "openbookqa", "model": "untrained", "data": "made", "limit": 5})
     with pytest.raises(ConfigError, match="row by row"):
         Rehearsal(build(task, Folders(), 0), {})
-
-
-def test_answers_are_read_as_serving_reads_them(rehearsal: Rehearsal) -> None:
-    other = rehearsal.observed[0]
-    assert rehearsal.answers_from(LEARN, [other.row.key]) == [int(np.argmax(other.output))]
-    assert rehearsal.answers_from(LEARN, [None]) == [rehearsal.answers[LEARN]]
