@@ -15,11 +15,7 @@ from llmcache.models.adapters import Trunk
 from llmcache.models.model_config import setting
 
 CURES: dict[str, str] = {
-    "disabled": "the call was made inside cache.disabled()",
-    "not_worthwhile": "calls of this length come again too seldom for what the cache costs, see stats().cost; it "
-    "returns when that is worthwhile, or stays with auto_bypass=False",
-    "compared": "16 calls in a row are bypassed now and then, so that what the model takes alone is known (recorded "
-    "where possible, and then served when they come again): nothing to cure; none does with auto_bypass=False",
+    "disabled": "the call was made inside cache.disabled(), or LLMCACHE_DISABLE is set",
     "compiled": "a compiled or traced model runs a graph of its own: leave the model uncompiled, and have the cache "
     "compile what it computes by cache.compile()",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "

@@ -116,4 +116,3 @@ def saved_s(stats: Stats) -> float | None:
 def used(stats: Stats, max_bytes: int) -> float:
     """Share of the budget that states and blocks take, 0 to 1."""
     return min(1.0, (stats.nbytes + stats.prefix_nbytes) / max_bytes)
-

@@ -30,7 +30,9 @@ def test_texts_are_computed_together_and_observed_in_order() -> None:
     """32 texts of one length are one call of the model; each is seen as it is alone."""
     model: Any = classifier()
     sizes: list[int] = []
-    model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     with LLMCache.wrap(model, tokenizer=Words()) as cache:
         observed = cache.observe(texts(200))
         together = list(sizes)
@@ -65,6 +67,9 @@ def test_a_calibration_prints_in_three_lines(caplog: pytest.LogCaptureFixture) -
         made = cache.calibrate(batched(requests(300)[0]))
     first, second, third = str(made).splitlines()
     assert made.chosen is not None
-    assert first == f"{made.chosen.hit_rate:.0%} hits, at most {made.chosen.bound:.2%} changed at 95%, {made.n_sources:,} sources"
+    assert (
+        first
+        == f"{made.chosen.hit_rate:.0%} hits, at most {made.chosen.bound:.2%} changed at 95%, {made.n_sources:,} sources"
+    )
     assert str(made.n_tested) in second and third == "certified"
     assert first in made._repr_html_()
