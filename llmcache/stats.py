@@ -162,54 +162,48 @@ class TierStats:
 class Stats:
     """A snapshot. A request is one row; a hit is a request whose output came wholly or partly from the store.
 
-        Attributes:
-            n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
-            hits: Hits by rung.
-            hits_by_layer: Hits by the deepest layer reused; those of prefixes, which skip none, are not among them.
-            reuses_by_layer: Reuses by layer. With `tau` a hit counts at each layer whose output was taken from a bank, else
-                once, at the deepest.
-            n_misses: Rows computed in full and eligible to be stored.
-            n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
-                `divergence`): neither hits nor misses, and not stored.
-            bypassed: Rows computed as if there were no cache, by reason (`llmcache.request.bypass.CURES`), decode steps
-                included.
-            n_prefix_tokens: Tokens that stored prefixes served, which no layer was run for.
-            n_prompt_tokens: Tokens of all requests that the prefix rung was asked about.
-            n_blocks: Blocks of tokens that it holds, ends of requests not counted.
-            n_blocks_evicted: Blocks, and ends of requests, that left for others.
-            prefix_nbytes: Bytes of both that are held.
-            n_layers_skipped: Layer executions saved, summed over rows.
-            n_entries: Entries by layer.
-            n_evicted: Entries that left for others, by layer.
-            n_expelled: Entries that their policy sent away whatever the budget, by layer: `ttl`, which were too old;
-                `divergence`, whose checks exceeded the limit.
-            n_stored: Requests known, by their entries or in blocks; not those of which only the beginning is.
-            nbytes: Bytes of the entries held, all layers.
-            nbytes_by_layer: The same by layer.
-            max_nbytes_by_layer: Budgets of the banks, by layer; blocks of prefixes may fill what these leave.
-            index_nbytes: Bytes of the fingerprints that they are found by, room for more included.
-            reconstruction_error: What compression loses, by layer: sum of |x - x'|^2 over sum of |x - mean|^2, rows x of
-                every 16th entry packed (x' is what comes back), of the weights that stored last. Entries that a codec is
-                fitted on are left out, but not the same requests if they are stored again later. 0 is lossless, 1 no better
-                than the mean of all rows. None before anything was measured; a lossless codec is not.
-            reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
-    <<<<<<< HEAD
-            lookup_ms: Total time in fingerprint, search and decision.
-            computing_ms: Total time in the trunk, for rows that were computed, wholly or in part. On an accelerator: in
-                launching it.
-    =======
-            lookup_ms: Total time in reading calls and looking their rows up.
-            computing_ms: Total time in the trunk, for rows that were computed, wholly or in part; on an accelerator only
-                until the work was queued.
-    >>>>>>> docs
-            storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
-            n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
-                as a whole, since these do not fit `max_bytes`.
-            errors: Failures of index, store or audit that were computed around.
-            health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).
-            audit: What is known of calibrated reuse in service; None without any.
-            compiled: What graphs of the trunk did; None before `LLMCache.compile`.
-            store: What was read from and written to the store behind memory; None without one.
+    Attributes:
+        n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
+        hits: Hits by rung.
+        hits_by_layer: Hits by the deepest layer reused; those of prefixes, which skip none, are not among them.
+        reuses_by_layer: Reuses by layer. In `paper` mode a hit counts at each layer whose output was taken from the
+            store, else once, at the deepest.
+        n_misses: Rows computed in full and eligible to be stored.
+        n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
+            `divergence`): neither hits nor misses, and not stored.
+        bypassed: Rows computed as if there were no cache, by reason (`llmcache.request.bypass.CURES`), decode steps
+            included.
+        n_prefix_tokens: Tokens that stored prefixes served, which no layer was run for.
+        n_prompt_tokens: Tokens of all requests that the prefix rung was asked about.
+        n_blocks: Blocks of tokens that it holds, ends of requests not counted.
+        n_blocks_evicted: Blocks, and ends of requests, that left for others.
+        prefix_nbytes: Bytes of both that are held.
+        n_layers_skipped: Layer executions saved, summed over rows.
+        n_entries: Entries by layer.
+        n_evicted: Entries that left for others, by layer.
+        n_expelled: Entries that their policy sent away whatever the budget, by layer: `ttl`, which were too old;
+            `divergence`, whose checks exceeded the limit.
+        n_stored: Requests known, by their entries or in blocks; not those of which only the beginning is.
+        nbytes: Bytes of the entries held, all layers.
+        nbytes_by_layer: The same by layer.
+        max_nbytes_by_layer: Budgets of the banks, by layer; blocks of prefixes may fill what these leave.
+        index_nbytes: Bytes of the fingerprints that they are found by, room for more included.
+        reconstruction_error: What compression loses, by layer: sum of |x - x'|^2 over sum of |x - mean|^2, rows x of
+            every 16th entry packed (x' is what comes back), of the weights that stored last. Entries that a codec is
+            fitted on are left out, but not the same requests if they are stored again later. 0 is lossless, 1 no better
+            than the mean of all rows. None before anything was measured; a lossless codec is not.
+        reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
+        lookup_ms: Total time in fingerprint, search and decision.
+        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part. On an accelerator: in
+            launching it.
+        storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
+        n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
+            as a whole, since these do not fit `max_bytes`.
+        errors: Failures of index, store or audit that were computed around.
+        health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).
+        audit: What is known of calibrated reuse in service; None without any.
+        compiled: What graphs of the trunk did; None before `LLMCache.compile`.
+        store: What was read from and written to the store behind memory; None without one.
     """
 
     n_requests: int = 0
