@@ -166,8 +166,8 @@ class Stats:
         n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
         hits: Hits by rung.
         hits_by_layer: Hits by the deepest layer reused; those of prefixes, which skip none, are not among them.
-        reuses_by_layer: Reuses by layer. With `tau` a hit counts at each layer whose output was taken from a bank, else
-            once, at the deepest.
+        reuses_by_layer: Reuses by layer. In `paper` mode a hit counts at each layer whose output was taken from the
+            store, else once, at the deepest.
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
             `divergence`): neither hits nor misses, and not stored.
@@ -193,9 +193,9 @@ class Stats:
             fitted on are left out, but not the same requests if they are stored again later. 0 is lossless, 1 no better
             than the mean of all rows. None before anything was measured; a lossless codec is not.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
-        lookup_ms: Total time in reading calls and looking their rows up.
-        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part; on an accelerator only
-            until the work was queued.
+        lookup_ms: Total time in fingerprint, search and decision.
+        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part. On an accelerator: in
+            launching it.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
             as a whole, since these do not fit `max_bytes`.

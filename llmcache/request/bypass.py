@@ -80,8 +80,8 @@ CURES: dict[str, str] = {
     "only calls below the length that it was first trained on are cached",
     "other_pooling": "the modules after the trunk are not what they were when the model was wrapped (one was put in or "
     "exchanged, or pools in another way), and may read more than is kept: call unwrap(), and wrap the model again",
-    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the sentence-transformers "
-    "model that was wrapped, not a module in it, or wrap with payload='sequence'",
+    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the model of "
+    "sentence-transformers that was wrapped, not a module in it, or wrap with payload='sequence'",
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from llmcache.reuse import CacheBanks, Call, Row
 from torch import Tensor, nn
 
 from llmcache import (
@@ -28,7 +29,6 @@ from llmcache import (
     StoreError,
     View,
 )
-from llmcache.reuse import CacheBanks, Call, Row
 from llmcache.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats
 
 
