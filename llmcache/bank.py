@@ -183,7 +183,7 @@ class Bank:
                 self.nbytes += entry.nbytes
                 self._take_in(entry)
                 if cost is not None and self.heeds_costs:
-                    self._shares.of(namespace).on_cost(entry.key, cost)
+                    self._shares.policies[namespace].on_cost(entry.key, cost)
         self._make_way()
         return n_too_large
 
@@ -267,14 +267,14 @@ class Bank:
 
     def _use(self, entry: Entry) -> None:
         if entry.key not in self._pinned:
-            self._shares.of(entry.scope.namespace).on_hit(entry.key)
+            self._shares.policies[entry.scope.namespace].on_hit(entry.key)
         if not entry.was_hit:
             entry.was_hit = True
             self._n_hits += 1
 
     def _take_in(self, entry: Entry) -> None:
         self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
-        self._shares.of(entry.scope.namespace).on_put(entry.key, entry.nbytes)
+        self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
 
     def _leave(self, key: str) -> None:
         is_pinned = key in self._pinned

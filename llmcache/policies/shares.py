@@ -16,28 +16,25 @@ class Shares:
     def __init__(self, make: Callable[[], Policy]) -> None:
         """Begin empty; `make` makes the policy of a namespace."""
         self._make = make
-        self._policies: dict[str, Policy] = {}
+        #: Of each namespace that holds something.
+        self.policies: dict[str, Policy] = {}
         self._held: dict[str, dict[str, int]] = {}  # bytes by key
         self._nbytes: dict[str, int] = {}
         self._largest = Ranking()
 
-    def of(self, namespace: str) -> Policy:
-        """The policy of a namespace that holds something."""
-        return self._policies[namespace]
-
     def add(self, namespace: str, key: str, nbytes: int) -> None:
         """An entry is held from now on. Its policy is told of by the caller."""
         if namespace not in self._held:
-            self._policies[namespace], self._held[namespace], self._nbytes[namespace] = self._make(), {}, 0
+            self.policies[namespace], self._held[namespace], self._nbytes[namespace] = self._make(), {}, 0
         self._held[namespace][key] = nbytes
         self._grow(namespace, nbytes)
 
     def remove(self, namespace: str, key: str) -> None:
         """An entry is held no longer."""
-        self._policies[namespace].on_remove(key)
+        self.policies[namespace].on_remove(key)
         self._grow(namespace, -self._held[namespace].pop(key))
         if not self._held[namespace]:
-            del self._policies[namespace], self._held[namespace], self._nbytes[namespace]
+            del self.policies[namespace], self._held[namespace], self._nbytes[namespace]
             self._largest.discard(namespace)
 
     def victim(self, namespace: str, nbytes: int) -> str:
@@ -49,16 +46,16 @@ class Shares:
         largest = self._largest.first()
         if self._nbytes.get(namespace, -nbytes) + nbytes >= self._nbytes[largest]:
             largest = namespace
-        return self._policies[largest].victim()
+        return self.policies[largest].victim()
 
     def victim_by_number(self, namespace: str) -> str:
         """Likewise, where there are too many entries."""
         held = {name: len(keys) + (name == namespace) for name, keys in self._held.items()}
-        return self._policies[max(held, key=held.__getitem__)].victim()
+        return self.policies[max(held, key=held.__getitem__)].victim()
 
     def expired(self) -> list[str]:
         """All that must leave now; see `Policy.expired`."""
-        return [key for policy in list(self._policies.values()) for key in policy.expired()]
+        return [key for policy in list(self.policies.values()) for key in policy.expired()]
 
     def _grow(self, namespace: str, nbytes: int) -> None:
         self._nbytes[namespace] += nbytes
