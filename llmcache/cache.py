@@ -1,4 +1,4 @@
-"""`LLMCache`: what a user holds. Its parts are put together in `core`, with `tau` in `paper`; `call` is how calls go."""
+"""`LLMCache`: what a user holds. `core` puts its parts together, with `tau` `paper` does; `call` tells how calls go."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -258,8 +258,6 @@ class LLMCache:
                 some could be compiled, failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
-        if self._installed.is_empty:
-            raise WrapError("the cache was unwrapped: wrap the model again")
         if self._core.installed.is_empty:
             raise WrapError("the cache was unwrapped: wrap the model again")
         self._core.compile(lengths, rows, mode, backend, max_padding)
@@ -321,7 +319,8 @@ class LLMCache:
         the first call and after one that raised; of calls made within one another it tells of the outer one. Async
         tasks of a thread share it: read it before an `await`.
         """
-        return self._forward.last
+        outcomes: tuple[Outcome, ...] = self._forward.last
+        return outcomes
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay.

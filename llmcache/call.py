@@ -265,8 +265,8 @@ class CachedForward(Swap):
 
     def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
         """Remember what was found of some rows until the model is run on `inputs`, or the result is let go."""
-        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, generation=call.generation, inputs=inputs)
-        kept.versions = _versions(inputs)
+        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
+        kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
         kept.take_over(call, numbers)
         self._prepared[id(inputs["input_ids"])] = kept
         return kept
@@ -276,7 +276,9 @@ class CachedForward(Swap):
         is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
         if not is_same or known.versions != _versions(known.inputs):
             return False
-        if (known.scope, known.kind, known.generation) != (call.scope, call.kind, call.generation):
+        if (known.generation, known.number) != (call.generation, call.number):
+            return False
+        if (known.scope, known.kind) != (call.scope, call.kind):
             return False
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
@@ -438,7 +440,7 @@ class CachedForward(Swap):
         if not call.is_collected:
             self._local.last = outcomes = tuple([self._outcome(call, row) for row in call.rows])
             n_prompt = 0 if prefill is None else sum(r.n_valid for r in call.rows if r.number not in prefill.whole)
-            self._counters.done(outcomes, self._depth, call.lookup_s, call.storing_s, n_prompt)
+            self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
             if call.audited and self._audit is not None:
                 self._audit.served(call)
             if self.account is not None and self._semantic is not None and self._semantic.is_current(call):
@@ -454,16 +456,19 @@ class CachedForward(Swap):
         assert call.scope is not None and call.state is not None
         if not self._weights.stayed(call.mark, call.scope.weights):
             return "weights_changed"
-        if call.prefill is None and self.prefix and not self._forms.returns_kv and CACHE in parts_of(output):
+        prefix = self.prefix
+        if call.prefill is None and prefix and not self._forms.returns_kv and CACHE in parts_of(output):
             self._forms.notice_kv(call.state)
-            if reason := self.prefix.open(call):
+            if reason := prefix.open(call):
                 return reason
+            assert call.prefill is not None
             call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
+            assert prefix is not None
             known, served = call.prefill.whole, call.prefill.served
             n_left = (row.n_valid - served.get(row.number, 0) for row in call.rows if row.number not in known)
             self._tell_time(call, sum(n_left))
-            return self.prefix.store(call, output)
+            return prefix.store(call, output)
         n_tokens = call.arguments["input_ids"].shape[1]
         packing = self.packings.get(call.kind)
         if packing is None:
@@ -515,7 +520,7 @@ class CachedForward(Swap):
         """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
         self.n_read.set(n_columns)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         if torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from llmcache.account import Account
 from llmcache.bank import Bank
 from llmcache.calibration.answers import Reading
 from llmcache.calibrator import Calibrator
-from llmcache.call import CachedForward, Rung
+from llmcache.call import CachedForward
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.engines.compiled import CompiledTrunk
@@ -30,6 +30,7 @@ from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.stored import block_name
+from llmcache.request.call import Rung
 from llmcache.request.reading import RequestReader
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats

@@ -49,7 +49,7 @@ def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
 
 def test_links_of_a_page_reach_the_root() -> None:
     lines = lines_of("limits", RESULTS, "../")
-    assert "](../configs/trust_drift.yaml)" in lines and "](configs/" not in lines
+    assert "](../configs/trust_adversaries.yaml)" in lines and "](configs/" not in lines
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from experiments.measures.edits import edits_of
 from experiments.measures.learning import LearningExperiment, choice_of, limit_of
 from experiments.methods.cached import Cached
 from experiments.metrics.metrics import share_interval
+from experiments.models.loading import encode
 from experiments.replay.rehearsal import Rehearsal
-from experiments.replay.serving import asking
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache import Calibration
@@ -98,9 +98,9 @@ def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
         rng.shuffle(origins)
         made = [(kind, i, text) for i in origins if (text := edit(texts[i], rng)) is not None]
         drafts += made[: experiment.n_edits]
-    asked = asking(rehearsal.workload, [text for *_, text in drafts], experiment.task.max_length)
-    inputs = (request.inputs for request in tracked(asked.requests, len(drafts), "Computing edited requests"))
-    cases = rehearsal.cache.observe(inputs)
+    tokenizer, length = rehearsal.workload.tokenizer, experiment.task.max_length
+    asked = tracked(drafts, len(drafts), "Computing edited requests")
+    cases = rehearsal.cache.observe(encode(tokenizer, text, length) for *_, text in asked)
     known = {case.row.key for case in rehearsal.observed}  # an edit that somebody asked is no adversary
     made = zip(drafts, cases, strict=True)
     return [Edited(*draft, case) for draft, case in made if case.row.key not in known]

@@ -83,6 +83,14 @@ class Rehearsal:
         ]
 
 
+def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:
+    """Clear a cache. What was observed before may be learned from all the same."""
+    cache.clear()
+    for case in observed:
+        assert cache.calibrated is not None
+        case.generation = cache.calibrated.fitter.bank.generation(case.scope.namespace)
+
+
 def grow(
     calibrated: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:

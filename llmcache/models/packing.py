@@ -54,7 +54,7 @@ class Packing:
     @classmethod
     def learn(cls, output: Any, n_rows: int, n_tokens: int, payload: Payload) -> "Packing | None":
         """Describe an output for (B, T) tokens; None if it holds more than one row of numbers a request."""
-        fields = []
+        fields: list[Field] = []
         for name, value in parts_of(output).items():
             if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != n_rows:
                 return None
@@ -92,7 +92,8 @@ class Packing:
         Returns:
             Of each field what is kept; of each that holds states those of padding (T - n, D), where they are kept.
         """
-        fields, padding = [], []
+        fields: list[Tensor] = []
+        padding: list[Tensor] = []
         for field, value in zip(self.fields, parts_of(output).values(), strict=True):
             fields.append(
                 _owned(self.payload.take(value[place], row.valid) if field.is_states else value[place].clone())

@@ -77,7 +77,7 @@ class Layerwise:
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
-        self.counters, self._veil = Counters(), Veil()
+        self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0
@@ -311,7 +311,7 @@ class Layerwise:
             self._n_skipped += call.n_skipped
             self._n_checked += len(call.checked)
         counted = tuple(one for one, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked)
-        self.counters.done(counted, 0, call.lookup_s, call.storing_s + perf_counter() - started, 0)
+        self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started, 0)
 
     def _tell_costs(self, call: Call, took_s: float) -> None:
         """Tell policies what computing each row took, in milliseconds by its share of the tokens."""

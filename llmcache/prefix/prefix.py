@@ -276,8 +276,8 @@ class Prefix:
                 whole = like.new_zeros((n_rows, like.shape[1], n_tokens, like.shape[3]), device=ids.device)
                 if scratch is not None:
                     whole[rest] = getattr(scratch.layers[layer], name)
-                for number, own in held.items():
-                    self._place(prefill, number, name, own[which][layer], whole[number], layer)
+                for number, pieces in held.items():
+                    self._place(prefill, number, name, pieces[which][layer], whole[number], layer)
                 both.append(whole)
             put(prefill.kv_cache, layer, *both)
         of, names = kind

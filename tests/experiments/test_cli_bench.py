@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kept", [{"payload": "cls"}, {"payload": "sequence", "layers": "all", "mode": "paper"}])
+@pytest.mark.parametrize("kept", [{"payload": "cls"}, {"payload": "sequence", "layers": "all"}])
 def test_latency_writes_every_figure(folder: Path, tmp_path: Path, kept: dict[str, str], command: Commands) -> None:
     path = tmp_path / "figures.json"
     options = (

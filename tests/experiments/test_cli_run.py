@@ -102,7 +102,7 @@ def test_results_are_complete_and_kept_until_forced(
         assert figures["hit_rate"] == pytest.approx(1 - [row["served"] for row in own].count("computed") / 60)
         assert figures["changed_answers"] == pytest.approx(sum(int(row["is_changed"]) for row in own) / 60)
         assert figures["accuracy"] == pytest.approx(sum(float(row["score"]) for row in own) / 60)
-    assert {row["served"] for row in rows} >= {"semantic", "response", "computed"}
+    assert {row["served"] for row in rows} >= {"paper", "response", "computed"}
     env = json.loads((folder / "env.json").read_text())
     assert env.keys() >= {"git", "versions", "cpu", "threads", "seed"}
     assert str(config.parent) not in (folder / "config.yaml").read_text()
@@ -290,7 +290,7 @@ def test_smoke_runs_every_task_and_every_method(
             served |= figures["hits_by_rung"].keys()
         assert len(rows) == metrics["n"] * len(metrics["methods"])
         assert "nan" not in {row["answer"] for row in rows}
-    assert served == {"exact", "semantic", "document", "response"}
+    assert served == {"exact", "paper", "document", "response"}
 
 
 def test_smoke_finds_enough_made_records() -> None:

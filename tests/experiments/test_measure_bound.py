@@ -41,8 +41,7 @@ def test_there_is_a_row_a_draw_and_claim() -> None:
     assert (strict["max_drop"], loose["max_drop"]) == (0.05, 0.2)
     assert strict["hit_rate_median"] <= loose["hit_rate_median"]
     assert strict["n_calibrations"] == loose["n_calibrations"] == 10
-    text = told(VALUES, outcome)
-    assert text.count("| support_desk | drawn |") == 2 and "/ 320 |" in text
+    assert told(VALUES, outcome).count("| support_desk | 0 |") == 2
     again = measured(VALUES, parts=1, draws=2)  # a seed draws the same
     assert list(again.rows) == [row for row in outcome.rows if row["part"] == 0 and row["draw"] < 2]
 

@@ -20,8 +20,7 @@ from experiments.measures.latency import SHOWN
 from experiments.models import architectures as bench_models
 from experiments.support.clock import Clock
 from experiments.support.folders import Folders
-from llmcache.banks.cache_banks import CacheBanks
-from llmcache.errors import ConfigError
+from llmcache import ConfigError
 from tests.experiments.measuring import measured, told
 from tests.tiny_models import BARE, PAD, VOCABULARY, build
 
@@ -131,22 +130,18 @@ def test_only_as_the_paper_every_layer_is_searched_and_serves(
     for row, bench in zip(rows, benches, strict=True):
         stats = bench.cache.stats()
         is_paper = row["kept"] == "as the paper"
-        assert set(stats.hits) == ({"paper"} if is_paper else {"semantic", "exact"})
+        assert set(stats.hits) == {"paper"}
         assert stats.reuses_by_layer == dict.fromkeys(range(LAYERS) if is_paper else [LAYERS - 1], stats.n_hits)
         assert stats.n_layers_skipped == LAYERS * stats.n_hits
 
 
 def test_a_hit_that_runs_layers_stops_the_benchmark(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of(folders, payload="sequence", layers="all", mode="paper")
+    settings = settings_of(folders, payload="sequence", layers="all")
     bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
     bench.fill(None)
-    honest = CacheBanks.read
-
-    def read_all_but_one(self: CacheBanks, key: str, layer: int, *rest: Any, **more: Any) -> Any:
-        return None if layer == 1 else honest(self, key, layer, *rest, **more)
-
-    monkeypatch.setattr(CacheBanks, "read", read_all_but_one)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 1\}"):
+    honest = bench.cache.stats
+    monkeypatch.setattr(bench.cache, "stats", lambda: replace(honest(), n_layers_skipped=0))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 3\}"):
         bench.run(None)
 
 
@@ -276,12 +271,12 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
     settings = settings_of(folders, payload="last", rounds=10)
     assert latency.measure(settings)["exact_hit_is_equal"] is True
 
-    def read_wrongly(*args: Any, **kwargs: Any) -> Any:
-        state = honest(*args, **kwargs)
-        return state and replace(state, hidden=state.hidden + 1)
+    def measured_wrongly(self: latency.Bench, kind: str, draw: Any) -> Any:
+        spent, logits, ids = honest(self, kind, draw)
+        return spent, logits + (kind == "exact_hit"), ids
 
-    honest = CacheBanks.read
-    monkeypatch.setattr(CacheBanks, "read", read_wrongly)
+    honest = latency.Bench._measure
+    monkeypatch.setattr(latency.Bench, "_measure", measured_wrongly)
     assert latency.measure(settings)["exact_hit_is_equal"] is False
 
 

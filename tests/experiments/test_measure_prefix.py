@@ -35,7 +35,7 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         fill(kv_cache, number, keys, [-10 * piece for piece in values])
 
-    monkeypatch.setattr("llmcache.prefix.rung.fill", lie)
+    monkeypatch.setattr("llmcache.prefix.prefix.fill", lie)
 
 
 def test_time_to_first_token_is_compared(folders: Folders) -> None:
@@ -90,7 +90,7 @@ def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     for figures in outcome.metrics["methods"].values():
         assert figures["known"] is None and figures["hit_ms"] is None and figures["share_reused"] == 0
         assert figures["miss_ms"]["n"] == 12
-    assert told(values, outcome).count("nothing_shared") == 4
+    assert told(values, outcome).count("| nothing_shared |") == 2
 
 
 def test_tokens_are_the_same(folders: Folders) -> None:
@@ -102,8 +102,7 @@ def test_tokens_are_the_same(folders: Folders) -> None:
     assert metrics["n_evicted"] == 0
     assert [point["n"] for point in metrics["memory"]] == [2, 3, 5, 6, 8, 10, 11, 13, 14, 16]
     assert all(point["resident_bytes"] > 1e7 for point in metrics["memory"])
-    text = told(PARITY, outcome)
-    assert "100.0 %" in text and "5 new tokens" in text and "4 roundings" in text
+    assert "| float32 | 16 | 0 | 0 |" in told(PARITY, outcome)
 
 
 def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) -> None:
@@ -165,8 +164,7 @@ def test_generation_is_timed_by_token(folders: Folders) -> None:
         assert 0 < row["ttft_ms"] < row["e2el_ms"] == figures[f"{kind}_ms"]["median"]
         assert row["model"] == row["weights"] == "tiny"
     assert outcome.rows[1]["kv_cache_ratio"] == 1.0
-    text = told(DECODE, outcome)
-    assert text.count("tiny (trained)") == 5 and "first 32 tokens" in text and "40 + 4" in text
+    assert told(DECODE, outcome).count("| tiny |") == 5
 
 
 @pytest.mark.parametrize(

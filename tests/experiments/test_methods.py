@@ -10,7 +10,6 @@ import torch
 
 from experiments.methods import METHODS, NOCACHE, MethodSettings
 from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
-from experiments.methods.cached import Cached
 from experiments.models.loading import UNTRAINED, load
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
@@ -185,20 +184,6 @@ def test_the_head_finds_what_it_looks_for_in_the_trunks_stead() -> None:
     assert recall.config is recall.trunk.config
     with pytest.raises(AttributeError):
         _ = recall.no_such_thing
-
-
-@pytest.mark.parametrize(("options", "may_step_aside"), [({}, False), ({"auto_bypass": True}, True)])
-def test_it_steps_aside_only_where_options_say_so(options: dict[str, Any], may_step_aside: bool) -> None:
-    """Experiments measure what the cache does, also where it does not pay; settings are kept as they were given."""
-    settings = MethodSettings.make({"method": "llmcache", **options})
-    assert settings.options == options
-    method = settings.build(workload_of("stream"))
-    assert isinstance(method, Cached)
-    method.begin()
-    with torch.inference_mode():
-        method.ask(0)
-    method.end()
-    assert bool(method.stats.cost) is may_step_aside
 
 
 @on_every_task

@@ -483,12 +483,10 @@ def test_tables_show_the_threshold_that_a_claim_quotes(results: Path) -> None:
     assert "\n| 0.87 |" not in text  # no table would be read that shows them all
 
 
-def test_exact_hits_are_those_of_llmcache_and_bypasses_are_told_where_it_may_step_aside(results: Path) -> None:
-    aside = {"bypassed": 1234, "options": {"auto_bypass": True}, "latter_half": SPEED}
-    one = served(0.0, None, {"hits_by_rung": {"exact": 0.125, "semantic": 0.375}, **aside})
+def test_exact_hits_are_those_of_llmcache(results: Path) -> None:
+    one = served(0.0, None, {"hits_by_rung": {"exact": 0.125, "paper": 0.375}})
     one.metrics["methods"]["responses"] = {**one.metrics["methods"]["tau"], "method": "exact_response", "options": {}}
     write(results, one, "other")
     text = report(results)
     assert "| tau | 50.0 % (40.0 to 60.0) | 12.5 % | 50.0 % |" in text
     assert "| responses | 50.0 % (40.0 to 60.0) |  | 50.0 % |" in text
-    assert "\n| tau | 1,234 | 2.00 (1.90 to 2.10) |" in text

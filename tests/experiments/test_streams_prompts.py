@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from experiments.data.mooncake import FILE, read_trace
 from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream
 from experiments.data.streams.prompts.mooncake import sample
-from experiments.measures import sharing
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from tests.tiny_prompts import TRACE, write_trace
@@ -107,20 +106,6 @@ def test_blocks_of_a_trace_are_the_same_tokens_everywhere(trace: Folders) -> Non
     assert len(set(tokens.values())) == len(tokens)
     # [0, 1, 2] new; 0 of [0, 5]; all of [0, 1, 2]; 0 of [0, 8, 9]; [0, 5]; [0, 1]; [0, 8, 9]; [0, 5, 6]
     assert known_tokens(prompts) == [BLOCK * n for n in (0, 1, 3, 1, 2, 2, 3, 3)]
-
-
-def test_what_a_draw_shares_is_held_against_the_trace_as_it_came(trace: Folders) -> None:
-    outcome = sharing.run(sharing.Sharing.make({"measure": "sharing", "n": 4, "blocks": 2, "draws": 2}), trace)
-    told = {(row["requests"], row["blocks"]): row for row in outcome.rows}
-    whole, first = (told[which, None] for which in ("the whole trace", "the first 4 as they came"))
-    cut = told["the first 4 as they came", 2]
-    # Of [0, 1, 2], [0, 5], [0, 1, 2, 3], [0, 8, 9] came before: 0, 1, 3, 1; of the others 2 of 4, 2 of 3, 3 of 5, 4.
-    assert (whole["share_known"], whole["n"], whole["n_cut"]) == (16 / 28, 8, 0)
-    assert (first["share_known"], cut["share_known"], cut["n_cut"]) == (5 / 12, 4 / 8, 3)
-    assert first["n_conversations"] == 3
-    prompts = drawn(name="mooncake", n=4, blocks=2, folders=trace)
-    draw = told["4 of conversations drawn, seed 0", 2]
-    assert draw["share_known"] == sum(known_tokens(prompts)) / sum(map(len, prompts))
 
 
 def test_a_chat_grows_by_question_and_answer() -> None:

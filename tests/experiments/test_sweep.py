@@ -73,7 +73,7 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     told, notes = serve_once(live, range(len(workload.requests)))
     units = recording.rows(make_fingerprint(fingerprint), fits_any_length)
     (again,) = replay(units, [tau])
-    names = {"semantic": "near"}
+    names = {"paper": "near"}
     assert by_request(units, again).tolist() == [names.get(note.by, note.by) for note in notes]
     assert rows_served(units, again) == pytest.approx(np.mean([note.share * note.is_hit for note in notes]))
     answers = recording.reread(units, again)
@@ -134,10 +134,6 @@ def test_a_sweep_has_a_point_for_every_threshold() -> None:
 def test_what_is_unknown_is_refused_by_name_before_anything_is_loaded(wrong: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         make_experiment(wrong if "measure" in wrong else SWEEP | wrong)
-
-
-def test_a_sweep_gives_the_tau_that_a_mode_needs() -> None:
-    assert make_experiment(SWEEP | {"cache": {"mode": "paper"}})
 
 
 def test_an_observed_run_moves_the_clock_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
