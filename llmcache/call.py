@@ -251,7 +251,7 @@ class CachedForward(Swap):
             return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
 
-    # -- calls that are looked up before they are made: see `found.py` ---------------------------------------------------
+    # -- calls that are looked up before they are made: see `found.py` -------------------------------------------------
 
     def prepare(self, run: Callable[[], object]) -> Call | None:
         """The call that `run` makes of the trunk, looked up and not run; None if it makes none."""

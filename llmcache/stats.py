@@ -194,8 +194,8 @@ class Stats:
             than the mean of all rows. None before anything was measured; a lossless codec is not.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
-        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part; on an accelerator only what
-            it takes to ask for it.
+        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part. On an accelerator: in
+            launching it.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
             as a whole, since these do not fit `max_bytes`.

@@ -3,21 +3,22 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from llmcache import LLMCache
-from llmcache.audit.audit import Audit
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.records import SavedRequest
-from llmcache.calibration.observer import Observer
 from llmcache.execution.components import Components
 from llmcache.execution.cost import CostModel
 from llmcache.execution.recorder import BypassRecorder
 from llmcache.execution.store_queue import StoreQueue
-from llmcache.fingerprint import Fingerprint
 from llmcache.matching.partition import IndexPartition
+from llmcache.reuse.base import Rung
+
+from llmcache import LLMCache
+from llmcache.audit.audit import Audit
+from llmcache.calibration.observer import Observer
+from llmcache.fingerprint import Fingerprint
 from llmcache.models.adapters import Trunk
 from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
-from llmcache.reuse.base import Rung
 from llmcache.prefix.block_pool import BlockPool
 
 Part = TypeVar("Part")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.measures import (
-    adversaries,
     bound,
     compiled,
     decode,
@@ -63,7 +62,6 @@ MEASURES: Mapping[str, Measure] = {
     "compiled": Measure(compiled.Compiled, compiled.run),
     "trust": Measure(trust.Trust, trust.run, ("nocache", "summary", *POINT_DETAILS, *TRUST_DETAILS)),
     "bound": Measure(bound.Bound, bound.run),
-    "adversaries": Measure(adversaries.Adversaries, adversaries.run, ("settings",)),
     "service": Measure(service.Service, service.run, ("ways",)),
     "serve_load": Measure(serve_load.ServeLoad, serve_load.run),
     "ray_replicas": Measure(ray_replicas.RayReplicas, ray_replicas.run),

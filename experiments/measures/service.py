@@ -224,7 +224,6 @@ def _passes(
 def _told(cache: LLMCache) -> dict[str, Any]:
     stats, made = cache.stats().to_dict(), cache.calibration
     return {
-        "cost": stats["cost"],
         "audit": stats["audit"],
         "calibration_s": None if made is None else round(made.seconds, 3),
         "limit": None if made is None else made.limit,

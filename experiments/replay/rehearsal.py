@@ -115,12 +115,6 @@ class Frozen:
         found = calibrated.fitter.look_up(later, self._keys)
         self._found = {case.row.key: one for case, one in zip(later, found, strict=True)}
 
-    @property
-    def risks(self) -> NDArray[np.float64]:
-        """Risks of the different requests that could be served."""
-        risks = np.array([one.risk for one in self._found.values()])
-        return risks[np.isfinite(risks)]
-
     def serve(self, limit: float) -> tuple[NDArray[np.str_], list[str | None]]:
         """What serves each request (N,), and the key of its source; see `grow`."""
         return _serve(self._later, set(self._keys), limit, lambda case, _: self._found[case.row.key], lambda case: None)

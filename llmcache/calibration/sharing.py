@@ -168,7 +168,7 @@ class SharedCalibration:
         self._made = self._calibrated.calibration
 
     def _take_up(self, body: str, place: Place) -> None:
-        """Serve as a body says, unless its namespace was purged meanwhile; notes on it are followed at the next look."""
+        """Serve as a body says, unless its namespace was purged meanwhile; notes on it come at the next look."""
         try:
             with self._counters.guard("take up a calibration of the store"):
                 (found,) = self._tier.peek([(place.scope, f"b.{self._by()}.{body}")], _BODY_S)

@@ -370,12 +370,12 @@ class Layerwise:
 
         Counts, and what fingerprint and codecs have learned, stay.
         """
-        return self._banks.forget(namespace)
+        return self._banks.drop(namespace)
 
     def forget(self, run: Callable[[], object]) -> int:
         """Make a call of the model, and forget its requests and those that served them; returns how many were held."""
         run()
-        return self._banks.drop({key for one in self.last for key in (one.key, one.source) if key})
+        return self._banks.forget({key for one in self.last for key in (one.key, one.source) if key})
 
     def drain(self) -> int:
         """Nothing waits for idle moments: 0."""

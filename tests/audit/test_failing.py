@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from llmcache.execution.old_call import Call, Inputs
 
 from llmcache import LLMCache
 from llmcache.audit.account import _MOST_OPEN, AuditAccount
 from llmcache.counters import Counters, Share, is_told
-from llmcache.execution.old_call import Call, Inputs
 from tests import inside
 from tests.audit.test_audit import fresh, n_hits_of
 from tests.topics import ask, known, rungs_of

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS
 from llmcache.banks.entry import Entry
 from llmcache.banks.memory import Memory
+
 from llmcache.fingerprint import MeanEmbedding
 from llmcache.index import FlatIndex, HNSWIndex
 from llmcache.policies import LRU, TTL, Policy

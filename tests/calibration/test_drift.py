@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmcache.execution.old_call import Call
 
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
 from llmcache.calibration.drift import DriftDetector, Marks, Profile, profile
-from llmcache.execution.old_call import Call
 from tests import inside, topics
 from tests.topics import N_CALIBRATED, Inputs, batched, calibrated, classifier, known, requests
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-from llmcache import LLMCache
 from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.execution.length_costs import Times
 from llmcache.execution.meter import Meter
 from llmcache.execution.old_call import Call, Inputs, Read
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from llmcache import LLMCache
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
 from tests import inside

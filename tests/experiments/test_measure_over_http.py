@@ -53,20 +53,6 @@ def test_answers_are_read_whole_and_what_a_server_takes_is_seen() -> None:
         assert total(scrape(server.port), "llmcache_num_requests_waiting") == 3
 
 
-def test_events_of_a_stream_come_one_by_one_however_they_are_cut() -> None:
-    async def data(request: bytes) -> list[bytes]:
-        return [one async for one in Client(server.port).events(request)]
-
-    with stub() as server:
-        events = asyncio.run(data(post("/v1/chat/completions", {"messages": [1, 2]})))
-        assert [json.loads(one)["choices"][0]["delta"] for one in events[1:-2]] == [
-            {"content": word} for word in ("You", "asked", "2.")
-        ]
-        assert events[-1] == b"[DONE]"
-        with pytest.raises(OSError, match="status 404"):
-            asyncio.run(data(post("/nowhere", {})))
-
-
 def test_a_server_that_does_not_start_is_told_with_its_words() -> None:
     with (
         pytest.raises(ServerError, match=r"ended with 3 before it was ready: no\b"),

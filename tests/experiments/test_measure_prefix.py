@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from experiments.data.streams.prompts.pieces import BLOCK
-from experiments.measures.bench.generation import Times
 from experiments.measures.parity import difference
-from experiments.measures.prefix import ceiling_of_known
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from llmcache.prefix.kv_fill import Pieces, fill
@@ -71,16 +69,6 @@ def test_time_to_first_token_is_compared(folders: Folders) -> None:
     assert figures["bytes"] > 0
 
 
-def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out() -> None:
-    rows = [
-        {"method": "llmcache", "n_tokens": "100", "n_known": "0", "n_reused": "0"},
-        {"method": "llmcache", "n_tokens": "100", "n_known": "80", "n_reused": "90"},  # part of a block was served
-        {"method": "llmcache", "n_tokens": "100", "n_known": "80", "n_reused": "0"},  # known, though not served
-    ]
-    assert ceiling_of_known(rows) == {"known_n": 2, "known_share": 0.85, "known_ceiling": 200 / 30}
-    assert ceiling_of_known(rows[:1]) == {"known_n": 0, "known_share": None, "known_ceiling": None}
-
-
 def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     stream = {"name": "nothing_shared", "n": 6, "length": 40}
     methods = [{"method": "llmcache", "label": "a", "auto_bypass": True}, {"method": "llmcache", "label": "b"}]
@@ -139,18 +127,6 @@ def test_a_near_tie_is_told_from_a_wrong_token() -> None:
     assert exact is not None and not exact.is_near_tie
     last = difference(reference, torch.tensor([[9, 9, 1, 0, 0]]), scores, 4, torch.bfloat16)
     assert last is not None and last.step == 2 and not last.is_near_tie
-
-
-def test_times_of_a_generation_are_those_of_its_tokens() -> None:
-    times = Times()
-    times.add([0.5, 0.75, 1.25])
-    times.add([0.25, 0.5, 0.75])
-    assert times.ttft == [500.0, 250.0]
-    assert times.itl == [250.0, 500.0, 250.0, 250.0]
-    assert times.tpot == [375.0, 250.0]
-    assert times.e2el == [1250.0, 750.0]
-    times.add([1.0])
-    assert (len(times.ttft), len(times.tpot)) == (3, 2)
 
 
 def test_generation_is_timed_by_token(folders: Folders) -> None:

@@ -9,13 +9,11 @@ from experiments.measures import trust_figures
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
 from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
-from experiments.report.plots import PLOTS
-from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache import ConfigError
 from llmcache.lab import RiskTarget
-from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
+from tests.experiments.measuring import LEARN, TASK, N, learning, measured
 
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
@@ -128,14 +126,6 @@ def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> Non
     assert found["worst"]["intent"] == counted.show(one) and found["median"] == 0.0 and found["n_over"] == 1
 
 
-def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Any) -> None:
-    folder = tmp_path / "trust_made" / "run"
-    folder.mkdir(parents=True)
-    run = Run("trust_made", folder, {"measure": "trust", "seed": 0}, {}, outcome.metrics)
-    assert [path.is_file() for path in PLOTS["trust"]([run])] == [True]
-    assert told(VALUES, outcome).endswith("docs/results.md).")
-
-
 def test_a_stream_that_ends_too_early_is_refused() -> None:
     with pytest.raises(ConfigError, match="the stream has 200 requests; learn from fewer"):
         measured(VALUES, task=TASK | {"limit": LEARN})
@@ -145,9 +135,3 @@ def test_requests_of_several_rows_are_refused() -> None:
     task = make_task({"name": "openbookqa", "model": "untrained", "data": "made", "limit": 5})
     with pytest.raises(ConfigError, match="row by row"):
         Rehearsal(build(task, Folders(), 0), {})
-
-
-def test_answers_are_read_as_serving_reads_them(rehearsal: Rehearsal) -> None:
-    other = rehearsal.observed[0]
-    assert rehearsal.answers_from(LEARN, [other.row.key]) == [int(np.argmax(other.output))]
-    assert rehearsal.answers_from(LEARN, [None]) == [rehearsal.answers[LEARN]]

@@ -159,33 +159,6 @@ def test_the_semantic_response_cache_gives_the_neighbours_answer_word_for_word(t
             assert is_same(answer, workload_of(task).borrowed(answers[int(note.source or 0)]))
 
 
-def test_a_borrowed_text_is_the_neighbours_not_a_span_of_this_passage() -> None:
-    workload = workload_of("squad_v2")
-    answers, notes = ask_all(make("semantic_response", workload, threshold=-1.0, encoder=UNTRAINED), workload)
-    assert {note.by for note in notes[1:]} == {"response"}
-    assert len(set(answers)) == 1
-
-
-def test_nbytes_by_hand() -> None:
-    workload = workload_of("stream")
-    method = make("doccache", workload, threshold=1.0)
-    with torch.inference_mode():
-        method.begin()
-        assert (method.nbytes, method.n_entries) == (0, 0)
-        method.ask(0)
-    n = workload.requests[0].inputs["input_ids"].shape[1]
-    width, n_tensors = 32, len(workload.requests[0].inputs)
-    assert method.nbytes == 4 * width + 8 * n * n_tensors + 4 * n * width  # embedding, tokens and masks, final states
-    assert method.n_entries == 1
-
-
-def test_the_head_finds_what_it_looks_for_in_the_trunks_stead() -> None:
-    recall = make("doccache", workload_of("wikitext"))._recall  # type: ignore[attr-defined]
-    assert recall.config is recall.trunk.config
-    with pytest.raises(AttributeError):
-        _ = recall.no_such_thing
-
-
 @on_every_task
 def test_methods_share_weights_and_nothing_else(task: str) -> None:
     workload = workload_of(task)

@@ -296,7 +296,6 @@ def test_what_state_gives_another_cache_serves(name: str) -> None:
         {"recalibrate": 5},
         {"share_calibration": True},
         {"max_drop": 0.01},
-        {"decide": "risk"},
         {"fingerprint": "learned"},
     ],
     ids=lambda one: next(iter(one)),
@@ -312,6 +311,7 @@ def test_what_tau_does_not_do_is_refused_with_its_cure(setting: dict[str, Any]) 
     [
         ({"mode": "paper"}, "mode: unknown setting"),
         ({"fingerprint_per_layer": True}, "fingerprint_per_layer: unknown setting"),
+        ({"decide": "risk"}, "decide: unknown setting"),
         ({"fingerprint": "simhash", "index": "flat"}, "go together"),
         ({"fingerprint": "minhash", "tau": -0.5}, "Jaccard"),
         ({"tau": 1.5}, "tau"),

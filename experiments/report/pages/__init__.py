@@ -13,7 +13,6 @@ from pathlib import Path
 from experiments.report.pages import (
     claims,
     costs,
-    limits,
     modes,
     policies,
     prompts,
@@ -38,7 +37,6 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "service": reuse.service,
     "rates": reuse.rates,
     "second_pass": reuse.second_pass,
-    "limits": limits.limits,
     "first_token": prompts.first_token,
     "prefix_limit": prompts.prefix_limit,
     "parity": prompts.parity,
