@@ -194,7 +194,7 @@ class Bank:
     def namespaces(self) -> list[str]:
         """Those of which anything is held."""
         with self._lock:
-            return list({entry.scope.namespace for entry in self._entries.values()})
+            return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget the entries of a namespace, None: all; returns how many they were."""
@@ -203,7 +203,8 @@ class Bank:
                 self._n_clears_of_all += 1
             else:
                 self._n_clears[namespace] += 1
-            return self.forget([k for k, one in self._entries.items() if namespace in (None, one.scope.namespace)])
+            pinned = [key for key in self._pinned if namespace in (None, self._entries[key].scope.namespace)]
+            return self.forget([*self._shares.keys(namespace), *pinned])
 
     def forget(self, keys: Iterable[str]) -> int:
         """Forget entries by key; returns how many were there."""

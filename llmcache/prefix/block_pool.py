@@ -163,14 +163,14 @@ class BlockPool:
     def namespaces(self) -> list[str]:
         """Those of which anything is held."""
         with self._lock:
-            return list({block.scope.namespace for block in self._held.values()})
+            return list(self._shares)
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget all blocks of a namespace, None: all blocks; returns how many requests ended there."""
         with self._lock:
             n_tails = self.n_tails
             self.n_purges += 1
-            for key in [k for k, block in self._held.items() if namespace in (None, block.scope.namespace)]:
+            for key in self._shares.keys(namespace):
                 self._drop(key)
             self._slabs.settle()
             return n_tails - self.n_tails

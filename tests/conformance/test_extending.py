@@ -29,6 +29,7 @@ from llmcache import (
 from llmcache.models.adapters import ADAPTERS
 from llmcache.reuse import Call
 from tests.conformance import outside
+from tests.stores.shared import Shared
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 REGISTRIES: dict[str, tuple[Any, type]] = {
     "policy": (POLICIES, outside.MostRecent),
-    "store": (STORES, outside.Shared),
+    "store": (STORES, Shared),
     "index": (INDEXES, outside.Scan),
     "fingerprint": (FINGERPRINTS, outside.Lengths),
     "decide": (DECISIONS, outside.SecondBest),
