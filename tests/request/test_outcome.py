@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmcache import LLMCache, Outcome
-from tests.execution.calls import rungs, wrapped
+from tests.calls.helpers import rungs, wrapped
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded, tokens
 
 ONE, TWO = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
