@@ -70,7 +70,7 @@ class Layerwise:
             WrapError: The trunk carries a cache already.
         """
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
-        self._weights, self._opener, self._depth = weights, opener, trunk.depth
+        self._trunk, self._weights, self._opener, self._depth = trunk, weights, opener, trunk.depth
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
         self._is_veiled = head.pooled is not None and payload.name == "mean"
@@ -389,7 +389,8 @@ class Layerwise:
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
-        save(folder, model, self._trunk, self._weights, config, tokenizer, self.payload.name, None, {}, {"layers": self._banks})
+        about = model, self._trunk, self._weights, config, tokenizer, self.payload.name
+        save(folder, *about, None, {}, {"layers": self._banks})
 
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save."""
