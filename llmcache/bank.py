@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -194,7 +194,7 @@ class Bank:
     def namespaces(self) -> list[str]:
         """Those of which anything is held."""
         with self._lock:
-            return list({entry.scope.namespace for entry in self._entries.values()})
+            return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget the entries of a namespace, None: all; returns how many they were."""
@@ -203,7 +203,8 @@ class Bank:
                 self._n_clears_of_all += 1
             else:
                 self._n_clears[namespace] += 1
-            return self.forget([k for k, one in self._entries.items() if namespace in (None, one.scope.namespace)])
+            pinned = [key for key in self._pinned if namespace in (None, self._entries[key].scope.namespace)]
+            return self.forget([*self._shares.keys(namespace), *pinned])
 
     def forget(self, keys: Iterable[str]) -> int:
         """Forget entries by key; returns how many were there."""
@@ -223,9 +224,9 @@ class Bank:
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved of a trunk's requests, but for pinned ones: of each its key, scope and layout, and its tensors."""
+        """What is saved of a trunk's requests, but for pinned ones: key, scope and layout of each, and its tensors."""
         entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
-        about = [(one.key, (one.scope.namespace, *_others(one.scope)), one.layout.hex()) for one in entries]
+        about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -295,7 +296,3 @@ class Bank:
             self._pinned_nbytes -= entry.nbytes
         else:
             self._shares.remove(entry.scope.namespace, key)
-
-
-def _others(scope: Scope) -> tuple[str, str, str]:
-    return scope.weights, scope.dtype, scope.attention

@@ -20,9 +20,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from llmcache.account import Account
 from llmcache.audit.audit import Audit
 from llmcache.bank import Bank, Entry
 from llmcache.calibration.observer import Observer
+from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
 from llmcache.decide import Semantic
 from llmcache.engines.engine import Eager, Engine
@@ -32,6 +34,7 @@ from llmcache.models.arguments import DECIDING
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
+from llmcache.models.kinds import Kinds
 from llmcache.models.packing import Packing, parts_of
 from llmcache.models.payloads import Payload
 from llmcache.models.sentences import Compute, later
@@ -39,15 +42,14 @@ from llmcache.models.weights import Weights
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.chunks import Chunks
 from llmcache.prefix.prefix import Prefix
+from llmcache.prefix.stored import StoredBlocks
 from llmcache.request.bypass import find_reason_now
 from llmcache.request.call import Call, Hit, Rung
 from llmcache.request.forms import Forms
-from llmcache.request.kinds import Kinds
 from llmcache.request.outcome import Outcome
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import setting
-from llmcache.stores.blocks import StoredBlocks
 from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
@@ -117,6 +119,8 @@ class CachedForward(Swap):
         self._observer: Observer | None = None
         self._semantic: Semantic | None = None
         self._audit: Audit | None = None
+        self._sharing: SharedCalibration | None = None
+        self.account: Account | None = None  # None: searches that do not pay are made all the same
         self.is_retired = False
         self._local = threading.local()
         self._prepared: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
@@ -133,9 +137,9 @@ class CachedForward(Swap):
         #: Calls that have ended, of the forward of the whole model that is under way.
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
-    def learn(self, observer: Observer, semantic: Semantic, audit: Audit) -> None:
+    def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
         """Reuse approximately as well, as far as a calibration allows it; `semantic` is asked after all other rungs."""
-        self._observer, self._semantic, self._audit = observer, semantic, audit
+        self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk) -> "CachedForward":
@@ -232,6 +236,8 @@ class CachedForward(Swap):
         call.scope = state.scopes.get(named)
         if call.scope is None:
             call.scope = state.scopes[named] = Scope(*named)
+        if self._sharing is not None and not call.is_collected:
+            self._sharing.step(call.scope, call.number)
         call.kind = (look.digest, autocast, *form.kind)
         if self.packings.get(call.kind, True) is None:
             return "more_output"
@@ -249,7 +255,7 @@ class CachedForward(Swap):
             return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
 
-    # -- calls that are looked up before they are made: see `found.py` ---------------------------------------------------
+    # -- calls that are looked up before they are made: see `found.py` -------------------------------------------------
 
     def prepare(self, run: Callable[[], object]) -> Call | None:
         """The call that `run` makes of the trunk, looked up and not run; None if it makes none."""
@@ -263,8 +269,8 @@ class CachedForward(Swap):
 
     def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
         """Remember what was found of some rows until the model is run on `inputs`, or the result is let go."""
-        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, generation=call.generation, inputs=inputs)
-        kept.versions = _versions(inputs)
+        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
+        kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
         kept.take_over(call, numbers)
         self._prepared[id(inputs["input_ids"])] = kept
         return kept
@@ -274,7 +280,9 @@ class CachedForward(Swap):
         is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
         if not is_same or known.versions != _versions(known.inputs):
             return False
-        if (known.scope, known.kind, known.generation) != (call.scope, call.kind, call.generation):
+        if (known.generation, known.number) != (call.generation, call.number):
+            return False
+        if (known.scope, known.kind) != (call.scope, call.kind):
             return False
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
@@ -322,8 +330,14 @@ class CachedForward(Swap):
             return  # how an output is put together is not known yet
         for rung in self.rungs:
             rows = [row for row in call.rows if not row.bypass_reason and row.number not in call.hits]
-            if rows and (rung.is_lossless or not call.is_whole):
+            if not rows:
+                break
+            if rung.is_lossless:
                 rung.look_up(call, rows)
+            elif not call.is_whole and (self.account is None or self.account.pays(call)):
+                started, call.n_searched = perf_counter(), len(rows)
+                rung.look_up(call, rows)
+                call.search_s += perf_counter() - started
         # Rows that affect each other are served together; PEFT's hooks expect all rows of a batch.
         needs_all = call.is_whole or call.is_activated
         if not self.packings.are_known(call.kind) or (needs_all and len(call.hits) < len(call.rows)):
@@ -430,9 +444,11 @@ class CachedForward(Swap):
         if not call.is_collected:
             self._local.last = outcomes = tuple([self._outcome(call, row) for row in call.rows])
             n_prompt = 0 if prefill is None else sum(r.n_valid for r in call.rows if r.number not in prefill.whole)
-            self._counters.done(outcomes, self._depth, call.lookup_s, call.storing_s, n_prompt)
+            self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
             if call.audited and self._audit is not None:
                 self._audit.served(call)
+            if self.account is not None and self._semantic is not None and self._semantic.is_current(call):
+                self.account.took(call)
         if self._observer is not None and call.entries:
             if self._observer.answers.reads_payload:
                 self.observe(call, None)
@@ -444,16 +460,19 @@ class CachedForward(Swap):
         assert call.scope is not None and call.state is not None
         if not self._weights.stayed(call.mark, call.scope.weights):
             return "weights_changed"
-        if call.prefill is None and self.prefix and not self._forms.returns_kv and CACHE in parts_of(output):
+        prefix = self.prefix
+        if call.prefill is None and prefix and not self._forms.returns_kv and CACHE in parts_of(output):
             self._forms.notice_kv(call.state)
-            if reason := self.prefix.open(call):
+            if reason := prefix.open(call):
                 return reason
+            assert call.prefill is not None
             call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
+            assert prefix is not None
             known, served = call.prefill.whole, call.prefill.served
             n_left = (row.n_valid - served.get(row.number, 0) for row in call.rows if row.number not in known)
             self._tell_time(call, sum(n_left))
-            return self.prefix.store(call, output)
+            return prefix.store(call, output)
         n_tokens = call.arguments["input_ids"].shape[1]
         packing = self.packings.get(call.kind)
         if packing is None:
@@ -505,7 +524,7 @@ class CachedForward(Swap):
         """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
         self.n_read.set(n_columns)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         if torch.is_grad_enabled():

@@ -11,10 +11,11 @@ import torch
 import transformers
 from torch import nn
 
+from llmcache.account import Account
 from llmcache.bank import Bank
 from llmcache.calibration.answers import Reading
 from llmcache.calibrator import Calibrator
-from llmcache.call import CachedForward, Rung
+from llmcache.call import CachedForward
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.engines.compiled import CompiledTrunk
@@ -23,17 +24,18 @@ from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
+from llmcache.models.kinds import Kinds
 from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.prefix.block_pool import BlockPool
-from llmcache.request.kinds import Kinds
+from llmcache.prefix.stored import block_name
+from llmcache.request.call import Rung
 from llmcache.request.reading import RequestReader
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats
 from llmcache.stores import MEMORY, STORES
-from llmcache.stores.blocks import block_name
 from llmcache.stores.entries import entry_name
 from llmcache.stores.seal import Seal
 from llmcache.stores.tier import Memory, Tier
@@ -87,6 +89,7 @@ class Core:
             cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
         )
+        self.forward.account = Account() if config.auto_bypass else None
         self.installed.add(self.forward.remove)
         try:
             self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
@@ -95,7 +98,7 @@ class Core:
             if self.head.pooled is not None and self.payload.fits_any_length:
                 swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
-            if config.learn is not None:
+            if config.learn is not None or config.share_calibration:
                 self.learn()
         except BaseException:
             self.installed.remove()
@@ -118,6 +121,7 @@ class Core:
                 self.installed,
                 self._tokenizer,
                 self._answer_of,
+                self.tier,
             )
         return self.calibrator
 
@@ -160,7 +164,7 @@ class Core:
         return replace(told, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all entries of a namespace, None: all, and a calibration that rests on them; returns how many requests.
+        """Forget all of a namespace, None: everything, and a calibration that rests on it; returns how many requests.
 
         Raises:
             StoreError: The store could not be purged. Nothing of it is in memory any more.
@@ -260,7 +264,12 @@ class Core:
 
     def drain(self) -> int:
         """Do now what waits for a moment without calls; returns how many jobs this thread did."""
-        n_done = 0 if self.calibrator is None else self.calibrator.audit.drain()
+        n_done = 0
+        if self.calibrator is not None:
+            self.calibrator.calibrated.settle()
+            n_done = self.calibrator.audit.drain()
+            if self.calibrator.sharing is not None:
+                self.calibrator.sharing.settle()
         if self.tier is not None:
             self.tier.drain()
         return n_done

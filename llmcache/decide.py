@@ -196,9 +196,10 @@ class Semantic:
         self.bank.used(call.choices[number].neighbour.key for number in call.hits if number in call.choices)
 
     def is_current(self, call: "Call") -> bool:
-        """Return whether the calibration by which a call was looked up is still in force."""
+        """Return whether the calibration by which a call was looked up is in force, and what serves it still may."""
         assert call.scope is not None
-        return self._limits.serving(call.scope.weights) is call.made
+        sources = (hit.source for hit in call.hits.values() if hit.answer is not None)
+        return self._limits.serving(call.scope.weights) is call.made and all(key in self.sources for key in sources)
 
     def project(self, call: "Call", rows: Sequence[Row]) -> tuple[Floats, Floats]:
         """Fingerprints (B, F) of rows, and forecasts (B, C) of what the model puts out for them."""

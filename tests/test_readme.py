@@ -48,8 +48,8 @@ def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
 
 
 def test_links_of_a_page_reach_the_root() -> None:
-    lines = lines_of("limits", RESULTS, "../")
-    assert "](../configs/trust_drift.yaml)" in lines and "](configs/" not in lines
+    lines = lines_of("parity", RESULTS, "../")
+    assert "](../configs/prefix_parity.yaml)" in lines and "](configs/" not in lines
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ One command a file, each with a function `command` that parses, calls the experi
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from experiments.cli import bench_latency, bench_memory, bench_serve, calibrate, demo, prepare, report, run, sweep
+from experiments.cli import bench_latency, bench_memory, calibrate, demo, prepare, report, run, sweep
 
 COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "demo": demo.command,
@@ -17,5 +17,4 @@ COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "report": report.command,
     "bench latency": bench_latency.command,
     "bench memory": bench_memory.command,
-    "bench serve": bench_serve.command,
 }

@@ -24,7 +24,6 @@ import numpy as np
 from experiments.data.labelled import Labelled
 from experiments.data.streams.support_desk import support_desk
 from experiments.measures.learning import later
-from experiments.measures.payback import payback
 from experiments.measures.service import CACHE, Pass, Server
 from experiments.methods import NOCACHE
 from experiments.methods.base import COMPUTED
@@ -131,8 +130,9 @@ def _row(
 ) -> dict[str, Any]:
     """One row with a cache; `bound` is what the calibration showed of its changed answers, None without one."""
     chosen = None if calibration is None else calibration.chosen
-    alone_ms = np.mean([one.ms for one in base], axis=0, keepdims=True)
-    after = payback(alone_ms, taken.ms[None], first)["paid_back_after"] if calibration is not None else None
+    saved = np.cumsum(np.mean([one.ms for one in base], axis=0) - taken.ms)
+    owed = np.flatnonzero(saved < 0)
+    after = owed[-1] + 2 if len(owed) else 0  # the first request from which on the whole pass has saved time
     return {
         "name": way.name,
         "options": dict(way.options),
@@ -145,7 +145,7 @@ def _row(
         "latency_ms": percentiles(taken.ms[first:]),
         **_speedup(base, taken, first),
         "whole": _speedup(base, taken, 0),
-        "paid_back_at": None if after is None else first + int(after),
+        "paid_back_at": int(after) if calibration is not None and first < after <= len(saved) else None,
         "seconds": taken.seconds,
     }
 

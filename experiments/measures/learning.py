@@ -92,12 +92,6 @@ def limit_of(found: Calibration) -> float:
     return -math.inf if found.chosen is None else found.chosen.limit
 
 
-def choice_of(found: Calibration) -> dict[str, float | None]:
-    """The limit that was chosen, and the bound on what it loses; None where none was."""
-    chosen = found.chosen
-    return {"limit": None, "bound": None} if chosen is None else {"limit": chosen.limit, "bound": chosen.bound}
-
-
 def later(workload: Workload, learn: int) -> Workload:
     """The workload without the requests that are learned from."""
     rest = copy(workload)

@@ -4,6 +4,7 @@ Banks and blocks are the library's own; no model is run, and nothing is timed. H
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Self
 
 from pydantic import Field
@@ -61,7 +62,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     replay = replay_blocks if experiment.stream.name == "mooncake" else replay_entries
     for policy in tracked(experiment.policies, len(experiment.policies), f"Replaying at {share:g}"):
-        found = replay(requests, policy.build(_known()), max_bytes)
+        found = replay(requests, partial(policy.build, _known()), max_bytes)
         yield {"share": share, "bytes": max_bytes, "policy": policy.name, **_figures(found)}
     if experiment.stream.is_uniform:
         found = most_hits(requests, max_bytes // requests[0][0].nbytes)

@@ -139,7 +139,6 @@ def _shown(workload: Prompts, row: Mapping[str, Any]) -> dict[str, Any]:
         "most": row["speedup_max"],
         "of ceiling": row["of_ceiling"],
         "prompts with known tokens": None if row["known"] is None else row["known"]["median"],
-        "latter half": row["latter_half"]["speedup"],
         "hit ms": None if row["hit_ms"] is None else row["hit_ms"]["median"],
         "miss ms": None if row["miss_ms"] is None else row["miss_ms"]["median"],
         "same first token": f"{row['n_same']} of {len(workload.requests)}",

@@ -29,6 +29,7 @@ from experiments.methods import NOCACHE
 from experiments.methods.base import BYPASSED, COMPUTED, twin
 from experiments.methods.cached import configure
 from experiments.metrics.metrics import figures_of, percentiles
+from experiments.replay.rehearsal import empty
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
@@ -84,7 +85,7 @@ class Server:
 
     def begin(self, risk_target: RiskTarget | None) -> None:
         """Forget all that was held, and learn anew where a claim is to be kept."""
-        self.cache.clear()
+        empty(self.cache, self._observed)
         if risk_target is not None:
             self.learned(risk_target)
 
@@ -223,7 +224,6 @@ def _passes(
 def _told(cache: LLMCache) -> dict[str, Any]:
     stats, made = cache.stats().to_dict(), cache.calibration
     return {
-        "cost": stats["cost"],
         "audit": stats["audit"],
         "calibration_s": None if made is None else round(made.seconds, 3),
         "limit": None if made is None else made.limit,

@@ -3,9 +3,9 @@
     first `learn` requests   computed and learned from; stored by every way that is compared
     the later ones           counted: in hindsight at many limits, replayed; with a limit chosen in advance, live
 
-Curves: llmcache with sources that grow and with those of a calibration alone, what its parts do alone (neighbours
-without a forecast, the forecast without neighbours: `student`), the paper's way (mean embedding, nearest one above
-tau), DocCache, the response caches. `precision`, the share of hits that leave the answer as it was, against the hit
+Curves: llmcache with sources that grow and with those of a calibration alone, what
+its forecast does without neighbours (`student`), the paper's way (mean embedding, nearest one above tau), DocCache, the
+response caches. `precision`, the share of hits that leave the answer as it was, against the hit
 rate tells them apart. All that has a threshold is calibrated as well, by the same tests on the same requests.
 """
 
@@ -22,7 +22,7 @@ from experiments.measures.trust_figures import figures, in_advance, named
 from experiments.measures.trust_others import others
 from experiments.methods.base import COMPUTED
 from experiments.metrics.frontier import best, curves
-from experiments.replay.rehearsal import Frozen, Rehearsal, grow
+from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
 from experiments.replay.student import Student
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
@@ -33,13 +33,6 @@ from llmcache.lab import CalibratedReuse, RiskTarget, Sources
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
 
-#: Parts of llmcache, by how it decides. The student takes the fingerprint alone.
-DECISIONS: Mapping[str, Mapping[str, Any]] = {
-    "neighbours": {"name": "risk", "forecast": False},
-    "student": {"name": "risk"},
-    "risk": {"name": "risk"},
-}
-
 
 class Trust(LearningExperiment):
     """Settings of the measure."""
@@ -47,9 +40,7 @@ class Trust(LearningExperiment):
     # Who serves then: the calibration's requests alone, or later misses as well.
     sources: tuple[Sources, ...] = ("frozen", "growing")
     n_limits: int = Field(default=16, ge=2)  # limits of risk at which reuse is replayed
-    # Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours alone, the
-    # forecast alone, `risk` (neighbours who vote, and the forecast).
-    decisions: tuple[Literal["neighbours", "student", "risk"], ...] = ("neighbours", "student")
+    student: bool = True  # show what the forecast alone does, without neighbours, with frozen sources
     taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other ways
     # The other ways.
     baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
@@ -70,7 +61,7 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
     """Replay every curve, and serve what was calibrated."""
     rehearsal = experiment.rehearse(folders)
     points, calibrated = [*_points_of_llmcache(experiment, rehearsal)], [*_serve_calibrated(experiment, rehearsal)]
-    for more, chosen in (_parts(experiment, rehearsal), others(experiment, rehearsal)):
+    for more, chosen in (_student(experiment, rehearsal), others(experiment, rehearsal)):
         points += more
         calibrated += chosen
     metrics = {
@@ -109,20 +100,18 @@ def _frozen_points(
         yield named((name, "frozen"), limit, None) | _frozen_figures(experiment, rehearsal, frozen, limit)
 
 
-def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What parts of llmcache do alone: a curve and calibrations of each, replayed, which tests hold to serving."""
-    points: list[dict[str, Any]] = []
-    calibrated: list[dict[str, Any]] = []
-    for name in experiment.decisions:
-        cache, reuse = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
-        way = Student(reuse) if name == "student" else reuse
-        points += _frozen_points(experiment, rehearsal, way, name)
-        for claim in experiment.frozen_claims:
-            found = rehearsal.calibrate(way, experiment.learn, claim)
-            frozen = experiment.frozen(rehearsal, way, claim)
-            counted = _frozen_figures(experiment, rehearsal, frozen, limit_of(found))
-            calibrated.append(_calibrated(name, claim, found) | counted)
-        cache.unwrap()
+def _student(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the forecast does alone: a curve and calibrations, replayed, which tests hold to serving."""
+    if not experiment.student:
+        return [], []
+    cache, reuse = rehearsal.beside(experiment.cache)
+    student, calibrated = Student(reuse), []
+    points = [*_frozen_points(experiment, rehearsal, student, "student")]
+    for claim in experiment.frozen_claims:
+        found = rehearsal.calibrate(student, experiment.learn, claim)
+        counted = _frozen_figures(experiment, rehearsal, experiment.frozen(rehearsal, student, claim), limit_of(found))
+        calibrated.append(_calibrated("student", claim, found) | counted)
+    cache.unwrap()
     return points, calibrated
 
 
@@ -150,7 +139,7 @@ def _frozen_figures(experiment: Trust, rehearsal: Rehearsal, frozen: Frozen, lim
 def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
     for claim in experiment.claims:
-        rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
+        empty(rehearsal.cache, rehearsal.observed)  # what an earlier claim's misses left would serve repeats
         found = rehearsal.calibrate(rehearsal.calibrated, experiment.learn, claim)
         told, served = _serve(rehearsal, experiment.learn, f"Live: {claim.sources}, {claim.max_drop:g}")
         yield _calibrated("llmcache", claim, found) | figures(experiment, rehearsal, told, served)

@@ -129,13 +129,10 @@ def hit_rates(served: NDArray[np.str_], groups: NDArray[np.int64], seed: int = 0
 
 def speed(base: Trace, trace: Trace) -> dict[str, Any]:
     """How much faster the stream went; costs of a miss and of a hit are over the request's time without a cache."""
-    half = base.ms.shape[1] // 2
     computed = trace.served == COMPUTED
     cost_of_computed = _ratio(trace.ms, base.ms, computed)
     return {
         **_speedup(base.ms, trace.ms),
-        # Of the stream, where a cache that steps aside has seen enough.
-        "latter_half": _speedup(base.ms[:, half:], trace.ms[:, half:]),
         "miss_overhead": None if cost_of_computed is None else cost_of_computed - 1.0,
         "hit_cost": _ratio(trace.ms, base.ms, trace.is_hit),
     }

@@ -1,7 +1,7 @@
 """Keys replayed through the library's own banks and blocks, without a model; and the most that any policy could hit."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -10,7 +10,7 @@ import torch
 
 from experiments.data.streams.keys import Asked
 from llmcache import Policy
-from llmcache.lab import Bank, Block, BlockPool, Entry, Link, Memory, Scope
+from llmcache.lab import Bank, Block, BlockPool, Entry, Link, Scope
 
 _NOWHERE = torch.device("meta")  # tensors that have a size and hold nothing
 _SCOPE = Scope("default", "weights", "float32", "sdpa")
@@ -36,23 +36,22 @@ class Found:
         self.hit_tokens += one.tokens * is_hit
 
 
-def replay_entries(requests: Iterable[Sequence[Asked]], policy: Policy, max_bytes: int) -> Found:
+def replay_entries(requests: Iterable[Sequence[Asked]], make_policy: Callable[[], Policy], max_bytes: int) -> Found:
     """Each request is an entry of a bank: used where it is held, else put, and the policy told what it cost."""
-    bank, found = Bank(Memory(_NOWHERE), policy, max_bytes), Found()
+    bank, found = Bank(make_policy, max_bytes), Found()
     for (one,) in requests:
         is_hit = one.key in bank
         found.add(one, is_hit)
         if is_hit:
-            bank.used(one.key)
-        elif bank.fits(entry := _entry(one.nbytes)):
-            bank.put(one.key, entry, _ignore)
-            bank.cost(one.key, one.tokens)
+            bank.used([one.key])
+        else:
+            bank.put([Entry(one.key, _SCOPE, (_tensor(one.nbytes),))], generation=0, cost=one.tokens)
     return found
 
 
-def replay_blocks(requests: Iterable[Sequence[Asked]], policy: Policy, max_bytes: int) -> Found:
+def replay_blocks(requests: Iterable[Sequence[Asked]], make_policy: Callable[[], Policy], max_bytes: int) -> Found:
     """Each request is a chain of blocks: what is held of its beginning is used, the rest put, as the rung does."""
-    pool, found = BlockPool(1, max_bytes, torch.device("cpu"), policy), Found()
+    pool, found = BlockPool(1, max_bytes, torch.device("cpu"), make_policy), Found()
     for blocks in requests:
         chain = [Link(one.key, b"") for one in blocks]
         n_held = len(pool.match(chain))
@@ -89,15 +88,11 @@ def most_hits(requests: Iterable[Sequence[Asked]], max_entries: int) -> Found:
 
 
 @cache
-def _entry(nbytes: int) -> Entry:
-    return Entry({"hidden": torch.empty(nbytes, dtype=torch.uint8, device=_NOWHERE)})
+def _tensor(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=_NOWHERE)
 
 
 @cache
 def _block(nbytes: int) -> Block:
     nothing = torch.empty(0, device=_NOWHERE)
-    return Block(b"", _SCOPE, torch.empty(nbytes, dtype=torch.uint8, device=_NOWHERE), nothing, nothing)
-
-
-def _ignore(key: str) -> None:
-    """Nobody waits for it."""
+    return Block(b"", _SCOPE, _tensor(nbytes), nothing, nothing)

@@ -83,6 +83,14 @@ class Rehearsal:
         ]
 
 
+def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:
+    """Clear a cache. What was observed before may be learned from all the same."""
+    cache.clear()
+    for case in observed:
+        assert cache.calibrated is not None
+        case.generation = cache.calibrated.fitter.bank.generation(case.scope.namespace)
+
+
 def grow(
     calibrated: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
@@ -106,12 +114,6 @@ class Frozen:
         self._keys = {case.row.key for case in sources}
         found = calibrated.fitter.look_up(later, self._keys)
         self._found = {case.row.key: one for case, one in zip(later, found, strict=True)}
-
-    @property
-    def risks(self) -> NDArray[np.float64]:
-        """Risks of the different requests that could be served."""
-        risks = np.array([one.risk for one in self._found.values()])
-        return risks[np.isfinite(risks)]
 
     def serve(self, limit: float) -> tuple[NDArray[np.str_], list[str | None]]:
         """What serves each request (N,), and the key of its source; see `grow`."""

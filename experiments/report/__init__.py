@@ -17,53 +17,6 @@ from llmcache import ConfigError
 
 REPORT = "REPORT.md"
 
-#: What the experiments ask, in the order of the report; others follow.
-ABOUT: Mapping[str, str] = {
-    "table1_latency": "Table 1: what one request of 128 tokens costs, by what happens to it.",
-    "compiled": "One call with and without torch.compile, with and without a cache.",
-    "table2_accuracy": "Table 2: quality on the paper's three tasks, for every method, interleaved.",
-    "fig3_hit_rate_by_layer": "Figure 3: where, layer by layer, states could be reused.",
-    "fig4_memory": "Figure 4: hit rate over cache sizes and compressions.",
-    "fig5_tau": "Figure 5: hits, quality and speed over the threshold, on every task and model.",
-    "ablation_fingerprint": "Every fingerprint. Similarities are different scales: compare curves, not thresholds.",
-    "ablation_eviction": "Every policy, where popular requests stay the same and where they change six times.",
-    "policies": "What each policy finds of streams of keys, beside the most that any could.",
-    "ablation_layers": "Which layers are stored.",
-    "banking77": "One stream at one threshold, as one would serve it.",
-    "trust_banking77": "Calibrated reuse: bank support requests, 77 intents.",
-    "trust_hwu64": "Calibrated reuse: home assistant requests, 64 intents.",
-    "trust_snips": "Calibrated reuse: voice assistant requests, 7 intents.",
-    "trust_bursts": "Calibrated reuse in time order, where intents come in bursts.",
-    "trust_repeats": "Calibrated reuse where texts come again, by a Zipf law.",
-    "trust_speed_default": "Speed at the default claim: at most 0.5 % of answers change, audit 5 %.",
-    "trust_speed": "Speed at looser claims, live after learning, and when that has paid for learning.",
-    "trust_bound": "Whether the bound of a calibration holds as often as it says.",
-    "trust_bound_time": "Whether it does where requests have an order in time.",
-    "trust_drift": "Streams whose intents change after the calibration, and streams that do not change.",
-    "trust_adversaries": "Requests that are edited to mislead, with and without the content gate.",
-    "trust_paws": "Pairs of sentences that share their words, of the same and of another meaning.",
-    "trust_embeddings": "Embeddings instead of classes: what a calibration serves, and what a search still finds.",
-    "service_small": "Whole passes of a service with a small model.",
-    "service_exact": "Whole passes of a service that learns nothing: repeats alone are served.",
-    "service_second_pass": "Texts that are embedded again, with the default settings of the cache.",
-    "serve_load": "Goodput over HTTP: with a calibrated cache, without, and the server that people write themselves.",
-    "serve_soak": "More traffic than the server can answer, for minutes: errors, answers, memory and queue.",
-    "ray_replicas": "Replicas on Ray Serve of which some are killed during load: what fails, and whether hits go on.",
-    "index_scale": "Indexes by number of entries: time, memory and what they overlook.",
-    "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",
-    "mooncake_sharing": "How much of that trace is known, as it came and as it is drawn and cut.",
-    "prefix_chat": "Time to first token in conversations.",
-    "prefix_system_prompt": "Time to first token of many users after one system prompt.",
-    "prefix_nothing_shared": "What prefixes cost where no two prompts begin alike.",
-    "prefix_limit": "Time to first token where a share of the prompt is known, beside the least that it can take.",
-    "store_faults": "Faults of a shared Redis and of workers: wrong answers, what was purged and served, crashes.",
-    "prefix_decode": "Generation, to its first token and after, in each way that one would serve it.",
-    "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
-    "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",
-    "prefix_soak": "Parity over 2,000 requests under a budget that forces eviction.",
-    "cost_no_repetition": "A stream without repetition, where calls bypass the cache: what is left of its cost.",
-}
-
 HOW = """\
 - *Hit rate*: hits over all measured requests, bypasses included. *Changed answers*: requests with another answer than
   the model alone gives, over all requests; *of hits*: over hits; *precision*: share of hits whose answer stays.
@@ -126,10 +79,10 @@ def _parts(runs: Sequence[Run], missing: Mapping[str, Sequence[str]]) -> Iterato
     yield "\n".join(f"- {line}" for line in _surroundings(runs))
     yield "## The models alone"
     yield from _models(runs)
-    for group in (*(name for name in ABOUT if name in by_group), *(name for name in by_group if name not in ABOUT)):
+    for group in sorted(by_group):
         seconds = sum(run.metrics["seconds"] for run in by_group[group])
         yield f"## {group}"
-        yield f"{ABOUT.get(group, '')} `llmcache run configs/{group}.yaml`, {seconds / 60:.1f} minutes.".lstrip()
+        yield f"`llmcache run configs/{group}.yaml`, {seconds / 60:.1f} minutes."
         yield tables.of_runs(by_group[group])
 
 

@@ -78,11 +78,6 @@ def ratio(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.3f} ({spread['p5']:.3f} to {spread['p95']:.3f})"
 
 
-def paid_back(requests: float | None) -> str:
-    """After how many requests learning is paid for."""
-    return "never" if requests is None else f"{requests:,.0f} requests"
-
-
 def spread(values: Mapping[str, float] | None, digits: int = 2) -> str:
     """Median and range over rounds."""
     if values is None:

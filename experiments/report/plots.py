@@ -61,11 +61,6 @@ def draw_all(folders: Sequence[Path]) -> list[Path]:
     return [path for _, runs in groups(read_runs(folders)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
 
 
-def pictured(runs: Sequence[Run]) -> list[Run]:
-    """One run of each stream: that of its first seed."""
-    return list({run.task: run for run in reversed(runs)}.values())[::-1]
-
-
 def _nothing(runs: Sequence[Run]) -> Iterator[Path]:
     return iter(())
 
@@ -89,29 +84,6 @@ def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
             right.plot(tau, [100 * point[key] for point in points], marker=".", label=what)
         _label(right, f"tau ({' '.join(part for part in names[0] if part)})", "% of all requests; drop in points")
         right.legend(fontsize=8)
-        yield _save(figure, run, run.path / CURVES)
-
-
-def _trust(runs: Sequence[Run]) -> Iterator[Path]:
-    """Precision against hit rate of every way; and what hits cost, in hindsight and with a limit chosen in advance."""
-    for run in pictured(runs):
-        figure, (left, right) = _panels(2)
-        for name in curves(run.metrics["points"]):
-            points = sorted(of_curve(run.metrics["points"], name), key=lambda point: point["hit_rate"])
-            served = [point for point in points if point["precision"] is not None]
-            for axes, members, key in ((left, served, "precision"), (right, points, "changed_answers")):
-                x, y = ([100 * point[value] for point in members] for value in ("hit_rate", key))
-                axes.plot(x, y, marker=".", label=" ".join(part for part in name if part))
-        own = [row for row in run.metrics["calibrated"] if row.get("method", "llmcache") == "llmcache"]
-        for sources in dict.fromkeys(row["sources"] for row in own):
-            rows = [row for row in own if row["sources"] == sources]
-            x, y = ([100 * row[key] for row in rows] for key in ("hit_rate", "changed_answers"))
-            right.plot(x, y, marker="*", markersize=11, linestyle="", label=f"calibrated, {sources}, live")
-        _label(left, "hit rate (% of later requests)", "hits whose answer stays (%)")
-        _label(right, "hit rate (% of later requests)", "changed answers (% of later requests)")
-        right.set_yscale("symlog", linthresh=0.1)  # what matters is below 2 %
-        for axes in (left, right):
-            axes.legend(fontsize=8)
         yield _save(figure, run, run.path / CURVES)
 
 
@@ -185,5 +157,4 @@ PLOTS: Mapping[str, Callable[[Sequence[Run]], Iterator[Path]]] = {
     "sweep": _sweep,
     "layers": _layers,
     "observe": _observe,
-    "trust": _trust,
 }

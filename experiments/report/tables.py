@@ -7,7 +7,6 @@ from typing import Any
 from experiments.metrics.frontier import Curve, best, curves, of_curve
 from experiments.report.calls import compiled, latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
-from experiments.report.eviction import policies
 from experiments.report.markdown import (
     Cell,
     bounded,
@@ -23,15 +22,6 @@ from experiments.report.markdown import (
     table,
 )
 from experiments.report.plots import CURVES, LAYERS
-from experiments.report.prompts import decode, parity, prefix, prefix_limit, sharing
-from experiments.report.serving import (
-    ray_replicas,
-    serve_load,
-    serve_soak,
-    store_faults,
-)
-from experiments.report.told import told
-from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
 
 LOSSES = ("accuracy_drop", "changed_answers")
@@ -52,7 +42,24 @@ SPEED: Mapping[str, Cell] = {
 
 def of_runs(runs: Sequence[Run]) -> str:
     """Tables of all runs of one experiment, which are of one kind."""
-    return "\n\n".join(TABLES[runs[0].measure](runs))
+    return "\n\n".join(TABLES.get(runs[0].measure, _told)(runs))
+
+
+def _told(runs: Sequence[Run]) -> Iterator[str]:
+    """The columns of the screen, of every run whose summary was kept. Shares are fractions of 1."""
+    rows = [(run, row) for run in runs for row in run.metrics.get("summary", ())]
+    names = [name for name in (rows[0][1] if rows else ()) if not isinstance(rows[0][1][name], dict)]
+    if names:
+        cells = ([_plain(row.get(name)) for name in names] for _, row in rows)
+        heads = ("stream", "seed", *names)
+        yield table(heads, [(run.task, run.config["seed"], *c) for (run, _), c in zip(rows, cells, strict=True)])
+    yield "Its figures stand in [docs/results.md](../docs/results.md)."
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _serve(runs: Sequence[Run]) -> Iterator[str]:
@@ -72,7 +79,6 @@ def _serve(runs: Sequence[Run]) -> Iterator[str]:
         }
         yield columns(shown, [{"label": label, **figures} for label, figures in metrics["methods"].items()])
         yield from _extras(metrics["methods"])
-        yield from _stepped_aside(metrics["methods"])
 
 
 def _exact_hits(figures: Figures) -> str:
@@ -86,16 +92,6 @@ def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
         yield table(
             ("method", *(name.replace("_", " ") for name in names)),
             [(label, *(_extra(figures["extras"][name]) for name in names)) for label, figures in methods.items()],
-        )
-
-
-def _stepped_aside(methods: Mapping[str, Figures]) -> Iterator[str]:
-    """What is left of the cost where calls bypass the cache."""
-    told = [label for label, figures in methods.items() if figures["options"].get("auto_bypass")]
-    if told:
-        yield table(
-            ("method", "requests that went by", "speed-up of the stream's latter half"),
-            [(label, number(methods[label]["bypassed"], 0), speed(methods[label]["latter_half"])) for label in told],
         )
 
 
@@ -223,6 +219,7 @@ def _sample(run: Run) -> str:
     return " (the first of the data)" if run.metrics["limit"] is not None else ""
 
 
+#: Tables of the paper's kinds of run; others have that of `told`.
 TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "latency": latency,
     "compiled": compiled,
@@ -230,25 +227,4 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "sweep": _sweep,
     "layers": _layers,
     "observe": _observe,
-    "trust": trust,
-    "bound": bound,
-    "adversaries": told,
-    "pairs": told,
-    "drift": drift,
-    "embeddings": told,
-    "index_scale": told,
-    "payback": payback,
-    "service": told,
-    "serve_load": serve_load,
-    "serve_soak": serve_soak,
-    "ray_replicas": ray_replicas,
-    "set_rates": told,
-    "second_pass": told,
-    "prefix": prefix,
-    "policies": policies,
-    "prefix_limit": prefix_limit,
-    "store_faults": store_faults,
-    "sharing": sharing,
-    "decode": decode,
-    "parity": parity,
 }

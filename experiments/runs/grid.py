@@ -34,7 +34,6 @@ LISTS = (
     "thresholds",
     "sources",
     "baselines",
-    "decisions",
     "models",
     "token_heads",
     "fingerprints",

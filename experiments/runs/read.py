@@ -42,9 +42,8 @@ class Run:
 
     @property
     def task(self) -> str:
-        """What its requests are: `wikitext-repeats`, or the name of the labelled set."""
-        known: str = self.metrics["task"]
-        return known
+        """What its requests are: `wikitext-repeats`, or the name of the labelled set; "" where there are none."""
+        return str(self.metrics.get("task", ""))
 
 
 def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.models.loading import UNTRAINED, find, prepared_figures
 from experiments.support.folders import Folders
 from experiments.support.section import Section, choose
-from experiments.tasks import held_out, openbookqa, prompts, retrieval, squad_v2, stream, wikitext
+from experiments.tasks import held_out, openbookqa, prompts, squad_v2, stream, wikitext
 from experiments.tasks.workload import Workload
 
 
@@ -31,7 +31,6 @@ TASKS: Mapping[str, Task] = {
     "squad_v2": Task(squad_v2.Settings, squad_v2.build),
     "wikitext": Task(wikitext.Settings, wikitext.build),
     "openbookqa": Task(openbookqa.Settings, openbookqa.build),
-    "retrieval": Task(retrieval.Settings, retrieval.build),
     "prompts": Task(prompts.Settings, prompts.build),
 }
 

@@ -175,6 +175,8 @@ class Audit:
                 n_waiting=n_waiting,
                 n_alarms=self._n_alarms,
                 n_quarantined=n_quarantined,
+                bound=made.chosen.bound if made is not None and made.chosen is not None and made.is_certified else None,
+                allowed=None if made is None else made.max_drop,
                 **({} if account is None else account.figures()),
             )
 

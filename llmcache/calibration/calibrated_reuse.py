@@ -9,7 +9,7 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
@@ -37,7 +37,7 @@ from llmcache.request.rows import Scope
 from llmcache.sources import Source
 from llmcache.stacks import pack, unpack
 from llmcache.stats import Status
-from llmcache.threads import forkable
+from llmcache.threads import at_fork, compute_alone, forkable
 
 logger = logging.getLogger("llmcache")
 _CALIBRATION = TypeAdapter(Calibration)
@@ -60,10 +60,8 @@ class CalibratedReuse:
         self.fitter = fitter
         self.chooser = fitter.chooser
         self.calibration: Calibration | None = None
-        #: Told of a calibration that an alarm or drift has changed, as it is then.
-        self.on_void: Callable[[Calibration], object] = lambda made: None
-        #: Scope of the sources, and the generation of their namespace; None where they differ, or it is not known.
-        self.origin: tuple[Scope, int] | None = None
+        #: The latest calibration, as alarms and drift left it, also after it has ended.
+        self.latest: Calibration | None = None
         self._answers = fitter.answers
         self._bank = fitter.bank
         self._head = head
@@ -75,6 +73,8 @@ class CalibratedReuse:
         self.namespaces: set[str] = set()
         self._observed: list[Observation] = []
         self._is_calibrating = False
+        self._thread: threading.Thread | None = None  # calibrates what was learned in service
+        at_fork(self._begin_anew)
         self._lock = forkable(threading.RLock(), is_waited_for=False)
 
     @property
@@ -109,7 +109,7 @@ class CalibratedReuse:
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self.calibration, self.namespaces, self.origin = None, set(), None
+            self.calibration, self.namespaces = None, set()
             self.fitter.clear()
 
     def forget(self, namespace: str | None = None) -> None:
@@ -124,7 +124,9 @@ class CalibratedReuse:
         return [case for case in observed if self._bank.generation(case.scope.namespace) == case.generation]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Take in requests that were computed; with the last one that is needed, calibrate."""
+        """Take in requests that were computed; with the last one that is needed, calibrate, in a thread of its own."""
+        if not self.is_learning:
+            return
         with self._lock:
             if not self.is_learning:
                 return
@@ -135,12 +137,26 @@ class CalibratedReuse:
                     self._observed.append(case)
             if len(self._observed) < (self._learn or 0):
                 return
-            observed, self._observed = self._observed, []
-            try:
-                self.calibrate(observed, self._risk_target)
-            except CalibrationError as error:
-                self._learn = None
-                self._counters.error("calibrate", error)
+            observed, self._observed, self._is_calibrating = self._observed, [], True
+            self._thread = threading.Thread(target=self._learn_from, args=(observed,), name="llmcache-learn")
+            self._thread.start()
+
+    def _learn_from(self, observed: Sequence[Observation]) -> None:
+        compute_alone()
+        try:
+            self.calibrate(observed, self._risk_target)
+        except CalibrationError as error:
+            self._learn = None
+            self._counters.error("calibrate", error, is_of_call=False)
+
+    def settle(self) -> None:
+        """Wait until what was learned in service is in force."""
+        if (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _begin_anew(self) -> None:
+        """In a forked process, where nobody calibrates."""
+        self._thread, self._is_calibrating = None, False
 
     def check(self, first: Observation, labels: Sequence[Any], risk_target: RiskTarget) -> None:
         """Refuse labels that the metric cannot use, and a metric that cannot score the first request as computed."""
@@ -195,7 +211,7 @@ class CalibratedReuse:
                 self.end()
             else:
                 self.calibration = told
-            self.on_void(told)
+            self.latest = told
         logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
     def drifted(self, made: Calibration) -> Calibration:
@@ -210,7 +226,7 @@ class CalibratedReuse:
                 self.calibration = told
                 if self._learn is not None:
                     self.end()
-                self.on_void(told)
+                self.latest = told
         logger.warning(_DRIFT)
         return told
 
@@ -222,7 +238,7 @@ class CalibratedReuse:
         """How approximate reuse stands for the weights that the trunk has now."""
         made = self.calibration
         if made is None or made.chosen is None:
-            return "learning" if self.is_learning else "off"
+            return "learning" if self.is_learning or self._is_calibrating else "off"
         if not self.is_made_for(weights):
             return "other weights"
         if made.has_drifted:
@@ -281,9 +297,7 @@ class CalibratedReuse:
             watch=watch,
         )
         self.namespaces = {case.scope.namespace for case in sources.values()}
-        origins = {(case.scope, case.generation) for case in sources.values()}
-        self.origin = origins.pop() if len(origins) == 1 else None
-        self.calibration = calibration
+        self.calibration = self.latest = calibration
         return calibration
 
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
@@ -296,7 +310,10 @@ class CalibratedReuse:
             meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, told, strict=True)])
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"chooser.{name}": array for name, array in self.chooser.state().items()}
-            learned |= {"vectors": self.fitter.sources.vectors(sources), "answers": np.stack([s.answer for s in sources])}
+            learned |= {
+                "vectors": self.fitter.sources.vectors(sources),
+                "answers": np.stack([s.answer for s in sources]),
+            }
             about = {
                 "calibration": _CALIBRATION.dump_python(made, mode="json"),
                 "namespaces": sorted(self.namespaces),
@@ -355,7 +372,7 @@ class CalibratedReuse:
             for key, namespace in meta["quarantined"].items():
                 self.fitter.sources.quarantine(key, namespace)
             self.namespaces = set(meta["namespaces"])
-            self.calibration = made
+            self.calibration = self.latest = made
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""

@@ -10,6 +10,7 @@ the same ones serve: a bank that grows has another error rate.
 Sizes: N requests of C, K limits.
 """
 
+import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, takewhile
@@ -130,6 +131,33 @@ class Calibration:
         if self.chosen is None or not self.model_ms:
             return None
         return 1 / (1 - self.chosen.hit_rate + self.lookup_ms / self.model_ms)
+
+    def __str__(self) -> str:
+        """Three lines: what it promises, what that rests on, how it stands."""
+        if self.chosen is None:
+            first = f"nothing is reused: no limit kept {self.metric} within {self.max_drop:.2%} at {1 - self.delta:.0%}"
+        else:
+            promised = f"at most {self.chosen.bound:.2%} {self.metric} at {1 - self.delta:.0%}"
+            first = f"{self.chosen.hit_rate:.0%} hits, {promised}, {self.n_sources:,} sources"
+        seen = (
+            "" if self.chosen is None else f", {self.chosen.loss:.2%} seen at a risk of up to {self.chosen.limit:.3g}"
+        )
+        second = f"{self.n_tested:,} requests tested{seen}, in {self.seconds:.1f} s"
+        states = {"drifted": self.has_drifted, "tightened after an alarm": self.n_alarms == 1, "off": self.n_alarms > 1}
+        state = next((name for name, holds in states.items() if holds), "certified" if self.is_certified else "")
+        third = state or ("growing: no bound holds" if self.sources == "growing" else "off")
+        return f"{first}\n{second}\n{third}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def is_of(self, other: "Calibration") -> bool:
+        """Whether it is another one as it was, or has become since by alarms and drift."""
+        return self.curve == other.curve and (self.weights, self.head, self.seconds) == (
+            other.weights,
+            other.head,
+            other.seconds,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

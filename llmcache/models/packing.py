@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
+from llmcache.models.kinds import name_of, type_of
 from llmcache.models.payloads import Payload, padding_of, place_padding
-from llmcache.request.kinds import name_of, type_of
 from llmcache.request.rows import Row
 
 #: What is kept of one row: one tensor for each field of the output, in order.
@@ -54,7 +54,7 @@ class Packing:
     @classmethod
     def learn(cls, output: Any, n_rows: int, n_tokens: int, payload: Payload) -> "Packing | None":
         """Describe an output for (B, T) tokens; None if it holds more than one row of numbers a request."""
-        fields = []
+        fields: list[Field] = []
         for name, value in parts_of(output).items():
             if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != n_rows:
                 return None
@@ -92,9 +92,12 @@ class Packing:
         Returns:
             Of each field what is kept; of each that holds states those of padding (T - n, D), where they are kept.
         """
-        fields, padding = [], []
+        fields: list[Tensor] = []
+        padding: list[Tensor] = []
         for field, value in zip(self.fields, parts_of(output).values(), strict=True):
-            fields.append(_owned(self.payload.take(value[place], row.valid) if field.is_states else value[place].clone()))
+            fields.append(
+                _owned(self.payload.take(value[place], row.valid) if field.is_states else value[place].clone())
+            )
             if field.is_states and (row.has_layout or row.layout):
                 places = torch.from_numpy(padding_of(row.valid, value.shape[1])).to(value.device)
                 padding.append(_owned(value[place][places]))

@@ -113,7 +113,7 @@ class Banks(dict[int, LayerBank]):
                     for key in cost_ms.keys() & bank.entries.keys():
                         bank.policy.on_cost(key, cost_ms[key])
 
-    def forget(self, namespace: str | None = None) -> int:
+    def drop(self, namespace: str | None = None) -> int:
         """Forget a namespace, None: all; returns how many requests they were."""
         with self._lock:
             if namespace is None:
@@ -126,15 +126,16 @@ class Banks(dict[int, LayerBank]):
             self._waiting = {key: one for key, one in self._waiting.items() if namespace not in (None, one[0])}
             return len(before - self._keys())
 
-    def drop(self, keys: Iterable[str]) -> int:
-        """Forget requests by key; returns how many were held."""
+    def forget(self, keys: Iterable[str]) -> int:
+        """Forget requests by key; returns how many were there."""
+        gone = set(keys)
         with self._lock:
-            before = self._keys()
-            for key in keys:
+            found = gone & (self._keys() | self._waiting.keys())
+            for key in found:
                 self._waiting.pop(key, None)
                 for bank in self.values():
                     bank.remove(key)
-            return len(before - self._keys())
+            return len(found)
 
     def held(self) -> dict[str, Any]:
         """What is held, by the names of `Stats`."""

@@ -70,14 +70,14 @@ class Layerwise:
             WrapError: The trunk carries a cache already.
         """
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
-        self._trunk, self._weights, self._opener, self._depth = trunk, weights, opener, trunk.depth
+        self._weights, self._opener, self._depth = weights, opener, trunk.depth
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
         self._is_veiled = head.pooled is not None and payload.name == "mean"
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
-        self.counters, self._veil = Counters(), Veil()
+        self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0
@@ -217,8 +217,11 @@ class Layerwise:
         if not call.computed:
             return
         assert call.scope is not None
-        if not self._weights.stayed(call.mark, call.scope.weights):
+        if self._runner.cannot_skip:  # as the first layer that ran has shown
+            call.reason = "unknown_output"
+        elif not self._weights.stayed(call.mark, call.scope.weights):
             call.reason = "weights_changed"
+        if call.reason is not None:
             return
         states, checks = [], []
         for number, row, tensors, vector in call.computed:
@@ -308,7 +311,7 @@ class Layerwise:
             self._n_skipped += call.n_skipped
             self._n_checked += len(call.checked)
         counted = tuple(one for one, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked)
-        self.counters.done(counted, 0, call.lookup_s, call.storing_s + perf_counter() - started, 0)
+        self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started, 0)
 
     def _tell_costs(self, call: Call, took_s: float) -> None:
         """Tell policies what computing each row took, in milliseconds by its share of the tokens."""
@@ -367,12 +370,12 @@ class Layerwise:
 
         Counts, and what fingerprint and codecs have learned, stay.
         """
-        return self._banks.forget(namespace)
+        return self._banks.drop(namespace)
 
     def forget(self, run: Callable[[], object]) -> int:
         """Make a call of the model, and forget its requests and those that served them; returns how many were held."""
         run()
-        return self._banks.drop({key for one in self.last for key in (one.key, one.source) if key})
+        return self._banks.forget({key for one in self.last for key in (one.key, one.source) if key})
 
     def drain(self) -> int:
         """Nothing waits for idle moments: 0."""
@@ -389,8 +392,18 @@ class Layerwise:
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
-        about = model, self._trunk, self._weights, config, tokenizer, self.payload.name
-        save(folder, *about, None, {}, {"layers": self._banks})
+        save(
+            folder,
+            model,
+            self._trunk,
+            self._weights,
+            config,
+            tokenizer,
+            self.payload.name,
+            None,
+            {},
+            {"layers": self._banks},
+        )
 
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save."""

@@ -4,7 +4,7 @@ Where room is needed, the namespace that holds most loses an entry, what is comi
 share, so a namespace below its share never loses an entry to another one, and one that is alone may fill the budget.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from llmcache.policies.base import Policy
 from llmcache.policies.ranking import Ranking
@@ -20,6 +20,14 @@ class Shares:
         self._held: dict[str, dict[str, int]] = {}  # bytes by key
         self._nbytes: dict[str, int] = {}
         self._largest = Ranking()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def keys(self, namespace: str | None) -> list[str]:
+        """What a namespace holds, None: all of them; of each the oldest first."""
+        names = list(self._held) if namespace is None else [namespace]
+        return [key for name in names for key in self._held.get(name, ())]
 
     def of(self, namespace: str) -> Policy:
         """The policy of a namespace that holds something."""

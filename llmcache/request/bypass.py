@@ -15,11 +15,7 @@ from llmcache.models.adapters import Trunk
 from llmcache.models.model_config import setting
 
 CURES: dict[str, str] = {
-    "disabled": "the call was made inside cache.disabled()",
-    "not_worthwhile": "calls of this length come again too seldom for what the cache costs, see stats().cost; it "
-    "returns when that is worthwhile, or stays with auto_bypass=False",
-    "compared": "16 calls in a row are bypassed now and then, so that what the model takes alone is known (recorded "
-    "where possible, and then served when they come again): nothing to cure; none does with auto_bypass=False",
+    "disabled": "the call was made inside cache.disabled(), or LLMCACHE_DISABLE is set",
     "compiled": "a compiled or traced model runs a graph of its own: leave the model uncompiled, and have the cache "
     "compile what it computes by cache.compile()",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
@@ -84,8 +80,8 @@ CURES: dict[str, str] = {
     "only calls below the length that it was first trained on are cached",
     "other_pooling": "the modules after the trunk are not what they were when the model was wrapped (one was put in or "
     "exchanged, or pools in another way), and may read more than is kept: call unwrap(), and wrap the model again",
-    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the sentence-transformers "
-    "model that was wrapped, not a module in it, or wrap with payload='sequence'",
+    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the model of "
+    "sentence-transformers that was wrapped, not a module in it, or wrap with payload='sequence'",
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }

@@ -101,6 +101,8 @@ class Call:
     versions: tuple[int, ...] = ()  # of the tensors among them
     started_s: float = field(default_factory=perf_counter)
     lookup_s: float = 0.0
+    n_searched: int = 0  # rows that approximate hits were searched for
+    search_s: float = 0.0
     computing_s: float = 0.0
     storing_s: float = 0.0
 

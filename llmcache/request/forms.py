@@ -1,4 +1,4 @@
-"""The trunk as it is now, and calls that are passed like arguments: what is worked out once and looked up afterwards."""
+"""The trunk as it is now, and forms of calls: worked out once, looked up afterwards."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

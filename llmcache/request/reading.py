@@ -114,8 +114,7 @@ class RequestReader:
         if mask_4d is not None and mask is not None:
             is_causal = (mask_4d == expand(mask != 0, mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
         types, positions = arguments.get("token_type_ids"), arguments.get("position_ids")
-        *on_host, order = to_host(ids, mask, types, positions, is_causal, arguments.get("cache_position"))
-        inputs = HostInputs(*on_host, None, order)
+        inputs = HostInputs(*to_host(ids, mask, types, positions, is_causal, arguments.get("cache_position")))
         inputs.activated = activated
         _read_mask(inputs)
         # Its sign is in one byte of each, so that no function of NumPy's is needed, which takes long after a model.
@@ -135,7 +134,8 @@ class RequestReader:
             is_whole=is_whole,
         )
         has_content = is_content.any(axis=1).tolist()
-        if not (is_full and self._is_plain and all(has_content) and None is positions is order is activated):
+        is_usual = positions is None and inputs.order is None and activated is None
+        if not (is_usual and is_full and self._is_plain and all(has_content)):
             reason = self._refusal_of_all(inputs)
             for row, has_any in zip(rows, has_content, strict=True):
                 row.bypass_reason = reason or self._refusal(row, inputs, has_any)

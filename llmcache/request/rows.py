@@ -45,9 +45,8 @@ class Scope:
 
         `str.__repr__`, not `repr`: a subclass of `str` may have one of its own. Saved caches hang on these bytes.
         """
-        fields = (self.namespace, self.weights, self.dtype, self.attention)
-        if self.engine:
-            fields = (*fields, self.engine)
+        engine = (self.engine,) if self.engine else ()
+        fields = (self.namespace, self.weights, self.dtype, self.attention, *engine)
         return f"({', '.join(map(str.__repr__, fields))})".encode()
 
 
@@ -112,7 +111,6 @@ class HostInputs:
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
-        features: What the fingerprint is projected from, float32 (B, F0), or None.
         order: Where the K/V of the tokens goes (T,), or None.
         is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
         is_full: Every token is valid.
@@ -124,8 +122,7 @@ class HostInputs:
     types: Any
     positions: Any
     is_causal: Any
-    features: Any
-    order: Any = None
+    order: Any
     is_binary: Any = None
     is_full: Any = False
     activated: Any = None

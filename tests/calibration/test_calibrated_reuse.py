@@ -1,10 +1,8 @@
 """Calibrated reuse in a cache: what is turned on, what it rests on, and what turns nothing on."""
 
 import copy
-import threading
 import types
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ from torch import nn
 
 from llmcache import LLMCache
 from llmcache.audit.renewal import RenewalBuffer
-from llmcache.calibration.inputs import longest_input, tokenised
 from llmcache.calibration.observer import flaw
 from llmcache.calibration.risk_target import Metric
-from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
-from llmcache.models.adapters import locate
+from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError
 from tests import inside
-from tests.tiny_models import CLASSIFIERS, TOKEN_HEADS, build, tokenizer
+from tests.tiny_models import TOKEN_HEADS, build, tokenizer
 from tests.topics import N_CALIBRATED, Inputs, alone, ask, batched, calibrated, classifier, edited, requests, rungs_of
 
 N = N_CALIBRATED

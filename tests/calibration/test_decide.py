@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmcache.bank import Entry
-from llmcache.decide import K, Evidence, Risk
+from llmcache.decide import Evidence, K, Risk
 from llmcache.index import FlatIndex
 from llmcache.request.rows import Scope
 from llmcache.sources import Source, Sources

@@ -2,7 +2,6 @@
 
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import typer
+from llmcache.banks.compression import CODECS
+from llmcache.banks.stores import STORES
+from llmcache.matching import DECISIONS
 from typer.testing import CliRunner
 
 import llmcache
 from llmcache import CacheConfig
-from llmcache.banks.compression import CODECS
-from llmcache.banks.stores import STORES
 from llmcache.cli import main as cli
 from llmcache.cli import reference
 from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import FINGERPRINTS
-from llmcache.matching import DECISIONS
 from llmcache.index import INDEXES
 from llmcache.policies import POLICIES
 from tests.commands import run_main

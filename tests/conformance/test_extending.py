@@ -26,6 +26,7 @@ from llmcache import (
 )
 from llmcache.models.adapters import ADAPTERS
 from tests.conformance import outside
+from tests.stores.shared import Shared
 from tests.tiny_models import CLASSIFIERS, build, tokens
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 REGISTRIES: dict[str, tuple[Any, type]] = {
     "policy": (POLICIES, outside.MostRecent),
-    "store": (STORES, outside.Shared),
+    "store": (STORES, Shared),
     "index": (INDEXES, outside.Scan),
     "fingerprint": (FINGERPRINTS, outside.Lengths),
     "compression": (CODECS, outside.Mirrored),

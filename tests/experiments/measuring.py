@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
-from experiments.report.tables import TABLES
+from experiments.report import tables
 from experiments.runs.folder import without
 from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
@@ -40,4 +40,4 @@ def told(values: Values, outcome: Outcome) -> str:
     assert len({tuple(row) for row in outcome.rows}) <= 1
     kept = json.loads(json.dumps(without(outcome.metrics, MEASURES[values["measure"]].details), allow_nan=False))
     run = Run("some", Path("some"), make_experiment(values).to_dict(), {}, kept)
-    return "\n".join(TABLES[values["measure"]]([run]))
+    return tables.of_runs([run])

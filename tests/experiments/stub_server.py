@@ -37,8 +37,6 @@ class Handler(BaseHTTPRequestHandler):
         number = next(Handler.counter)
         if self.options.fail_every and number % self.options.fail_every == 0:
             self._send(503, {"error": "on purpose"})
-        elif self.path == "/v1/chat/completions":
-            self._stream(f"You asked {len(asked['messages'])}.")
         elif self.path == "/predict":
             with self.lock:
                 time.sleep(self.options.ms / 1e3)
@@ -47,22 +45,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, one if isinstance(asked["inputs"], str) else [one] * len(asked["inputs"]))
         else:
             self._send(404, {})
-
-    def _stream(self, text: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 80}}
-        events = [{"choices": [{"delta": {"role": "assistant"}}]}]
-        events += [{"choices": [{"delta": {"content": word}}]} for word in text.split(" ")]
-        events += [{"choices": [], "usage": usage}]
-        for event in [*map(json.dumps, events), "[DONE]"]:
-            half = len(event) // 2  # an event may come in two parts
-            for part in (f"data: {event[:half]}", f"{event[half:]}\n\n"):
-                self.wfile.write(f"{len(part):x}\r\n{part}\r\n".encode())
-                self.wfile.flush()
-        self.wfile.write(b"0\r\n\r\n")
 
     def _send(self, status: int, values: object) -> None:
         self._body(status, json.dumps(values).encode(), "application/json")

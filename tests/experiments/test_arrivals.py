@@ -32,15 +32,6 @@ def test_arrivals_have_a_mean_distance_of_one_and_those_of_the_trace_its_bursts(
     assert (again[0] == again[1]).all() and not (again[0] == again[2]).all()
 
 
-@pytest.mark.parametrize(
-    ("lines", "error"),
-    [(["soon,1,2"], "line 2: not a record"), ([], "holds no records"), (["2023-11-16 18:15:46,1,2"], "has 1 arrivals")],
-)
-def test_a_trace_that_cannot_be_used_is_told(lines: list[str], error: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=error):
-        azure(2, write_trace(tmp_path, *lines), np.random.default_rng(0))
-
-
 def test_arrivals_at_equal_distances_and_within_the_steps_of_a_trace(tmp_path: Path) -> None:
     assert fixed(3, None, np.random.default_rng(0)).tolist() == [0, 1, 2]
     path = tmp_path / trace_of_mooncake.FILE

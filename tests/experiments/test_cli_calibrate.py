@@ -6,16 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.cli.calibrate import _show
 from experiments.runs.grid import load_experiments
 from experiments.support.folders import Folders
 from experiments.tasks import build
 from llmcache import LLMCache
-from llmcache.calibration.calibration import Calibration, OperatingPoint
 from tests.experiments.commands import Commands
 from tests.experiments.measuring import TASK, learning
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 VALUES = learning("trust", seed=[3, 0], task=TASK | {"limit": None}, learn=240, taus=[0.9])
 
 
@@ -82,21 +79,3 @@ LOSSES = "cache.max_drop=0.1: an experiment asks for the losses in max_drops"
 )
 def test_refusals_are_one_line(config: Path, args: list[str], error: str, command: Commands) -> None:
     assert command.refused("calibrate", config, *args).startswith(error)
-
-
-def test_an_experiment_that_learns_nothing_is_refused(command: Commands) -> None:
-    refused = command.refused("calibrate", CONFIGS / "banking77.yaml")
-    assert "measure: 'serve' learns from no requests" in refused
-
-
-def test_a_curve_is_shown_up_to_the_setting_that_ended_it(capsys: pytest.CaptureFixture[str]) -> None:
-    def shown(*curve: OperatingPoint) -> str:
-        chosen = curve[-2] if len(curve) > 1 else None
-        _show("mine", Calibration(chosen, curve, "changed", 0.05, 0.05, 100, 100, "frozen", "w", "h", 1.0))
-        return capsys.readouterr().out
-
-    nothing = shown(OperatingPoint(0.1, 0.2, 0.1, 0.15))
-    assert "nothing is reused approximately: not even the strictest limit" in nothing and "0.15" in nothing
-    passed = [OperatingPoint(i / 1000, i / 100, 0.0, 0.01) for i in range(1, 48)]
-    long = shown(*passed, OperatingPoint(0.048, 0.777, 0.1, 0.2))
-    assert "0.777" in long and "one of 3" in long

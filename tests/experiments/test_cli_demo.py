@@ -84,11 +84,6 @@ def test_the_decoder_is_part_of_it_where_it_was_prepared(
     assert len(json.loads((tiny / "figures.json").read_text())["decoder"]["users"]) == 5
 
 
-def test_no_request_is_left_to_serve(tiny: Path, command: Commands) -> None:
-    told = f"n={LEARN}: the first {LEARN} requests are learned from; give more"
-    assert command.refused("demo", "--n", str(LEARN)) == told
-
-
 def test_speed_is_of_whole_passes() -> None:
     def one(ms: list[float], drained_s: float) -> Pass:
         return Pass("x", 0, 0.0, drained_s, np.array(ms), np.array(["computed"] * len(ms)), [0] * len(ms))
@@ -98,15 +93,6 @@ def test_speed_is_of_whole_passes() -> None:
     for first, least, median, most in ((0, 1.5, 2.5, 3.5), (1, 4 / 3, 2.0, 8 / 3)):
         expected = {"speedup": median, "speedup_min": least, "speedup_max": most}
         assert demo._speedup(base, taken, first) == pytest.approx(expected)
-
-
-def test_what_cannot_be_written_is_told_at_once(tmp_path: Path, command: Commands) -> None:
-    (tmp_path / "file").touch()
-    refused = command.refused("demo", "--results-dir", tmp_path / "file", "--plot", tmp_path / "p.png")
-    assert "cannot be made a folder" in refused
-    for option in ("--json", "--plot"):
-        told = "/no/such/folder/file: cannot be written; give a file in a folder that exists"
-        assert command.refused("demo", option, "/no/such/folder/file") == told
 
 
 def test_the_sentences_follow_the_rows() -> None:

@@ -1,9 +1,6 @@
 """`llmcache prepare`: every recipe from end to end on tiny data, interrupted, resumed, repeated, refused."""
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +12,11 @@ from torch import Tensor
 from experiments import prepare as recipes
 from experiments.data.labelled import Data, read_requests
 from experiments.data.squad import Question, read_squad
-from experiments.data.wikitext import read_wikitext
 from experiments.models.loading import load
-from experiments.prepare import RECIPES, squad_v2, trainer, training, wikitext
+from experiments.prepare import RECIPES, squad_v2, trainer, training
 from experiments.support.folders import Folders
-from experiments.support.lock import held
 from experiments.tasks import build, make_task
 from experiments.tasks.split import split
-from experiments.tasks.squad_v2 import SquadV2
-from experiments.tasks.wikitext import WikiText
-from experiments.tasks.workload import Workload
 from llmcache.cli.output import INTERRUPTED
 from llmcache.errors import ConfigError
 from tests.experiments.commands import Commands
@@ -62,12 +54,6 @@ def prepare(data: Path, base: Path, tmp_path: Path, command: Commands) -> Prepar
     return Prepare(command, options, tmp_path / "models")
 
 
-@pytest.fixture
-def _small_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The language model is made smaller than the recipe's, which `test_every_training` trains."""
-    monkeypatch.setattr(wikitext, "SHAPE", {"n_embd": 32, "n_layer": 2, "n_head": 2})
-
-
 #: By recipe: the figure of the model, and the one of knowing nothing that stands beside it.
 FIGURES = {
     "minilm-squad_v2": ("evaluation: f1", "always no answer: f1"),
@@ -101,11 +87,6 @@ def test_every_training(recipe: str, prepare: Prepare, command: Commands, monkey
     assert command.out.splitlines() == [*table, f"there already: {prepare.models / recipe}"]
 
 
-def answers(task: Workload) -> list[Any]:
-    with torch.inference_mode():
-        return [task.answer(task.module(**request.inputs), i) for i, request in enumerate(task.requests)]
-
-
 def test_a_prepared_classifier_is_asked_the_other_half(prepare: Prepare, data: Path) -> None:
     assert prepare("minilm-snips", "--epochs=30") == 0
     loaded, figures = load("minilm-snips", "class", prepare.models), prepare.figures("minilm-snips")
@@ -137,25 +118,6 @@ def test_a_prepared_classifier_is_asked_the_other_half(prepare: Prepare, data: P
     ):
         with pytest.raises(ConfigError, match=error):
             asked(**other)
-
-
-def test_a_prepared_span_model_gives_its_figures_with_its_threshold(prepare: Prepare, data: Path) -> None:
-    assert prepare("minilm-squad_v2", "--epochs=2") == 0
-    loaded, figures = load("minilm-squad_v2", "span", prepare.models), prepare.figures("minilm-squad_v2")
-    task = SquadV2(loaded, read_squad("validation", data)[:24], 384)
-    assert task.facts["no_answer_threshold"] == figures["threshold"]
-    assert task.extras(answers(task)) == pytest.approx(figures["evaluation"])
-    assert figures["always_no_answer"]["f1"] == task.facts["share_unanswerable"]
-
-
-@pytest.mark.usefixtures("_small_gpt2")
-def test_a_prepared_language_model_gives_its_figures(prepare: Prepare, data: Path) -> None:
-    assert prepare("gpt2-wikitext", "--limit=8") == 0
-    loaded, figures = load("gpt2-wikitext", "token", prepare.models), prepare.figures("gpt2-wikitext")
-    task = WikiText(loaded, read_wikitext("test", data), 128, 8, None)
-    told = answers(task)
-    assert figures["test"]["accuracy"] == pytest.approx(task.scores(told).mean())
-    assert figures["test"]["perplexity"] == pytest.approx(task.extras(told)["perplexity"], rel=1e-4)
 
 
 def test_held_out_articles_are_not_trained_on(prepare: Prepare, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,18 +175,6 @@ def test_an_interrupted_training_goes_on(
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
-@pytest.mark.usefixtures("_small_gpt2")
-def test_seeds(prepare: Prepare) -> None:
-    found = []
-    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        prepare.models = prepare.models.with_name(folder)
-        assert prepare("minilm-banking77", "gpt2-wikitext", "--limit=8", f"--seed={seed}") == 0
-        found.append({**prepare.weights("minilm-banking77"), **prepare.weights("gpt2-wikitext")})
-    same, other = ([name for name, tensor in found[0].items() if torch.equal(tensor, more[name])] for more in found[1:])
-    assert len(same) == len(found[0])
-    assert "classifier.weight" not in other and "transformer.wte.weight" not in other
-
-
 @pytest.mark.parametrize(
     ("change", "theirs"), [("--seed=1", "--seed 0"), ("--limit=25", "--limit 24"), ("--epochs=2", "--epochs 1.0")]
 )
@@ -261,64 +211,6 @@ def test_one_line_errors(words: list[str], line: str, prepare: Prepare, monkeypa
     assert not list(prepare.models.glob("*/metrics.json"))
 
 
-def test_a_folder_that_cannot_be_made(prepare: Prepare) -> None:
-    prepare.models.touch()
-    assert prepare.refused("minilm-snips") == f"{prepare.models}: File exists"
-
-
-@pytest.mark.parametrize(
-    ("has_checkpoints", "n_bytes", "folder"),
-    [
-        (True, 20_000, "minilm-openbookqa/checkpoints/openbookqa"),  # a checkpoint's weights
-        (True, 200_000, "minilm-openbookqa/checkpoints/openbookqa"),  # its optimizer's state, which is twice their size
-        (False, 20_000, "minilm-openbookqa"),  # weights of the model itself
-    ],
-)
-def test_a_full_disk_is_one_line(
-    has_checkpoints: bool, n_bytes: int, folder: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is there of a checkpoint does no harm: with more room, the same command goes on."""
-    if not has_checkpoints:
-        monkeypatch.setattr(trainer.SavingTrainer, "_save_checkpoint", lambda *args: None)
-    with files_of_at_most(n_bytes):
-        refused = prepare.refused("minilm-openbookqa")
-    assert refused.startswith(f"{prepare.models / folder}: could not be written; is the disk full? (")
-    assert prepare("minilm-openbookqa") == 0
-
-
-@contextmanager
-def files_of_at_most(n_bytes: int) -> Iterator[None]:
-    """Let the system refuse to write more into a file, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_one_process_trains_a_model(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    with held(prepare.models / ".minilm-snips.lock"):
-        told = f"{prepare.models}: another process holds .minilm-snips.lock; wait for it to end"
-        assert prepare.refused("minilm-snips") == told
-    assert prepare("minilm-snips") == 0
-    assert [path.name for path in prepare.models.glob("[!.]*")] == ["minilm-snips"]
-    with held(prepare.models / ".minilm-snips.lock"):
-        assert prepare("minilm-snips") == 0  # what is there needs nobody's leave
-    metrics = prepare.models / "minilm-snips" / "metrics.json"
-    hidden = metrics.rename(metrics.with_name("hidden"))
-
-    @contextmanager
-    def finished_meanwhile(lock: Path) -> Iterator[None]:
-        hidden.rename(metrics)
-        yield
-
-    monkeypatch.setattr(recipes, "held", finished_meanwhile)
-    monkeypatch.setattr(trainer.SavingTrainer, "train", None)
-    assert prepare("minilm-snips") == 0
-    assert "there already" in prepare.command.out
-
-
 def test_data_that_cannot_be_trained_on(prepare: Prepare, tmp_path: Path) -> None:
     (tmp_path / "wikitext").mkdir()
     (tmp_path / "wikitext" / "wikitext-2_train.tokens.txt").write_text("three words only")
@@ -332,15 +224,6 @@ def test_data_that_cannot_be_trained_on(prepare: Prepare, tmp_path: Path) -> Non
     (tmp_path / "openbookqa" / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
     told = "openbookqa: training takes questions with one number of choices (got [3, 5])"
     assert prepare.refused("minilm-openbookqa", f"--data-dir={tmp_path}") == told
-
-
-def test_training_needs_its_package(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**options: object) -> None:
-        raise ImportError("no accelerate")
-
-    monkeypatch.setattr("transformers.TrainingArguments", fail)
-    told = "prepare: training needs a package: pip install 'llmcache-torch[exp]'"
-    assert prepare.refused("minilm-snips") == told
 
 
 def test_all_is_every_recipe(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from experiments.measures.bench import rounds
 from experiments.support import clock as clocks
-from experiments.support.clock import EVENTS, HOST, Clock
+from experiments.support.clock import EVENTS, Clock
 
 
 class Machine:
@@ -67,12 +66,3 @@ def test_marks_are_where_the_device_is_not_the_host(machine: Machine) -> None:
     second = clock.mark()
     assert machine.host_ms == 2.0 and machine.n_waits == 0  # nothing was waited for meanwhile
     assert (clock.ms(start, first), clock.ms(start, second)) == (11.0, 31.0)
-
-
-def test_on_a_cpu_the_hosts_clock_is_the_only_one(machine: Machine) -> None:
-    clock = Clock("cpu", machine)
-    spent, _ = clock.time(lambda: machine.work(30.0))
-    assert clock.name == HOST and spent == pytest.approx((1.0, 1.0)) and machine.n_waits == 0
-    assert rounds.by_host({"hit": [spent]}, clock) is None
-    told = rounds.by_host({"hit": [spent]}, Clock("cuda", machine))
-    assert told is not None and told["hit_ms"]["median"] == pytest.approx(1.0)

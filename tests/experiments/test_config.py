@@ -35,19 +35,6 @@ def test_defaults_and_one_file_alone(tmp_path: Path) -> None:
     assert (method.method, method.label, method.options) == ("llmcache", "llmcache", {})
 
 
-def test_tasks_are_a_grid_and_named_by_themselves(tmp_path: Path) -> None:
-    tasks = [
-        TASK,
-        {"name": "squad_v2", "model": "some/where/spanner"},
-        {"name": "openbookqa", "model": "untrained", "data": "made"},
-        {"name": "wikitext", "model": "gpt"},
-        {"name": "wikitext", "model": "gpt", "repeats": {"whole": 0.5}},
-    ]
-    runs = load_experiments(write(tmp_path, task=tasks))
-    names = "a-minilm squad_v2-spanner openbookqa-untrained wikitext-gpt wikitext-repeats-gpt"
-    assert [run.name for run in runs] == names.split()
-
-
 def test_lists_are_a_grid_but_files_and_methods_are_not(tmp_path: Path) -> None:
     methods = [{"method": "llmcache", "tau": 0.9}, {"method": "exact_response"}]
     path = write(tmp_path, rounds=[1, 2], seed=[0, 1], methods=methods)
@@ -59,15 +46,6 @@ def test_lists_are_a_grid_but_files_and_methods_are_not(tmp_path: Path) -> None:
     assert labels == {("llmcache-tau=0.9", "exact_response")}
     grid = load_experiments(path, ["rounds=1", "seed=0", "methods=[[{method: nocache}], [{method: doccache}]]"])
     assert [run.experiment.methods[0].method for run in grid] == ["nocache", "doccache"]
-
-
-def test_set_replaces_and_adds(tmp_path: Path) -> None:
-    changes = ["rounds=2", "task.head.pool=cls", "task.limit=null", "methods=[{method: doccache, threshold: 0.7}]"]
-    (run,) = load_experiments(write(tmp_path, rounds=3, task=TASK | {"limit": 5}), changes)
-    assert run.experiment.rounds == 2
-    assert run.experiment.task.head.pool == "cls"
-    assert run.experiment.task.limit is None
-    assert run.experiment.methods[0].options == {"threshold": 0.7}
 
 
 def test_set_finds_the_sections_of_a_task(tmp_path: Path) -> None:
@@ -158,11 +136,3 @@ def test_run_ids_follow_every_setting_and_are_the_same_everywhere() -> None:
     # A long name still is a file name.
     one, other = (run_id("m" * 400, {"x": i}) for i in (1, 2))
     assert one != other and len(one) < 200
-
-
-def test_a_section_of_the_files_own_is_not_sought_in_the_task(tmp_path: Path) -> None:
-    path = write(tmp_path, measure="observe", cache={"tau": 0.9})
-    (path).write_text(path.read_text().replace("methods:\n- method: llmcache\n", ""))
-    (run,) = load_experiments(path, ["cache.tau=0.8", "data.text=q"])
-    assert run.experiment.cache == {"tau": 0.8}
-    assert run.experiment.task.data.text == "q"

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.data.labelled import Data, Labelled, read_requests
-from experiments.data.made import N_CHOICES, N_LINES, N_PASSAGES, make_choices, make_lines, make_questions
-from experiments.data.streams.support_desk import support_desk
+from experiments.data.made import N_LINES, N_PASSAGES, make_choices, make_lines, make_questions
 from experiments.tasks.split import split
 from llmcache.errors import ConfigError
 
@@ -62,15 +61,6 @@ def test_made_answers_stand_where_they_say(seed: int) -> None:
     assert len({question.id for question in questions}) == len(questions)
 
 
-def test_made_choices_hold_the_right_one_once() -> None:
-    labels = [request.label.replace("_", " ") for request in support_desk(N_CHOICES, 3)]
-    questions = make_choices(3)
-    assert [question.choices[question.right] for question in questions] == labels
-    assert {len(set(question.choices)) for question in questions} == {4}
-    assert len({question.right for question in questions}) == 4
-    assert len({question.stem for question in questions}) == len({(q.stem, q.choices) for q in questions}) < N_CHOICES
-
-
 def test_made_records_follow_the_seed() -> None:
     for make in (make_questions, make_choices, make_lines):
         assert make(1) == make(1) != make(2)
@@ -108,17 +98,6 @@ def test_known_sets_by_name(name: str, last: int, tmp_path: Path) -> None:
     write(tmp_path, KNOWN[name])
     expected = [Labelled(0, "Lost, my card", "lost"), Labelled(1, "été", "other", part=last)]
     assert read_requests(data(name, text="ignored", label="too"), tmp_path) == expected
-
-
-@pytest.mark.parametrize(
-    ("texts", "labels", "line"),
-    [("a\nb\n", "x\n", 2), ("a\n", "x\ny\n", 2), ("a\n\nb\n", "x\ny\nz\n", 2), ("\na\n", "x\n\n", 1)],
-)
-def test_lines_and_labels_that_do_not_match(texts: str, labels: str, line: int, tmp_path: Path) -> None:
-    write(tmp_path, {"mine.seq.in": texts, "mine.label": labels})
-    with pytest.raises(ConfigError, match=rf"mine.seq.in, line {line}: mine.label does not match") as error:
-        read_requests(data("mine.seq.in"), tmp_path)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "support_desk"])
@@ -217,19 +196,6 @@ def test_how_bytes_are_read(name: str, tmp_path: Path) -> None:
         read_requests(data(name), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("none.csv", "no file .*none.csv; say where the data is with --data-dir"),
-        ("mine.seq.in", "no file .*mine.label, which holds the labels of mine.seq.in"),
-    ],
-)
-def test_missing_file(name: str, error: str, tmp_path: Path) -> None:
-    write(tmp_path, {"mine.seq.in": "a\n"})
-    with pytest.raises(FileNotFoundError, match=error):
-        read_requests(data(name), tmp_path)
-
-
 def test_split_is_seeded_disjoint_and_in_order() -> None:
     everything = [Labelled(3 * i, f"t{i}", "x") for i in range(40)]
     fit, stream = split(everything, 0.25, seed=3)
@@ -240,9 +206,3 @@ def test_split_is_seeded_disjoint_and_in_order() -> None:
     # Which part a record is in depends on its id alone.
     other = split([Labelled(x.id, "other", "y") for x in reversed(everything)], 0.25, 3)
     assert [[x.id for x in reversed(part)] for part in other] == [[x.id for x in part] for part in (fit, stream)]
-
-
-@pytest.mark.parametrize("share", [0.01, 0.99])
-def test_split_leaves_something_on_both_sides(share: float) -> None:
-    with pytest.raises(ConfigError, match=r"head.fit_share: .* of 10 records leaves nothing"):
-        split([Labelled(i, "t", "x") for i in range(10)], share, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.data.openbookqa import Choice, read_openbookqa
 from experiments.data.squad import Question, read_squad
-from experiments.data.wikitext import read_wikitext, unk_rate
+from experiments.data.wikitext import read_wikitext
 from llmcache.errors import ConfigError
 
 PASSAGE = "Zoë  moved to São Paulo 🙂 in 1999."
@@ -132,35 +132,10 @@ def test_a_set_is_the_same_from_both_sources(
     assert hub.asked == [asked]
 
 
-def test_unk_rate() -> None:
-    assert unk_rate(LINES) == pytest.approx(1 / 19)
-    assert unk_rate([]) == 0
-
-
 def test_a_hub_that_cannot_be_reached(each: Known) -> None:
     with pytest.raises(ConfigError, match=r"could not be loaded from the hub .*--data-dir or LLMCACHE_DATA$") as error:
         each.read("validation", None)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [("", "OSError"), ("no route\n\nSee the manual", "no route"), ("Not there. Log in at hub.co!", "Not there")],
-)
-def test_of_what_the_hub_says_the_first_sentence_is_told_and_it_is_asked_once_for_what_it_cannot_give(
-    message: str, told: str, hub: Hub, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.error = OSError(message)
-    for read, split in ((read_squad, "train"), (read_squad, "validation"), (read_wikitext, "train")):
-        with pytest.raises(ConfigError, match=rf"the hub \({told}\); give a folder"):
-            read(split, None)
-    assert [name for name, _, _ in hub.asked] == ["rajpurkar/squad_v2", "Salesforce/wikitext"]
-    assert caplog.text == ""
-
-
-def test_lines_may_end_as_on_windows_and_begin_with_a_mark(each: Known, tmp_path: Path) -> None:
-    put(tmp_path, each.file, b"\xef\xbb\xbf" + each.text.replace("\n", "\r\n").encode())
-    assert each.read("validation", tmp_path) == each.expected
 
 
 def refused(known: Known, content: str | bytes, tmp_path: Path) -> str:
@@ -181,11 +156,6 @@ def test_a_file_that_holds_nothing_to_read(each: Known, tmp_path: Path) -> None:
         ", line 1: not valid JSON: Expecting value" if each is SQUAD else ": holds no records; is the file complete?"
     )
     assert refused(each, "", tmp_path) == empty
-
-
-def test_malformed_json(tmp_path: Path) -> None:
-    assert refused(SQUAD, '{\n"data": [}', tmp_path) == ", line 2: not valid JSON: Expecting value"
-    assert refused(OPENBOOKQA, OPENBOOKQA_FILE + "\n{'a'}", tmp_path).startswith(", line 4: not valid JSON: ")
 
 
 def change(values: Any, path: Sequence[Any], value: Any) -> Any:
@@ -222,24 +192,6 @@ FIRST, SECOND = (f", article 0, paragraph 0, question {number}" for number in (0
 def test_squad_records_that_are_none(path: list[Any], value: Any, where: str, what: str, tmp_path: Path) -> None:
     line = refused(SQUAD, json.dumps(change(json.loads(SQUAD_FILE), path, value)), tmp_path)
     assert line.startswith(f"{where}: not a record of this data set ({what}")
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "what"),
-    [
-        ([1, "answerKey"], "E", "ValueError: "),
-        ([1, "answerKey"], ..., "KeyError: 'answerKey'"),
-        ([1, "question"], "stem", "TypeError: "),
-        ([1, "question", "stem"], None, "TypeError: expected str, got None"),
-        ([1, "question", "choices"], [], "ValueError: "),
-        ([1, "question", "choices", 2, "text"], ["shines"], "TypeError: expected str, got ['shines']"),
-        ([1], [1, 2], "TypeError: "),
-    ],
-)
-def test_openbookqa_records_that_are_none(path: list[Any], value: Any, what: str, tmp_path: Path) -> None:
-    lines = change(openbookqa_lines(), path, value)
-    line = refused(OPENBOOKQA, "\n".join(map(json.dumps, lines)), tmp_path)
-    assert line.startswith(f", line 2: not a record of this data set ({what}")
 
 
 @pytest.mark.parametrize(

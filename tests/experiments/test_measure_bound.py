@@ -7,10 +7,9 @@ import pytest
 
 from experiments.measures import bound
 from experiments.measures.base import Outcome
-from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
+from tests.experiments.measuring import LEARN, N, learning, measured, told
 
 VALUES = learning("bound", max_drops=[0.05, 0.2], parts=2, draws=5)
-FEW = {"task": TASK | {"limit": 150}, "learn": 110, "max_drops": [0.3]}
 
 
 def check_rows(outcome: Outcome) -> None:
@@ -41,8 +40,7 @@ def test_there_is_a_row_a_draw_and_claim() -> None:
     assert (strict["max_drop"], loose["max_drop"]) == (0.05, 0.2)
     assert strict["hit_rate_median"] <= loose["hit_rate_median"]
     assert strict["n_calibrations"] == loose["n_calibrations"] == 10
-    text = told(VALUES, outcome)
-    assert text.count("| support_desk | drawn |") == 2 and "/ 320 |" in text
+    assert told(VALUES, outcome).count("| support_desk | 0 |") == 2
     again = measured(VALUES, parts=1, draws=2)  # a seed draws the same
     assert list(again.rows) == [row for row in outcome.rows if row["part"] == 0 and row["draw"] < 2]
 
@@ -68,16 +66,3 @@ def test_in_an_order_in_time_what_follows_is_the_truth(kind: str, more: dict[str
     assert named == [(part, 0, drop) for part in range(2) for drop in (0.05, 0.2)]
     assert (done.metrics["arrival"], done.metrics["n_population"]) == (kind, n)
     assert [claim["n_calibrations"] for claim in done.metrics["claims"]] == [2, 2]
-
-
-def test_a_stream_is_observed_once_for_all_orders_in_which_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsed: list[int] = []
-    rehearse = bound.Bound.rehearse
-    bound._rehearsed.cache_clear()
-    monkeypatch.setattr(
-        bound.Bound, "rehearse", lambda self, folders: rehearsed.append(self.seed) or rehearse(self, folders)
-    )
-    for seed in (0, 1):
-        for name in ("shuffled", "bursts"):
-            measured(VALUES, parts=1, seed=seed, arrival={"name": name}, **FEW)
-    assert rehearsed == [0, 1]

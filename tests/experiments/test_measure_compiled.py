@@ -52,14 +52,6 @@ def test_a_row_has_all_kinds_of_call_and_the_table_tells_them(folders: Folders) 
     assert "compiled miss / no cache" in text and "| tiny | 2 | 12 | 16 |" in text
 
 
-@pytest.mark.slow
-def test_decoders_that_classify_are_compiled_too(folders: Folders) -> None:
-    models = ["causal", "grouped"]
-    outcome = measured(SMALL, folders, models=models, dtypes=["bfloat16"], banks=["device"])
-    found = [(row["model"], row["dtype"], row["banks"], row["not_run"]) for row in outcome.rows]
-    assert found == [(model, "bfloat16", "device", "") for model in models]
-
-
 def test_what_cannot_be_compiled_is_left_empty_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **settings: object) -> None:
         raise ConfigError("compile: no graph could be made, see the log")
@@ -78,8 +70,3 @@ def test_a_miss_that_no_graph_ran_stops_the_measure(folders: Folders, monkeypatc
     bench._caches["_compiled"]._components.compiled.close()
     with pytest.raises(RuntimeError, match="a miss_compiled call had 0 hits and 0 rows run by a graph"):
         bench.measure()
-
-
-def test_lengths_beyond_the_buckets_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"seq_lens: give 8 to 16.*got 17"):
-        make_experiment({**SMALL, "seq_lens": [17]})

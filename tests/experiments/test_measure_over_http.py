@@ -23,7 +23,6 @@ from experiments.runs.folder import write_figures
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
-from tests.experiments.commands import Commands
 from tests.experiments.measuring import LEARN, TASK, learning, measured, told
 
 STUB = f"{{python}} {Path(__file__).with_name('stub_server.py')} --port {{port}}"
@@ -52,20 +51,6 @@ def test_answers_are_read_whole_and_what_a_server_takes_is_seen() -> None:
         assert json.loads(body)[0] == {"label": "some", "score": 0.9} and body == again and status == 404
         assert server.rss > 1e6 and server.cpu_s > 0
         assert total(scrape(server.port), "llmcache_num_requests_waiting") == 3
-
-
-def test_events_of_a_stream_come_one_by_one_however_they_are_cut() -> None:
-    async def data(request: bytes) -> list[bytes]:
-        return [one async for one in Client(server.port).events(request)]
-
-    with stub() as server:
-        events = asyncio.run(data(post("/v1/chat/completions", {"messages": [1, 2]})))
-        assert [json.loads(one)["choices"][0]["delta"] for one in events[1:-2]] == [
-            {"content": word} for word in ("You", "asked", "2.")
-        ]
-        assert events[-1] == b"[DONE]"
-        with pytest.raises(OSError, match="status 404"):
-            asyncio.run(data(post("/nowhere", {})))
 
 
 def test_a_server_that_does_not_start_is_told_with_its_words() -> None:
@@ -222,28 +207,3 @@ def test_a_soak_counts_what_failed_and_holds_answers_against_the_model(folders: 
     assert exact.metrics["n_unequal"] == exact.metrics["n_checked"] > 0 and exact.metrics["n_failed"] > 0
     with pytest.raises(ConfigError, match="a stream without an end"):
         make_experiment(values | {"task": stream | {"data": {"path": "a.csv"}}})
-
-
-def test_the_command_loads_a_server_that_runs(command: Commands, tmp_path: Path) -> None:
-    with stub("--ms 1") as server:
-        url = f"http://127.0.0.1:{server.port}"
-        command(
-            *("bench", "serve", "--url", url, "--stream", "support_desk", "--rate", "50", "--hold-s", "0.5"),
-            *("--json", tmp_path / "figures.json", "--results-dir", tmp_path),
-        )
-    assert "texts of support_desk" in command.out
-    (load,) = json.loads((tmp_path / "figures.json").read_text())["loads"]
-    assert load["n_ok"] == load["n"] == 25 and (tmp_path / "bench_serve" / "metrics.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["nothing"], "'nothing' is nothing to measure; known: load, soak"),
-        (["soak", "--url", "http://127.0.0.1:1"], "--url: a server that runs already"),
-        (["--url", "127.0.0.1:1", "--stream", "support_desk"], "give http://HOST:PORT"),
-        (["soak", "--servers", "baseline"], "--servers: baseline is none of cache"),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_measure(command: Commands, options: list[str], error: str) -> None:
-    assert error in command.refused("bench", "serve", *options)

@@ -34,7 +34,7 @@ def test_every_way_gives_the_same_token_and_lengths_that_a_model_does_not_take_s
     assert shared == [0, 32, 32, 0, 48, 48]  # continuous batching shares from the second prompt on
     assert (third["length"], third["limit_ms"]) == (256, None)
     assert "128 tokens (got 256)" in third["not_run"]
-    assert "| 64 | 48 |" in told(LIMIT, outcome)
+    assert "| 64 | 0.75 | 48 |" in told(LIMIT, outcome)
 
 
 def test_known_are_whole_blocks_and_something_is_left() -> None:

@@ -3,7 +3,6 @@
 import json
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from experiments.measures.set_rates import nearest
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from experiments.tasks import build
-from llmcache.errors import ConfigError
 from tests.experiments.measuring import LEARN, TASK, learning, measured, told
 
 N = 260
@@ -90,28 +88,6 @@ def test_the_claim_is_the_one_that_serves_nearest_to_a_rate() -> None:
     assert [nearest(claims, rate).max_drop for rate in (0.52, 0.87, 0.1)] == [0.2, 0.3, 0.1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"hit_rates": [1.0]}, "hit_rates: give shares above 0 and below 1"),
-        ({"hit_rates": []}, "hit_rates: .*at least 1 item"),
-        ({"n": 199}, "n: .*200"),
-        pytest.param(
-            {"n": 201},
-            f"n=201: {N - LEARN} requests follow those learned from; raise task.limit",
-            marks=pytest.mark.slow,
-        ),
-        (
-            {"learn": 0, "task": TASK | {"limit": 20}},
-            "hit_rates: 0.5 of 200 takes 100 different requests; the stream has",
-        ),
-    ],
-)
-def test_a_rate_that_a_stream_cannot_have_is_refused(changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        measured(RATES | changes)
-
-
 @pytest.mark.parametrize("learn", [LEARN, 0])
 def test_a_set_rate_is_measured_in_whole_passes(learn: int) -> None:
     options = {"answer": "class"} if learn else {"auto_bypass": False}
@@ -132,9 +108,3 @@ def test_threads_are_put_back_also_after_a_failure() -> None:
         assert torch.get_num_threads() == before + 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == before
-
-
-def test_one_number_of_threads_may_stand_alone_and_no_request_left_is_refused() -> None:
-    assert make_experiment(VALUES).threads == (1,)
-    with pytest.raises(ConfigError, match="learn=260"):
-        measured(VALUES, learn=N)

@@ -5,24 +5,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.measures import trust, trust_figures
+from experiments.measures import trust_figures
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
-from experiments.replay.rehearsal import Frozen, Rehearsal, grow
-from experiments.report.plots import PLOTS
-from experiments.runs.grid import make_experiment
-from experiments.runs.read import Run
+from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.risk_target import RiskTarget, Sources
-from llmcache.errors import ConfigError
-from tests import inside
-from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
+from llmcache import ConfigError
+from llmcache.lab import RiskTarget
+from tests.experiments.measuring import LEARN, TASK, N, learning, measured
 
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
-PARTS = ("neighbours", "student")
-VALUES = learning("trust", max_drops=[*DROPS], decisions=[*PARTS], taus=[0.8, 0.95], n_limits=4, encoder="untrained")
+PARTS = ("student",)
+VALUES = learning("trust", max_drops=[*DROPS], taus=[0.8, 0.95], n_limits=4, encoder="untrained")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +33,9 @@ def outcome() -> Outcome:
     return measured(VALUES)
 
 
-def live(rehearsal: Rehearsal, sources: Sources) -> tuple[float, list[Any], list[str]]:
+def live(rehearsal: Rehearsal, sources: Any) -> tuple[float, list[Any], list[str]]:
     """The limit that is chosen, and what the later requests are told and served by."""
-    rehearsal.cache.clear()
+    empty(rehearsal.cache, rehearsal.observed)
     found = rehearsal.calibrated.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", sources, 0))
     assert found.chosen is not None
     answers, served = [], []
@@ -60,7 +56,7 @@ def test_a_replay_of_growing_sources_equals_serving(rehearsal: Rehearsal) -> Non
 
 def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None:
     limit, answers, served = live(rehearsal, "frozen")
-    held = {record.key for record in inside.records(rehearsal.cache) if record.is_pinned}
+    held = {source.key for source in rehearsal.calibrated.fitter.sources}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
     rehearsal.calibrated.fitter.restart(sources)
     again, found = Frozen(rehearsal.calibrated, sources, rehearsal.observed[LEARN:]).serve(limit)
@@ -104,14 +100,6 @@ def test_what_is_chosen_in_advance_stands_apart(outcome: Outcome) -> None:
     assert len({tuple(shown) for shown in outcome.metrics["summary"]}) == 1
 
 
-def test_the_default_decision_is_told_alike_by_replay_and_live(rehearsal: Rehearsal) -> None:
-    experiment = make_experiment(VALUES)
-    _, (strict, loose) = trust._parts(experiment.model_copy(update={"decisions": ("risk",)}), rehearsal)
-    rows = [row for row in trust._serve_calibrated(experiment, rehearsal) if row["sources"] == "frozen"]
-    for key in ("limit", "hit_rate", "changed_answers", "bound", "hits_by_rung"):
-        assert [row[key] for row in rows] == [strict[key], loose[key]], key
-
-
 def test_errors_are_told_by_intent_and_by_hit(outcome: Outcome) -> None:
     n_intents = 0
     for row in outcome.metrics["calibrated"]:
@@ -138,17 +126,6 @@ def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> Non
     assert found["worst"]["intent"] == counted.show(one) and found["median"] == 0.0 and found["n_over"] == 1
 
 
-def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Any) -> None:
-    folder = tmp_path / "trust_made" / "run"
-    folder.mkdir(parents=True)
-    run = Run("trust_made", folder, {"measure": "trust", "seed": 0}, {}, outcome.metrics)
-    assert [path.is_file() for path in PLOTS["trust"]([run])] == [True]
-    text = told(VALUES, outcome)
-    assert "at the start" in text
-    for way in ("llmcache | frozen", "student | frozen", "semantic_response | growing"):
-        assert text.count(f"| support_desk | 0 | {way} |") == 2
-
-
 def test_a_stream_that_ends_too_early_is_refused() -> None:
     with pytest.raises(ConfigError, match="the stream has 200 requests; learn from fewer"):
         measured(VALUES, task=TASK | {"limit": LEARN})
@@ -158,9 +135,3 @@ def test_requests_of_several_rows_are_refused() -> None:
     task = make_task({"name": "openbookqa", "model": "untrained", "data": "made", "limit": 5})
     with pytest.raises(ConfigError, match="row by row"):
         Rehearsal(build(task, Folders(), 0), {})
-
-
-def test_answers_are_read_as_serving_reads_them(rehearsal: Rehearsal) -> None:
-    other = rehearsal.observed[0]
-    assert rehearsal.answers_from(LEARN, [other.row.key]) == [int(np.argmax(other.output))]
-    assert rehearsal.answers_from(LEARN, [None]) == [rehearsal.answers[LEARN]]

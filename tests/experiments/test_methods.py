@@ -10,7 +10,6 @@ import torch
 
 from experiments.methods import METHODS, NOCACHE, MethodSettings
 from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
-from experiments.methods.cached import Cached
 from experiments.models.loading import UNTRAINED, load
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
@@ -158,47 +157,6 @@ def test_the_semantic_response_cache_gives_the_neighbours_answer_word_for_word(t
         assert note.similarity is not None and (note.similarity >= 0.9) == note.is_hit
         if note.is_hit:
             assert is_same(answer, workload_of(task).borrowed(answers[int(note.source or 0)]))
-
-
-def test_a_borrowed_text_is_the_neighbours_not_a_span_of_this_passage() -> None:
-    workload = workload_of("squad_v2")
-    answers, notes = ask_all(make("semantic_response", workload, threshold=-1.0, encoder=UNTRAINED), workload)
-    assert {note.by for note in notes[1:]} == {"response"}
-    assert len(set(answers)) == 1
-
-
-def test_nbytes_by_hand() -> None:
-    workload = workload_of("stream")
-    method = make("doccache", workload, threshold=1.0)
-    with torch.inference_mode():
-        method.begin()
-        assert (method.nbytes, method.n_entries) == (0, 0)
-        method.ask(0)
-    n = workload.requests[0].inputs["input_ids"].shape[1]
-    width, n_tensors = 32, len(workload.requests[0].inputs)
-    assert method.nbytes == 4 * width + 8 * n * n_tensors + 4 * n * width  # embedding, tokens and masks, final states
-    assert method.n_entries == 1
-
-
-def test_the_head_finds_what_it_looks_for_in_the_trunks_stead() -> None:
-    recall = make("doccache", workload_of("wikitext"))._recall  # type: ignore[attr-defined]
-    assert recall.config is recall.trunk.config
-    with pytest.raises(AttributeError):
-        _ = recall.no_such_thing
-
-
-@pytest.mark.parametrize(("options", "may_step_aside"), [({}, False), ({"auto_bypass": True}, True)])
-def test_it_steps_aside_only_where_options_say_so(options: dict[str, Any], may_step_aside: bool) -> None:
-    """Experiments measure what the cache does, also where it does not pay; settings are kept as they were given."""
-    settings = MethodSettings.make({"method": "llmcache", **options})
-    assert settings.options == options
-    method = settings.build(workload_of("stream"))
-    assert isinstance(method, Cached)
-    method.begin()
-    with torch.inference_mode():
-        method.ask(0)
-    method.end()
-    assert bool(method.stats.cost) is may_step_aside
 
 
 @on_every_task

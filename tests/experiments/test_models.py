@@ -11,7 +11,7 @@ import transformers as tf
 from experiments.data.streams.support_desk import support_desk
 from experiments.models.loading import Loaded, encode, load
 from llmcache.errors import ConfigError
-from tests.tiny_models import build, save_bert
+from tests.tiny_models import build
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -68,17 +68,6 @@ def test_a_model_that_was_not_prepared(is_given: bool, tmp_path: Path, monkeypat
         f"model: 'minilm-squad_v2' is not in {looked_in}; make it: llmcache prepare minilm-squad_v2 "
         f"--models-dir {there}; then give --models-dir {there}"
     )
-
-
-def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
-    """transformers loads its head for masked tokens as one for the next token, and nothing is missing."""
-    folder = save_bert(tmp_path / "masked", "a few words")
-    bare = load(str(folder)).model
-    tf.BertForMaskedLM(bare.config).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"masked' is no causal language model; give one that is, GPT-2 for"):
-        load(str(folder), "token")
-    tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32)).save_pretrained(folder)
-    assert load(str(folder), "token").model.config.n_layer == 1
 
 
 def test_minilm_is_the_packaged_one_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,7 @@ def folders(tmp_path: Path) -> Folders:
 def figures(folders: Folders, **stream: Any) -> dict[tuple[str, float], Any]:
     values = {"measure": "policies", "stream": {**SMALL, **stream}, "policies": NAMES, "shares": [0.05, 0.3]}
     outcome = measured(values, folders)
-    lines = told(values, outcome).splitlines()
-    assert len(lines) == 2 + 2 * (1 + (stream.get("lengths") == "azure"))
-    assert lines[0].count("|") == 3 + len(NAMES) + 2
+    assert len(told(values, outcome).splitlines()) == len(outcome.rows) + 4
     return {(row["policy"], row["share"]): row for row in outcome.rows}
 
 
@@ -77,18 +75,18 @@ def most(keys: str, max_entries: int) -> int:
 @given(st.text("abcd", max_size=9), st.integers(1, 3))
 def test_the_bound_is_the_most_that_is_possible(keys: str, max_entries: int) -> None:
     assert most_hits(of(keys), max_entries).hits == most(keys, max_entries)
-    for policy in (LRU(), S3FIFO(), GDSF(), WTinyLFU()):
+    for policy in (LRU, S3FIFO, GDSF, WTinyLFU):
         assert replay_entries(of(keys), policy, max_entries * BYTES).hits <= most(keys, max_entries)
 
 
-@pytest.mark.parametrize("policy", [LRU(), S3FIFO(), WTinyLFU()])
-def test_of_chains_what_is_held_of_the_beginning_is_found(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [LRU, S3FIFO, WTinyLFU])
+def test_of_chains_what_is_held_of_the_beginning_is_found(policy: type[Policy]) -> None:
     requests = [[Asked(str(block)) for block in blocks] for _, blocks in TRACE]
     found = replay_blocks(requests, policy, 100 * BYTES)
-    # As in the measure `sharing`: 16 of 28 blocks came before.
+    # 16 of 28 blocks came before.
     assert (found.n, found.hits) == (28, 16) == (found.nbytes // BYTES, found.hit_nbytes // BYTES)
     assert most_hits(requests, 100).hits == 16
-    assert replay_blocks(requests, LRU(), 2 * BYTES).hits < 16
+    assert replay_blocks(requests, LRU, 2 * BYTES).hits < 16
 
 
 def test_mooncakes_blocks_are_read_and_bounded(folders: Folders) -> None:
@@ -116,7 +114,7 @@ def test_a_newcomer_needs_more_uses_than_whom_it_would_drive_out() -> None:
     """Keys that were used twice stay, however many come once."""
     once = (f"once {i}" for i in itertools.count())
     keys = [*"abcdefgh" * 3, *itertools.islice(once, 50), *"abcdefgh"]
-    found = replay_entries([[Asked(key)] for key in keys], WTinyLFU(), 10 * BYTES)
+    found = replay_entries([[Asked(key)] for key in keys], WTinyLFU, 10 * BYTES)
     assert found.hits == 3 * 8
     policy = WTinyLFU()
     policy.on_put("a", 1)

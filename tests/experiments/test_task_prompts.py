@@ -10,13 +10,12 @@ from experiments.data.streams.prompts.pieces import BLOCK
 from experiments.measures.base import serve_once
 from experiments.methods import MethodSettings
 from experiments.methods.cached import Cached
-from experiments.models.architectures import ARCHITECTURES
 from experiments.models.loading import UNTRAINED
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task, prompts
 from experiments.tasks.prompts import Prompts
 from llmcache.errors import ConfigError
-from tests.tiny_prompts import POSITIONS, SHAPE, VOCABULARY, write_prompts
+from tests.tiny_prompts import POSITIONS, write_prompts
 
 STREAM = {"name": "system_prompt", "n": 12, "system": 64, "shortest": 4, "longest": 20}
 
@@ -77,24 +76,6 @@ def test_blocks_that_leave_are_told(folders: Folders) -> None:
     _, notes = serve_once(method, range(12))
     assert method.stats.n_blocks_evicted > 0 and sum(method.stats.n_evicted.values()) == 0
     assert not notes[0].is_evicting and notes[-1].is_evicting
-
-
-def test_an_architecture_has_random_weights_and_gpt2s_tokenizer(
-    folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "toy", {"model_type": "gpt2", **SHAPE})
-    one, other = (built(folders, model="toy", dtype="bfloat16", seed=seed) for seed in (0, 1))
-    assert one.facts["weights"] == "random"
-    assert one.module.dtype is torch.bfloat16 and one.module.config.vocab_size == VOCABULARY
-    assert not torch.equal(one.module.lm_head.weight, other.module.lm_head.weight)
-    assert one.requests[0].text != other.requests[0].text
-    with pytest.raises(ConfigError, match=r"GPT-2's tokenizer could not be loaded.*tokenizers/gpt2/vocab.json"):
-        built(Folders(), model="toy")
-
-
-def test_nothing_needs_to_be_there_to_try_it() -> None:
-    workload = built(Folders(), model=UNTRAINED, data="made")
-    assert workload.facts["weights"] == "random" and len(workload.requests) == 12
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ from hypothesis.extra.numpy import arrays
 
 from experiments.data.squad import Question
 from experiments.models.loading import Loaded, load
-from experiments.prepare.squad_v2 import best_threshold, choose_articles, windows
-from experiments.tasks import squad_v2
-from experiments.tasks.squad_v2 import MOST_ASKED, MOST_TOKENS, THRESHOLD, SquadV2, best_span, encode, in_context
-from llmcache.errors import ConfigError
+from experiments.prepare.squad_v2 import best_threshold, windows
+from experiments.tasks.squad_v2 import MOST_TOKENS, THRESHOLD, SquadV2, best_span, encode, in_context
 from tests.tiny_models import save_bert
 
 PASSAGE = "Zoë  moved, at last, to São Paulo 🙂 (Brazil)  in 1999."
@@ -144,16 +142,6 @@ def test_a_passage_that_does_not_fit_is_cut(loaded: Loaded) -> None:
     assert SquadV2(loaded, [question("who?", context)], fits - 1).facts["share_cut"] == 1.0
 
 
-@pytest.mark.parametrize("max_length", [8, 40, 66, 384])
-def test_a_long_question_leaves_room_for_the_passage(max_length: int, loaded: Loaded) -> None:
-    task = SquadV2(loaded, [question("where did who go? " * 30)], max_length)
-    inputs = task.requests[0].inputs
-    asked = int((inputs["token_type_ids"] == 0).sum()) - 2
-    assert asked == min(MOST_ASKED, max_length // 2)
-    assert inputs["input_ids"].shape[1] <= max_length
-    assert (task._offsets[0] >= 0).any()
-
-
 def test_nothing_to_read_is_no_answer(loaded: Loaded) -> None:
     task = SquadV2(loaded, [question(context=""), question("", "")], 64)
     assert task.facts["share_cut"] == 0.0
@@ -190,24 +178,6 @@ def test_the_threshold_of_the_config_decides(loaded: Loaded, monkeypatch: pytest
         assert task.facts["no_answer_threshold"] == threshold
 
 
-def test_a_sample_keeps_passages_whole_and_in_order() -> None:
-    asked = [question(f"{passage} {number}", str(passage)) for passage in range(5) for number in range(3)]
-    sample = squad_v2._sample(asked, 2)
-    assert [one.text for one in sample] == [f"{passage} {number}" for passage in (0, 2, 4) for number in range(3)]
-    assert squad_v2._sample(asked, 1) == asked
-
-
-def test_figures_are_fractions() -> None:
-    found = squad_v2.figures(["x", "y z", ""], [["x"], ["y"], []])
-    assert found == {
-        "exact": pytest.approx(2 / 3),
-        "f1": pytest.approx((1 + 2 / 3 + 1) / 3),
-        "exact_answerable": 0.5,
-        "f1_answerable": pytest.approx(5 / 6),
-        "exact_unanswerable": 1.0,
-    }
-
-
 # The threshold, and the articles that it is tuned on.
 
 
@@ -234,19 +204,3 @@ def articles(**shares: tuple[int, int]) -> list[Question]:
         for title, (n, m) in shares.items()
         for turn in range(n + m)
     ]
-
-
-def test_mixed_articles_are_held_out() -> None:
-    data = articles(all=(4, 0), none=(0, 4), b=(2, 2), c=(1, 2), d=(2, 1))
-    found = [choose_articles(data, seed) for seed in range(20)]
-    assert {len(titles) for titles in found} == {2}
-    assert set().union(*found) == {"b", "c", "d"}
-    assert choose_articles(list(reversed(data)), 7) == found[7]
-
-
-def test_something_is_left_to_train_on() -> None:
-    assert choose_articles(articles(a=(4, 0), b=(2, 2)), 0) == {"b"}
-    assert len(choose_articles(articles(a=(2, 2), b=(2, 2)), 0)) == 1
-    assert len(choose_articles(articles(a=(4, 0), b=(4, 0), c=(4, 0)), 0)) == 2
-    with pytest.raises(ConfigError, match=r"has one article only \('a'\)"):
-        choose_articles(articles(a=(2, 2)), 0)

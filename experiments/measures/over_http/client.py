@@ -85,24 +85,6 @@ class Client:
         self._end(connection, head)
         return reply
 
-    async def events(self, request: bytes) -> AsyncIterator[bytes]:
-        """Send a request, and give the data of each server-sent event as it comes; not 200 is an `OSError`."""
-        connection, head = await self._begin(request)
-        try:
-            if head.status != 200:
-                told = await _body(connection[0], head)
-                raise OSError(f"status {head.status}: {told[:300].decode(errors='replace')}")
-            rest = b""
-            async for chunk in _chunks(connection[0]):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:"):
-                        yield line.removeprefix(b"data:").strip()
-        except IncompleteReadError as error:
-            raise ConnectionResetError("the stream broke off") from error
-        finally:
-            connection[1].close()  # streams are few
-
     def close(self) -> None:
         """Close the connections that are idle."""
         for _, writer in self._idle:

@@ -88,7 +88,7 @@ def compiled(results_dir: Path) -> str:
 
 
 def costs(results_dir: Path) -> str:
-    """What a miss costs more, and what is left of it where nothing comes again."""
+    """What a miss costs more."""
     return table(
         ("what", "requests", "hit rate", "changed answers", "a miss costs more", "speed-up"),
         [*_misses(results_dir), *_streams(results_dir)],
@@ -112,28 +112,16 @@ def _misses(results_dir: Path) -> list[tuple[str, ...]]:
 
 
 def _streams(results_dir: Path) -> list[tuple[str, ...]]:
-    found = []
-    for group, latter in (("banking77", False), ("cost_no_repetition", True)):
-        for run in runs_of(results_dir, group):
-            for label, figures in run.metrics["methods"].items():
-                if figures["method"] != "llmcache":
-                    continue
-                told = speed(figures["latter_half"]) if latter else speed(figures)
-                found.append(
-                    (
-                        f"[{_stream(group, label)}](configs/{group}.yaml)",
-                        f"{run.metrics['n']:,} x {run.metrics['rounds']}",
-                        percent(figures["hit_rate"]),
-                        percent(figures["changed_answers"], 2),
-                        percent(figures["miss_overhead"]),
-                        f"{told}, latter half" if latter else told,
-                    )
-                )
-    return found
-
-
-def _stream(group: str, label: str) -> str:
-    """A stream and a setting in words."""
-    if group == "banking77":
-        return f"banking77, {label.rpartition('-')[2].replace('=', ' ')}, auto-bypass off"
-    return f"no request comes again, auto-bypass {'off' if label == 'stays' else 'on'}"
+    return [
+        (
+            f"[banking77, {label.rpartition('-')[2].replace('=', ' ')}](configs/banking77.yaml)",
+            f"{run.metrics['n']:,} x {run.metrics['rounds']}",
+            percent(figures["hit_rate"]),
+            percent(figures["changed_answers"], 2),
+            percent(figures["miss_overhead"]),
+            speed(figures),
+        )
+        for run in runs_of(results_dir, "banking77")
+        for label, figures in run.metrics["methods"].items()
+        if figures["method"] == "llmcache"
+    ]

@@ -47,18 +47,11 @@ def modes(results_dir: Path) -> str:
                 "classifiers and scorers with a steady stream",
             ),
             (
-                "`tau`: `wrap(model, tau=0.9)`",
-                "also requests whose similarity is at least `tau`",
+                "the paper's cache: `wrap(model, tau=0.85)`",
+                "layers whose input is similar to a stored one: Algorithm 1 of the paper",
                 "neither",
-                _tau(results_dir),
-                "you have measured the threshold on your own traffic",
-            ),
-            (
-                'paper: `wrap(model, tau=0.85, mode="paper")`',
-                "layers whose input is similar: Algorithm 1 of the paper",
-                "neither",
-                _paper(results_dir),
-                "a reference for experiments",
+                f"{_paper(results_dir)}; `tau` 0.9 with `layers='last'`: {_tau(results_dir)}",
+                "a reference for experiments; else measure the threshold on your own traffic",
             ),
         ],
     ).replace("---:", "---")
@@ -101,10 +94,6 @@ def _calibrated(results_dir: Path) -> str:
             f"{_times(found)} after learning at a hit rate of {_shares(row['hit_rate'] for row in found)}: target "
             f"{percent(target)} of answers, {_shares((row['changed_answers'] for row in found), 2)} changed"
         )
-    live = [row for run in runs_if_any(results_dir, "trust_speed_default") for row in run.metrics["methods"].values()]
-    if live:
-        learned = _times([{"speedup": row["speedup_with_learning"]} for row in live])
-        told.append(f"default target, calls in turns: {_times(live)} after learning, {learned} with learning included")
     return "; ".join(told) or MISSING
 
 

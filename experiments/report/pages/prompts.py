@@ -1,12 +1,12 @@
 """Tables of prompts: time to the first token, whether tokens stay the same, and whole generations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from experiments.measures.decode import KINDS
-from experiments.report.markdown import columns, number, percent, ratio, size, speed, table
-from experiments.report.pages.files import MISSING, row_of, runs_if_any, runs_of
-from experiments.report.prompts import LIMIT
+from experiments.report.markdown import Cell, columns, count, number, of, percent, ratio, size, speed, table
+from experiments.report.pages.files import MISSING, runs_if_any, runs_of
 from experiments.runs.read import Run
 
 Row = tuple[str, ...]
@@ -21,27 +21,13 @@ def first_token(results_dir: Path) -> str:
 
 
 def _mooncake(results_dir: Path) -> Iterator[Row]:
-    (run,), (shared,) = runs_of(results_dir, "prefix_mooncake"), runs_of(results_dir, "mooncake_sharing")
-    n, blocks = run.metrics["n"], run.config["task"]["stream"]["blocks"]
-    rows = shared.metrics["summary"]
-    drawn = row_of(rows, requests=f"{n} of conversations drawn, seed {run.config['seed']}", blocks=blocks)
-    yield (
-        f"{n} requests of [Mooncake's trace](configs/prefix_mooncake.yaml): {drawn['n_conversations']} conversations "
-        f"drawn, the first {blocks} blocks of a prompt kept ({drawn['n_cut']} are cut), 16 tokens a block of 512",
-        *_all_prompts(run, "llmcache"),
-    )
-    others = [row for row in rows if row["requests"].startswith(f"{n} of") and row["blocks"] == blocks]
-    shares = [row["share_known"] for row in others]
-    yield (
-        f"[draws of {len(others)} seeds](configs/mooncake_sharing.yaml), this one among them",
-        f"{percent(min(shares))} to {percent(max(shares))}",
-        "",
-        "",
-        "",
-    )
-    for which in (f"the first {n} as they came", "the whole trace"):
-        uncut, cut = (row_of(rows, requests=which, blocks=kept)["share_known"] for kept in (None, blocks))
-        yield f"{which}", f"{percent(uncut)}, cut {percent(cut)}", "", "", ""
+    for run in runs_of(results_dir, "prefix_mooncake"):
+        blocks = run.config["task"]["stream"]["blocks"]
+        yield (
+            f"{run.metrics['n']} requests of [Mooncake's trace](configs/prefix_mooncake.yaml): conversations drawn, "
+            f"the first {blocks} blocks of a prompt kept, 16 tokens a block of 512",
+            *_all_prompts(run, "llmcache"),
+        )
 
 
 def _all_prompts(run: Run, label: str) -> Row:
@@ -92,6 +78,26 @@ def prefix_limit(results_dir: Path) -> str:
         for row in run.metrics["ways"]
     ]
     return columns(LIMIT, sorted(rows, key=lambda row: (row["model"], row["length"], row["share"] or 0.0)))
+
+
+def _ms(name: str) -> Cell:
+    return lambda row: "" if row[name] is None else number(row[name])
+
+
+LIMIT: Mapping[str, Cell] = {
+    "model": itemgetter("model"),
+    "tokens": of(count, "length"),
+    "known": lambda row: "" if row["n_known"] is None else count(row["n_known"]),
+    "model alone, ms": _ms("plain_ms"),
+    "llmcache": _ms("cache_ms"),
+    "limit": _ms("limit_ms"),
+    "of limit": lambda row: "" if row["of_limit"] is None else percent(row["of_limit"]),
+    "continuous batching": _ms("batching_ms"),
+    "copy of the ready cache": _ms("copy_ms"),
+    "same first token": lambda row: "" if row["n_same"] is None else f"{row['n_same']} of {row['rounds']}",
+    "logits": lambda row: "" if row["max_diff"] is None else f"{row['max_diff']:.0e}",
+    "not run": itemgetter("not_run"),
+}
 
 
 UNTIMED = dict.fromkeys(("plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms", "of_limit"))

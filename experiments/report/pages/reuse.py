@@ -1,4 +1,4 @@
-"""Tables of calibrated reuse: what was chosen in advance, hindsight, the bound, and speed."""
+"""Tables of calibrated reuse: what was chosen in advance, hindsight, the bound, and whole passes."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -6,10 +6,9 @@ from pathlib import Path
 
 from experiments.measures.service import share_of_bound
 from experiments.metrics.frontier import best
-from experiments.report.markdown import Cell, bounded, columns, number, of, paid_back, percent, points, row_of, table
+from experiments.report.markdown import Cell, columns, number, of, percent, points, row_of, table
 from experiments.report.markdown import speed as times
 from experiments.report.pages.files import MISSING, by_task, each, runs_if_any, runs_of
-from experiments.report.trust import chosen
 from experiments.runs.read import Figures, Run
 from llmcache import ConfigError
 
@@ -24,7 +23,6 @@ WAYS = {
     ("doccache", None): "DocCache",
     ("paper", None): "the paper's method",
     ("student", "frozen"): "student: the forecast alone",
-    ("neighbours", "frozen"): "neighbours alone",
 }
 #: What the configurations of whole passes ask for: streams by experiment.
 SERVICES = {
@@ -65,6 +63,13 @@ def _chosen(run: Run, sources: str, drop: float) -> Figures:
     return found
 
 
+def chosen(run: Run, method: str, sources: str, drop: float) -> Figures | None:
+    """What a way got with a limit that was chosen in advance; None where that was not measured."""
+    wanted = (method, sources, drop)
+    rows = run.metrics["calibrated"]
+    return next((r for r in rows if (r.get("method", "llmcache"), r["sources"], r["max_drop"]) == wanted), None)
+
+
 def hindsight(results_dir: Path) -> str:
     """The best threshold on the very requests it is counted on, of every way."""
     trust = trust_runs(results_dir)
@@ -101,21 +106,6 @@ BOUND: Mapping[str, Cell] = {
     "hits, median": of(percent, "hit_rate_median"),
     "10th to 90th percentile": lambda row: f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
 }
-
-
-def speed(results_dir: Path) -> str:
-    """Live speed, the default claim first; a claim that was not measured has a row without figures."""
-    default = "0.5 % of answers, frozen, audit 5 % (default)"
-    found = by_task(runs_if_any(results_dir, "trust_speed_default"))
-    rows: list[Sequence[str]] = []
-    for task in trust_runs(results_dir):
-        if task not in found:
-            rows.append((task, default, MISSING, *[""] * (len(SPEED) - 3)))
-        rows += [_speed(run, label, default) for run in found.get(task, ()) for label in _labels(run)]
-    rows += [
-        _speed(run, label, _claim(run, label)) for run in runs_of(results_dir, "trust_speed") for label in _labels(run)
-    ]
-    return table(tuple(SPEED), rows)
 
 
 def rates(results_dir: Path) -> str:
@@ -184,37 +174,4 @@ SECOND_PASS: Mapping[str, Cell] = {
     "its speed-up": times,
     "the first costs more": of(percent, "first_costs", 0),
     "plain, ms": of(number, "plain_ms", 2),
-}
-
-
-def _labels(run: Run) -> list[str]:
-    return list(run.metrics["methods"])
-
-
-def _claim(run: Run, label: str) -> str:
-    calibration = run.metrics["methods"][label]["calibration"]
-    what = "right answers" if calibration["metric"] == "accuracy" else "answers"
-    return (
-        f"{percent(calibration['max_drop'])} of {what}, {calibration['sources']}, "
-        f"audit {percent(run.config['cache']['audit'], 0)}"
-    )
-
-
-def _speed(run: Run, label: str, claim: str) -> Sequence[str]:
-    replayed = run.metrics["replayed"].get(label)
-    return row_of(SPEED, {"run": run, "claim": claim, "replayed": replayed, **run.metrics["methods"][label]})
-
-
-SPEED: Mapping[str, Cell] = {
-    "stream": lambda row: row["run"].task,
-    "claim": itemgetter("claim"),
-    "hits": of(percent, "hit_rate"),
-    "changed": of(percent, "changed_answers", 2),
-    "points lost": bounded(points, "accuracy_drop"),
-    "speed-up after learning": times,
-    "learning included": of(number, "speedup_with_learning", 2),
-    "a miss costs more": of(percent, "miss_overhead", 0),
-    "a hit costs": of(percent, "hit_cost", 0),
-    "paid back after": of(paid_back, "paid_back_after"),
-    "same hits, BERT-base": lambda row: times(row["replayed"] or {}),
 }

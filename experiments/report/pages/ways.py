@@ -5,14 +5,12 @@ from pathlib import Path
 
 from experiments.report.markdown import percent, table
 from experiments.report.pages.files import MISSING, by_task, each, row_of, runs_if_any
-from experiments.report.pages.reuse import trust_runs
-from experiments.report.trust import chosen
+from experiments.report.pages.reuse import chosen, trust_runs
 from experiments.runs.read import Figures, Run
 
 #: Ways that are calibrated by the same tests on the same requests, in the order of the rows, and what they are called.
 NAMES = {
     "llmcache": "llmcache: neighbours and forecast",
-    "neighbours": "neighbours alone",
     "student": "student: the forecast alone",
     "semantic_response": "semantic response cache",
     "doccache": "DocCache",
