@@ -68,7 +68,7 @@ GENERATION = {"generation", "models", "request", "errors", "threads"}
 
 @functools.cache
 def imports(path: Path) -> list[tuple[str, list[str]]]:
-    """Modules that a file imports when it runs, with the names it takes from them; those for types alone are left out."""
+    """Modules that a file imports when it runs, with the names it takes from them; not those for types alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     guarded = [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
