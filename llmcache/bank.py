@@ -275,7 +275,11 @@ class Bank:
 
     def _take_in(self, entry: Entry) -> None:
         self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
-        self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
+        try:
+            self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
+        except BaseException:  # nobody would ever let it leave
+            self._leave(entry.key)
+            raise
 
     def _leave(self, key: str) -> None:
         is_pinned = key in self._pinned

@@ -161,7 +161,8 @@ class CachedForward(Swap):
         if self.is_retired:
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            self._count_compiled(args, kwargs)
+            if not (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):  # that leaves no graph
+                self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
         # Some calls are computed to be observed: nothing serves them, and nothing of them is stored or counted.
         is_collecting = self._observer is not None and self._observer.collected.get() is not None
@@ -171,15 +172,18 @@ class CachedForward(Swap):
             return self._run(self.open(args, kwargs, is_collecting))
 
     def _run(self, call: Call) -> Any:
-        if not call.is_collected:
-            self._local.last = ()  # until it has succeeded
+        before = self.last
         try:
             self.look_up(call)
             output = self.answer(call)
         except BaseException:
             self._withdraw(call)
+            if not call.is_collected:
+                self._local.last = ()
             raise
         self.close(call, output)
+        if call.reason == "decode":  # a part of the request before
+            self._local.last = before
         return output
 
     # -- open ----------------------------------------------------------------------------------------------------------

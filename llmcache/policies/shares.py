@@ -39,11 +39,12 @@ class Shares:
 
     def remove(self, namespace: str, key: str) -> None:
         """An entry is held no longer."""
-        self.policies[namespace].on_remove(key)
+        policy = self.policies[namespace]
         self._grow(namespace, -self._held[namespace].pop(key))
         if not self._held[namespace]:
             del self.policies[namespace], self._held[namespace], self._nbytes[namespace]
             self._largest.discard(namespace)
+        policy.on_remove(key)  # last: it may be of somebody else, and fail
 
     def victim(self, namespace: str, nbytes: int) -> str:
         """Who leaves for an entry of a namespace that takes so many bytes.
@@ -54,16 +55,24 @@ class Shares:
         largest = self._largest.first()
         if self._nbytes.get(namespace, -nbytes) + nbytes >= self._nbytes[largest]:
             largest = namespace
-        return self.policies[largest].victim()
+        return self._first(largest)
 
     def victim_by_number(self, namespace: str) -> str:
         """Likewise, where there are too many entries."""
         held = {name: len(keys) + (name == namespace) for name, keys in self._held.items()}
-        return self.policies[max(held, key=held.__getitem__)].victim()
+        return self._first(max(held, key=held.__getitem__))
 
     def expired(self) -> list[str]:
         """All that must leave now; see `Policy.expired`."""
         return [key for policy in list(self.policies.values()) for key in policy.expired()]
+
+    def _first(self, namespace: str) -> str:
+        """Who leaves a namespace: the oldest entry where its policy names one that it failed to let go of."""
+        policy, held = self.policies[namespace], self._held[namespace]
+        if (key := policy.victim()) in held:
+            return key
+        policy.on_remove(key)
+        return next(iter(held))
 
     def _grow(self, namespace: str, nbytes: int) -> None:
         self._nbytes[namespace] += nbytes

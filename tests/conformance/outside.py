@@ -3,25 +3,15 @@
 `n_used` counts, over all objects of a class, what its kind is there for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from llmcache.reuse import CacheBanks, Call, Row
 from torch import Tensor, nn
 
-from llmcache import (
-    Codec,
-    Decision,
-    Evidence,
-    Fingerprint,
-    Index,
-    Policy,
-    Reuse,
-    Rung,
-    View,
-)
+from llmcache import Call, Codec, Fingerprint, Hit, Index, Policy, View
 
 
 class MostRecent(Policy):
@@ -122,21 +112,6 @@ class Lengths(Fingerprint):
         return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 
-class SecondBest(Decision):
-    """The second nearest one serves."""
-
-    n_used = 0
-
-    def __init__(self, k: int = 2) -> None:
-        """Look at so many."""
-        self.k = k
-
-    def choose(self, seen: Evidence) -> tuple[int, float]:
-        type(self).n_used += 1
-        number = min(1, len(seen.similarity) - 1)
-        return number, -seen.similarity[number]
-
-
 class Mirrored(Codec):
     """Each row from its end to its beginning."""
 
@@ -155,37 +130,26 @@ class Mirrored(Codec):
         return True
 
 
-class SameTokens(Rung):
+class SameTokens:
     """Serves a request from an earlier one with the same tokens in another order."""
 
     name = "same_tokens"
     is_lossless = False
     n_used = 0
 
-    def __init__(self, banks: CacheBanks, least: int = 1) -> None:
+    def __init__(self, bank: Any, least: int = 1) -> None:
         """Serve requests of so many tokens or more."""
-        self.banks = banks
-        self.least = least
+        self.bank, self.least = bank, least
         self.seen: dict[tuple[object, ...], str] = {}
 
-    def applies_at(self, layer: int) -> bool:
-        return layer == 0
-
-    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        found = (self.find(call, row) for row in rows)
-        return [reuse for reuse in found if reuse is not None]
-
-    def find(self, call: Call, row: Row) -> Reuse | None:
-        ids = call.inputs.arguments["input_ids"][row.number, row.valid].tolist()
-        source = self.seen.setdefault((call.read.scope, *sorted(ids)), row.key)
-        if source == row.key or len(ids) < self.least:
-            return None
-        last = self.banks.layers[-1]
-        state = self.banks.read(source, last, with_kv=call.progress.kv_cache is not None)
-        if state is None:
-            return None
-        type(self).n_used += 1
-        return Reuse(row.number, last, self.name, state.hidden, state.kv, source, similarity=None)
+    def look_up(self, call: Call, rows: Any) -> None:
+        held = {entry.key: entry for entry in self.bank.entries()}
+        for row in rows:
+            tokens = call.arguments["input_ids"][row.number, row.valid].tolist()
+            source = held.get(self.seen.setdefault((call.scope, *sorted(tokens)), row.key))
+            if source is not None and len(tokens) >= self.least:
+                type(self).n_used += 1
+                call.hits[row.number] = Hit(self.name, source.key, source.fields, similarity=None)
 
 
 class Stage(nn.Module):

@@ -9,11 +9,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.execution.cost import CostModel
 from llmcache.models.adapters import ADAPTERS
-from llmcache.reuse.exact import Exact
-from tests import inside
-from tests.reuse.prompts import BLOCK, CACHES, FAMILIES, branch, close, fail_once, plainly, run, wrapped
+from tests.prefix.prompts import BLOCK, CACHES, FAMILIES, branch, close, fail_once, plainly, run, wrapped
 from tests.tiny_models import GENERATORS, build, padded, rounding, tokens
 
 LENGTHS = {"shorter than a block": 3, "full blocks": 8, "blocks and a tail": 10}
@@ -131,17 +128,6 @@ def test_a_repeat_comes_back_bit_for_bit_and_nothing_runs(
     assert (cache.stats().hits, cache.stats().errors) == ({"exact": 4}, 0)
 
 
-@pytest.mark.parametrize("return_dict", [True, False])
-def test_the_trunks_own_output_is_packed_as_it_was(return_dict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = build(GENERATORS["gpt2"])
-    cache = wrapped(model)
-    first = run(model.transformer, tokens(1, 10), return_dict=return_dict)
-    nothing_runs(monkeypatch, model)
-    again = run(model.transformer, tokens(1, 10), return_dict=return_dict)
-    assert (type(again), len(again), cache.last[0].rung) == (type(first), len(first), "exact")
-    assert torch.equal(again[0], first[0])
-
-
 @pytest.mark.parametrize("left", [True, False])
 def test_rows_of_a_padded_batch_are_found_in_other_batches(model: Any, left: bool) -> None:
     inputs = padded([10, 3, 8], left=left)
@@ -170,16 +156,6 @@ def test_padding_that_was_cut_is_not_taken_for_what_the_model_makes_of_it(model:
     close(cache(**inputs).logits, plain)
 
 
-def test_a_model_whose_first_parameter_is_of_another_dtype(model: Any) -> None:
-    """What enters the layers is known only when they are reached; what was found before is served all the same."""
-    model.model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    cache, ids = wrapped(model), tokens(1, 10)
-    first = cache(ids)
-    for _ in range(2):
-        assert same(cache(ids), first)
-    assert (cache.stats().hits, cache.stats().errors) == ({"exact": 2}, 0)
-
-
 @of_each_length
 @pytest.mark.parametrize("prefix", [True, False], ids=["in blocks", "as entries"])
 def test_rows_that_are_the_same_request_come_back_each_as_it_was(length: int, prefix: bool) -> None:
@@ -202,16 +178,6 @@ def test_rows_that_came_out_alike_are_held_once(model: Any) -> None:
     assert same(cache(ids), first)
 
 
-def test_a_row_that_differs_in_blocks_of_another_run_comes_back_as_it_was() -> None:
-    """Beside a row of which nothing is known all is computed; what is held of the other was rounded otherwise."""
-    cache = wrapped(rounding("gpt2"), tokens(1, 10))
-    ids = torch.cat([tokens(1, 14, seed=5), branch(tokens(1, 10), 9, 14, seed=6)])
-    first = cache(ids)
-    assert cache.stats().n_hits == 0
-    assert same(cache(ids), first)
-    assert cache.stats().hits == {"exact": 2}
-
-
 def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
     inputs = padded([10, 10])
     cache = wrapped(model)
@@ -223,14 +189,6 @@ def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
         close(cache(**holes).logits[where], plain[where])
         assert [outcome.rung for outcome in cache.last] == rungs
     assert cache.stats().n_entries == {3: 1}
-
-
-@pytest.mark.parametrize(
-    "settings", [{"layers": [1]}, {"rungs": [type("Further", (Exact,), {"name": "further"})]}, {"prefix": False}]
-)
-def test_other_layers_custom_rungs_and_codecs_have_entries(model: Any, settings: dict[str, Any]) -> None:
-    stats = wrapped(model, tokens(1, 10), tokens(1, 10), **settings).stats()
-    assert (sum(stats.n_entries.values()), stats.n_stored, stats.hits) == (1, 1, {"exact": 1})
 
 
 def test_a_trunk_that_puts_out_more_has_entries(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,17 +246,6 @@ def test_namespaces_share_nothing_and_are_purged_and_counted(model: Any) -> None
     assert (cache.stats().n_stored, cache.stats().held_nbytes, cache.stats().n_blocks) == (0, 0, 0)
 
 
-def test_other_weights_find_nothing_and_those_of_before_find_their_own(model: Any) -> None:
-    ids = tokens(1, 10)
-    cache = wrapped(model, ids)
-    for scale, rung in ((2.0, None), (0.5, "exact")):
-        with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight.mul_(scale)
-        plain = plainly(cache, ids).logits
-        assert torch.equal(cache(ids).logits, plain)
-        assert cache.last[0].rung == rung
-
-
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
@@ -315,42 +262,6 @@ def test_a_cache_that_was_half_filled_layer_by_layer_is_emptied(
         cache(ids, past_key_values=kv)
     assert kv.get_seq_length() == 0
     assert torch.equal(cache(ids, past_key_values=kv).logits, plain)
-
-
-def before_layer_2(model: Any, act: Any) -> None:
-    """Have something happen in each call that gets so far."""
-    swap = model.model.layers[2].__dict__["forward"]
-    original = swap.original
-    swap.had_own_forward, swap._original = True, lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
-
-
-def test_unwrapped_while_some_rows_skip_the_layers(model: Any) -> None:
-    ids = tokens(2, 10)
-    plain = run(model, ids)
-    cache = wrapped(model, ids[:1])
-    before_layer_2(model, cache.unwrap)
-    assert same(run(model, ids), plain)
-    assert cache.stats().bypassed["unwrapped"] == 2
-
-
-def test_an_edit_while_it_is_computed_is_not_stored(model: Any) -> None:
-    cache = wrapped(model)
-    before_layer_2(model, lambda: model.model.layers[3].mlp.up_proj.reset_parameters())
-    cache(tokens(1, 10))
-    assert (cache.stats().n_stored, cache.stats().n_blocks, cache.last[0].bypassed) == (0, 0, "weights_changed")
-
-
-def test_a_request_that_is_held_is_served_while_others_bypass(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = wrapped(model, auto_bypass=True)
-    inside.replace(cache, cost=CostModel(4, 8))
-    measured = {"worthwhile_from": 0.9, "is_cheap": False, "saved_s": 1.0, "serves": lambda self, share: share > 0.3}
-    for name, value in measured.items():
-        monkeypatch.setattr(f"llmcache.execution.length_costs.LengthCosts.{name}", value)
-    told = []
-    for seed in (*range(10), 3, 20):
-        cache(tokens(1, 10, seed))
-        told.append(cache.last[0].rung or cache.last[0].bypassed)
-    assert told == [None] * 8 + ["not_worthwhile"] * 2 + ["exact", "not_worthwhile"]
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

@@ -6,12 +6,11 @@ import torch
 
 from llmcache.arrays import Floats
 from llmcache.errors import ConfigError
-from llmcache.fingerprint import Learned, View
+from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
 from llmcache.models.payloads import PAYLOADS
 from llmcache.models.token_vectors import TokenVectors
 from llmcache.request.rows import Row
-from llmcache.testing import check_fingerprint
 from tests.tiny_models import BARE, STRANGERS, VOCABULARY, build
 
 D = 12
@@ -112,23 +111,7 @@ def test_tokens_that_were_not_learned_from_are_guessed() -> None:
     assert max(asked) < 60  # the model is not run for a new token
 
 
-def test_it_keeps_the_rules() -> None:
-    def unfitted() -> Learned:
-        learned = Learned(dim=8)
-        learned.bind(lambda ids: TABLE[ids], think)
-        return learned
-
-    check_fingerprint(unfitted)
-
-
-def test_features_are_the_content_tokens() -> None:
-    ids = torch.tensor([[1, 40, 41, 2, 0]])
-    content = torch.tensor([[False, True, True, False, False]])
-    features = Learned().features(View(torch.zeros(1, 5, D), content, ids))
-    assert features.tolist() == [[-1, 40, 41, -1, -1]]
-
-
-@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "t5", "bart", "mpnet", "deberta"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "t5", "deberta"])
 def test_vectors_of_tokens_are_what_the_model_makes_of_each_alone(family: str) -> None:
     model = build(BARE[family]).eval()
     trunk = locate(model)

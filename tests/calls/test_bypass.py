@@ -1,6 +1,5 @@
 """Every reason to bypass the cache: counted, logged once with its cure, and computed as the plain model does."""
 
-import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +12,15 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from llmcache import ConfigError, LLMCache, UnsupportedModelError
 from llmcache.request.bypass import CURES
-from tests.execution.calls import Make, agree, assert_close, one_layer, pair, quietly, run, wrapped
+from tests.calls.helpers import Make, agree, assert_close, one_layer, pair, quietly, run, wrapped
 from tests.tiny_models import (
     BARE,
     CLASSIFIERS,
     GENERATORS,
     STRANGE_GENERATORS,
     STRANGERS,
-    TOKEN_HEADS,
     build,
+    llama,
     padded,
     tokens,
 )
@@ -80,6 +79,13 @@ def all_states_by_config(model: nn.Module) -> Any:
         model.config.output_hidden_states = False
 
 
+def hooked(model: nn.Module) -> Any:
+    handle = model.encoder.layer[1].register_forward_hook(lambda *_: None)
+    output = quietly(model, **X)
+    handle.remove()
+    return output
+
+
 BYPASSES: dict[str, tuple[str, Call]] = {
     "gradients": ("gradients", lambda model: model(**X)),
     "training": ("training", in_training(nn.Module)),
@@ -92,6 +98,7 @@ BYPASSES: dict[str, tuple[str, Call]] = {
         "inputs_embeds",
         asking(inputs_embeds=lambda m: m.embeddings.word_embeddings(X["input_ids"]), input_ids=None),
     ),
+    "hooks of others": ("hooked", hooked),
     "unknown argument": ("unknown_argument", asking(something_new=torch.ones(1))),
 }
 
@@ -102,7 +109,7 @@ def test_bypassed_calls_are_the_plain_models(case: str, caplog: pytest.LogCaptur
     model = build(BARE["bert"])
     model.set_attn_implementation("eager")  # the one that has attentions
     plain = dict(call(model))
-    with LLMCache.wrap(model, layers="all") as cache:
+    with LLMCache.wrap(model) as cache:
         cache(**X)  # entries that could be served wrongly
         with caplog.at_level(logging.DEBUG, logger="llmcache"):
             assert equal(dict(call(model)), plain)
@@ -115,15 +122,6 @@ def test_bypassed_calls_are_the_plain_models(case: str, caplog: pytest.LogCaptur
     assert CURES[reason] in told[0]
 
 
-def test_gradients_flow_through_a_wrapped_model() -> None:
-    cache, alone = pair(CLASSIFIERS["bert"])
-    cache(**X)
-    for model in (cache.model, alone):
-        model(**X).logits.sum().backward()
-    for ours, theirs in zip(cache.model.parameters(), alone.parameters(), strict=True):
-        assert equal(ours.grad, theirs.grad)
-
-
 def test_calling_the_cache_needs_no_context() -> None:
     cache = wrapped(BARE["bert"])
     assert torch.is_grad_enabled()
@@ -134,21 +132,6 @@ def test_calling_the_cache_needs_no_context() -> None:
     assert not output.is_inference()
     output.add_(1.0)  # a normal tensor, which may be written
     assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 6}, {})
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "bart"])
-@pytest.mark.parametrize("what", ["output_attentions", "output_hidden_states"])
-def test_heads_hand_on_what_was_asked_for(family: str, what: str) -> None:
-    cache, alone = pair({**CLASSIFIERS, **GENERATORS}[family])
-    for model in (cache.model, alone):
-        model.set_attn_implementation("eager")
-    inputs = {"input_ids": tokens(2, 5)}
-    inputs["input_ids"][:, -1] = alone.config.eos_token_id or 3
-    if alone.config.is_encoder_decoder:
-        inputs |= {"decoder_input_ids": inputs["input_ids"], "use_cache": False}
-    cache(**inputs)
-    assert equal(dict(cache(**inputs, **{what: True})), dict(quietly(alone, **inputs, **{what: True})))
-    assert cache.stats().bypassed == {what: 2}
 
 
 def test_decode_steps_are_counted_apart_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,17 +159,12 @@ def test_disabled_is_plain_and_no_warning(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
-def test_compiled_models_run_their_own_graph(when: str) -> None:
+def test_compiled_models_run_their_own_graph() -> None:
     torch._dynamo.reset()
     cache, alone = pair(one_layer)
     inputs = padded([6, 6])
     expected = run(alone, **inputs)
     compiled: Any = torch.compile(cache.model, backend="eager")
-    if when == "before wrapping":
-        model = cache.unwrap()
-        assert_close(run(compiled, **inputs), expected)
-        cache = LLMCache.wrap(model)
     cache(**inputs)
     for _ in range(2):
         assert_close(run(compiled, **inputs), expected)
@@ -195,15 +173,6 @@ def test_compiled_models_run_their_own_graph(when: str) -> None:
     assert (stats.n_hits, stats.errors) == (0, 0)
     cache.unwrap()
     assert_close(run(compiled, **inputs), expected)
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_counting_leaves_the_graph_so_fullgraph_says_no() -> None:
-    torch._dynamo.reset()
-    model = wrapped(one_layer).model
-    with torch.inference_mode(), pytest.raises(torch._dynamo.exc.Unsupported, match="_count_compiled"):
-        torch.compile(model, backend="eager", fullgraph=True)(**padded([6, 6]))
     torch._dynamo.reset()
 
 
@@ -269,13 +238,6 @@ def test_kv_caches_that_cannot_be_filled(make: Make, kind: type[tf.DynamicCache]
     assert cache.stats().bypassed == {"kv_cache_kind": 4}
 
 
-def test_a_sliding_window_model_without_kv_is_served() -> None:
-    cache, alone = pair(STRANGE_GENERATORS["mistral"])
-    for _ in range(2):
-        agree(cache, alone, **padded([9, 7]), use_cache=False)
-    assert cache.stats().hits == {"exact": 2}
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_causal_classifier_answers_without_the_kv_that_its_head_never_reads(family: str) -> None:
     cache, alone = pair(CLASSIFIERS[family])
@@ -294,38 +256,6 @@ def test_cross_attention_goes_by() -> None:
     for encoded in (torch.randn(2, 5, 32), torch.randn(2, 5, 32)):
         agree(cache, alone, input_ids=ids, encoder_hidden_states=encoded)
     assert cache.stats().bypassed == {"cross_attention": 4}
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "bart"])
-def test_a_tuple_is_returned_to_who_asks_for_one(family: str) -> None:
-    cache, alone = pair(BARE[family])
-    inputs = {"input_ids": tokens(2, 5), "return_dict": False}
-    cold, warm, expected = cache(**inputs), cache(**inputs), quietly(alone, **inputs)
-    assert isinstance(warm, tuple)
-    assert len(warm) == len(cold) == len(expected)
-    torch.testing.assert_close(warm[0], expected[0])
-    assert cache.stats().hits == {"exact": 2}
-
-
-@pytest.mark.parametrize("name", ["neox", "falcon", "gpt_bigcode", "qwen3", "mistral"])
-def test_decoders_that_no_adapter_names_generate_the_same_tokens(name: str) -> None:
-    """Their layers may call the K/V argument anything; a prefill that leaves K/V empty is silently wrong."""
-    model = build(STRANGE_GENERATORS[name])
-    asked = padded([7, 4], left=True) | {
-        "max_new_tokens": 8,
-        "min_new_tokens": 8,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    plain = model.generate(**asked)
-    try:
-        cache = LLMCache.wrap(model)
-    except UnsupportedModelError:
-        return  # a clear refusal will do
-    for _ in range(2):
-        assert torch.equal(model.generate(**asked), plain)
-    assert cache.stats().bypassed.get("mask_4d", 0) == 0  # a decode step that sees no K/V looks like this
-    assert cache.stats().bypassed.get("kv_cache_kind", 0) == (4 if name == "mistral" else 0)
 
 
 def test_recurrent_models_are_refused() -> None:
@@ -348,18 +278,6 @@ def test_weights_made_under_inference_mode_go_by() -> None:
     assert cache.stats().bypassed == {"inference_weights": 2}
 
 
-@pytest.mark.parametrize("family", STRANGERS)
-def test_encoders_that_no_adapter_names_are_right_or_refused(family: str) -> None:
-    seen = padded([8, 5, 7], seed=3)
-    both = {name: torch.cat([value, padded([6, 8], seed=9)[name]]) for name, value in seen.items()}
-    try:
-        cache, alone = pair(STRANGERS[family], layers=[0])
-    except UnsupportedModelError:
-        return  # a clear refusal will do
-    cache(**seen)
-    agree(cache, alone, **both)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "modernbert"])
 def test_the_mean_after_a_final_norm_is_right(family: str) -> None:
     cache, alone = pair(STRANGERS[family], payload="mean")
@@ -368,27 +286,6 @@ def test_the_mean_after_a_final_norm_is_right(family: str) -> None:
     cache(**inputs)
     found, expected = cache(**inputs).last_hidden_state, run(alone, **inputs)
     assert_close((found * weights).sum(1), (expected * weights).sum(1))
-
-
-@pytest.mark.parametrize("family", ["deberta", "mpnet", "llama", "bert", "t5", "gpt2"])
-@pytest.mark.parametrize("n_rows", [6, 16])
-def test_a_batch_as_large_as_some_other_size_is_right(family: str, n_rows: int) -> None:
-    """A table shared by all rows may have as many rows as the batch: DeBERTa's relative positions have 16."""
-    cache, alone = pair(BARE[family], layers=[0])
-    ids = tokens(n_rows, 6)
-    cache(input_ids=ids[:4])
-    agree(cache, alone, input_ids=ids)
-    assert cache.stats().hits == {"exact": 4}
-
-
-def test_new_tokens_after_wrapping_are_served() -> None:
-    cache = wrapped(TOKEN_HEADS["token"])
-    cache(input_ids=tokens(1, 4))
-    cache.model.resize_token_embeddings(100, mean_resizing=False)
-    alone = copy.deepcopy(cache.model)
-    for _ in range(2):
-        agree(cache, alone, input_ids=torch.tensor([[6, 7, 98]]))
-    assert (cache.stats().errors, cache.stats().hits) == (0, {"exact": 1})
 
 
 def test_an_input_on_another_device_is_the_models_own_affair_and_nothing_is_stored() -> None:
@@ -400,27 +297,105 @@ def test_an_input_on_another_device_is_the_models_own_affair_and_nothing_is_stor
     assert cache.stats().hits == {"exact": 1}
 
 
-class MeanForSequenceClassification(nn.Module):
-    """A class of one's own with a familiar name, whose head reads all tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert = BARE["bert"]()
-
-    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return self.bert(**inputs).last_hidden_state.mean(1)
-
-
-def test_a_users_own_class_with_a_familiar_name_keeps_all_tokens() -> None:
-    cache, alone = pair(MeanForSequenceClassification)
-    for _ in range(2):
-        assert_close(cache(input_ids=tokens(2, 6)), quietly(alone, input_ids=tokens(2, 6)))
-    assert cache.stats().hits == {"exact": 2}
-
-
 def test_what_a_classifiers_entry_does_not_keep_is_not_taken_for_states() -> None:
     cache = wrapped(CLASSIFIERS["bert"])
-    cache(**padded([5]))
-    hidden = run(cache.model.bert, **padded([5]))
+    for _ in range(2):
+        hidden = run(cache.model.bert, **padded([5]))
     assert hidden[0, 0].isfinite().all()
     assert hidden[0, 1:].isnan().all()
+
+
+# -- what decides an output and is not part of the key -----------------------------------------------------------------
+
+DECODERS = GENERATORS | STRANGE_GENERATORS
+PACKED = {"input_ids": tokens(1, 8), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_an_argument_that_is_false_is_not_one_that_is_absent(family: str) -> None:
+    cache, alone = pair(DECODERS[family])
+    inputs = {"input_ids": tokens(2, 20)}
+    longer = {"input_ids": torch.cat([inputs["input_ids"], tokens(2, 3, seed=4)], dim=1)}
+    assert (run(alone, **inputs) - run(alone, **inputs, is_causal=False)).abs().max() > 0.1
+    agree(cache, alone, **inputs, is_causal=False)
+    agree(cache, alone, **inputs)
+    agree(cache, alone, **inputs, is_causal=False)
+    agree(cache, alone, **longer)
+    assert cache.stats().bypassed == {"unknown_argument": 4}
+
+
+def test_an_argument_that_equals_its_default_is_absent() -> None:
+    class Scaled(tf.BertModel):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, scale: float = 1.0, **more: Any) -> Any:
+            output = super().forward(input_ids, attention_mask, **more)
+            output.last_hidden_state = output.last_hidden_state * scale
+            return output
+
+    Scaled.__name__ = "BertModel"
+    cache = wrapped(lambda: Scaled(BARE["bert"]().config))
+    ids = tokens(1, 6)
+    cache(input_ids=ids)
+    cache(input_ids=ids, scale=1.0)
+    assert cache.stats().hits == {"exact": 1}
+    for other in (2.0, 1, True):
+        cache(input_ids=ids, scale=other)
+    assert cache.stats().bypassed == {"unknown_argument": 3}
+
+
+def test_tokens_put_elsewhere_in_the_kv_cache_are_bypassed() -> None:
+    cache = wrapped(GENERATORS["llama"])
+    for order in (torch.arange(6), torch.arange(6), torch.arange(6) + 2, torch.zeros(1, dtype=torch.long)):
+        cache(input_ids=tokens(1, 6), cache_position=order)
+    assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 1}, {"unknown_argument": 2})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_causal_classifier_is_not_run_without_kv_where_positions_would_then_tell_texts_apart(family: str) -> None:
+    cache, alone = pair(CLASSIFIERS[family])
+    assert (run(alone, **PACKED) - run(alone, **PACKED, use_cache=False)).abs().max() > 1e-3
+    for _ in range(2):
+        agree(cache, alone, **PACKED)
+        agree(cache, alone, **PACKED, use_cache=False)
+        agree(cache, alone, **PACKED, attention_mask=torch.ones_like(PACKED["input_ids"]))
+        agree(cache, alone, **PACKED | {"position_ids": torch.arange(8)[None]})
+    assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 1}, {"packed": 6})
+
+
+def test_one_packed_row_goes_by_alone() -> None:
+    cache, alone = pair(GENERATORS["llama"])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]])
+    for _ in range(2):
+        agree(cache, alone, input_ids=tokens(2, 6), position_ids=positions, use_cache=False)
+    assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 1}, {"packed": 2})
+
+
+_MOE = llama(num_hidden_layers=2).to_dict() | {"num_experts_per_tok": 1}
+MIXTURES: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": lambda: tf.MixtralModel(tf.MixtralConfig(**_MOE, num_local_experts=2)),
+    "qwen3": lambda: tf.Qwen3MoeModel(tf.Qwen3MoeConfig(**_MOE, num_experts=2, moe_intermediate_size=16)),
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_router_logits_that_are_asked_for_by_config_after_warming(family: str) -> None:
+    cache = wrapped(MIXTURES[family])
+    inputs = {"input_ids": tokens(1, 6)}
+    for _ in range(2):
+        cache(**inputs)
+    assert cache.stats().hits == {"exact": 1}
+    cache.model.config.output_router_logits = True
+    assert len(cache(**inputs).router_logits) == 2
+    assert len(cache(**inputs, output_router_logits=True).router_logits) == 2
+    assert cache(**inputs, output_router_logits=False).get("router_logits") is None
+    assert cache.stats().bypassed == {"more_output": 2}
+    assert "more_output" in CURES
+
+
+def test_positions_that_are_no_integers_are_computed() -> None:
+    cache, alone = pair(GENERATORS["llama"])
+    inputs = {"input_ids": tokens(1, 9), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
+    for _ in range(2):
+        for positions in (torch.arange(9.0)[None], torch.arange(9.0)[None] + 0.5):
+            served, expected = (model(**inputs, position_ids=positions).past_key_values for model in (cache, alone))
+            assert_close(served.layers[0].keys, expected.layers[0].keys)
+    assert cache.stats().bypassed == {"input_shape": 4}

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from llmcache.prefix.kv_fill import empty, fill, join
-from tests.reuse.prompts import CACHES
+from tests.prefix.prompts import CACHES
 
 CONFIG = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=8)
 GROWING = ("dynamic", "made ahead")

@@ -1,10 +1,8 @@
 """Decoders, prompts that share a beginning, and K/V caches of every kind: what the tests of blocks are made of."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +27,6 @@ CACHES: dict[str, Callable[[Any], Any]] = {
     "static": lambda config: StaticCache(config=config, max_cache_len=24),
 }
 #: A small Llama that was trained on stories.
-STORIES = Path(os.environ.get("LLMCACHE_MODELS", "")) / "stories260K"
-needs_stories = pytest.mark.skipif(
-    not (STORIES / "config.json").is_file(), reason="needs stories260K: set LLMCACHE_MODELS to a folder that holds it"
-)
 
 close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 

@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 from torch import nn
 
-from tests.reuse.prompts import branch, run, wrapped
-from tests.tiny_models import GENERATORS, PAD, build, llama, padded, tokens
+from tests.prefix.prompts import branch, run, wrapped
+from tests.tiny_models import GENERATORS, build, llama, tokens
 
 ORIGINAL = 24  # tokens from which frequencies change
 TEXT = tokens(1, 60)
@@ -51,27 +51,11 @@ def test_a_prompt_beyond_the_original_length_is_computed(kind: str) -> None:
     assert not torch.allclose(expected, long[:, :21], atol=1e-3)  # else all this shows nothing
 
 
-@of_each_rope
-def test_a_short_row_beside_a_long_one_is_not_stored(kind: str) -> None:
-    cache = wrapped(rotary(kind))
-    cache(**padded([12, 40]))
-    assert {outcome.bypassed for outcome in cache.last} == {"rope_by_length"}
-    assert cache.stats().n_stored == 0
-
-
 def test_positions_decide_where_they_are_given() -> None:
     cache = wrapped(rotary("dynamic"))
     for first, bypassed in ((ORIGINAL, "rope_by_length"), (0, None)):
         cache(tokens(1, 8), position_ids=torch.arange(8)[None] + first)
         assert cache.last[0].bypassed == bypassed
-
-
-def test_tokens_that_see_later_ones_share_no_prefix(model: Any) -> None:
-    model.config.is_causal = False
-    plain = run(model, TEXT[:, :30]).logits
-    cache = wrapped(model, TEXT[:, :16])
-    torch.testing.assert_close(cache(TEXT[:, :30]).logits, plain)
-    assert (cache.last[0].n_prefix, cache.stats().n_blocks) == (0, 0)
 
 
 @pytest.mark.parametrize("where", ["layers.1", "embed_tokens", "layers.0.mlp"])
@@ -94,13 +78,3 @@ def test_an_id_below_the_vocabulary_is_left_to_the_model() -> None:
     with pytest.raises(IndexError):
         cache(branch(ids, 8, 12))
     assert cache.stats().n_prefix_tokens == 0
-
-
-def test_a_prefill_in_chunks(model: Any) -> None:
-    settings = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD, "prefill_chunk_size": 7}
-    prompts = [TEXT[:, :20], TEXT[:, :28]]
-    plain = [model.generate(ids, **settings) for ids in prompts]
-    cache = wrapped(model)
-    for ids, expected in zip(prompts, plain, strict=True):
-        assert torch.equal(model.generate(ids, **settings), expected)
-    assert cache.stats().errors == 0

@@ -1,7 +1,6 @@
 """Prompts that share a beginning: what is served is what the plain model computes, whatever the batch and the cache."""
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,32 +12,22 @@ from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcache.errors import ConfigError
-from llmcache.prefix import rung
-from tests import inside
-from tests.reuse.prompts import (
+from llmcache.prefix.prefix import Prefix
+from tests.prefix.prompts import (
     CACHES,
     FAMILIES,
-    STORIES,
     branch,
     close,
     fail_once,
-    needs_stories,
     plainly,
     run,
     wrapped,
 )
-from tests.tiny_models import CLASSIFIERS, PAD, batch, build, tokens
+from tests.tiny_models import CLASSIFIERS, batch, build, tokens
 
 STEM = tokens(1, 24)
 ASKED = branch(STEM, 20, 24)
 ROWS = [branch(STEM, n, length, seed) for seed, (n, length) in enumerate([(20, 22), (9, 15), (16, 16), (12, 24)])]
-WAYS: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3},
-    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.5},
-    "several samples": {"do_sample": True, "num_return_sequences": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
-    "static cache": {"cache_implementation": "static"},  # without a mask, in some families by kind of layer
-}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -54,46 +43,6 @@ def llama() -> Any:
 @pytest.fixture
 def gpt2() -> Any:
     return build(FAMILIES["gpt2"])
-
-
-def greedy(model: Any, *prompts: Tensor, **inputs: Any) -> Tensor:
-    return model.generate(*prompts, **{"do_sample": False, "max_new_tokens": 8, "pad_token_id": PAD, **inputs})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("trained", marks=needs_stories)])
-def test_greedy_tokens_are_the_same(family: str) -> None:
-    model, n = (build(FAMILIES[family]), 24) if family in FAMILIES else (_stories(), 96)
-    draw = random.Random(0)
-    prompts = [branch(tokens(1, n), draw.randint(0, n - 4), draw.randint(n - 3, n + 6), seed) for seed in range(15)]
-    plain = [greedy(model, prompt) for prompt in prompts]
-    cache = wrapped(model, prefix_block=n // 6)
-    for prompt, expected in zip(prompts, plain, strict=True):
-        assert torch.equal(greedy(model, prompt), expected)
-    stats = cache.stats()
-    assert stats.hits["prefix"] > 8
-    assert stats.n_requests == stats.n_hits + stats.n_misses == len(prompts)
-    assert 0 < stats.n_prefix_tokens < stats.n_prompt_tokens == sum(prompt.shape[1] for prompt in prompts)
-    assert stats.errors == 0
-
-
-def _stories() -> Any:
-    return tf.AutoModelForCausalLM.from_pretrained(STORIES).eval()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_to_decode(model: Any, way: str) -> None:
-    prompt = branch(STEM, 18, 22)
-    torch.manual_seed(3)
-    plain = greedy(model, prompt, **WAYS[way])
-    cache = wrapped(model, STEM, exact=False)
-    for n_known in (18, 20):  # the second time its own blocks are there as well
-        torch.manual_seed(3)
-        assert torch.equal(greedy(model, prompt, **WAYS[way]), plain)
-        assert {outcome.n_prefix for outcome in cache.last} == {n_known}
-    assert set(cache.stats().bypassed) == {"decode"}
-    assert cache.stats().errors == 0
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
@@ -149,17 +98,6 @@ def test_rows_with_different_prefixes_and_padding(model: nn.Module, left: bool) 
     # Known are 20, 9, 16 and 12 tokens; with padding on the left they end in columns 22, 18, 24 and 12.
     assert [outcome.n_prefix for outcome in cache.last] == ([10, 3, 4, 12] if left else [9, 9, 9, 9])
     assert cache.stats().errors == 0
-
-
-@pytest.mark.parametrize("way", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-def test_generation_of_rows_with_different_prefixes(model: nn.Module, way: dict[str, Any]) -> None:
-    """For a static cache `generate()` makes a 4-D mask, of which rows are cut."""
-    inputs = batch(ROWS, left=True)
-    plain = greedy(model, **inputs, **way)
-    cache = wrapped(model, STEM)
-    assert torch.equal(greedy(model, **inputs, **way), plain)
-    assert [outcome.n_prefix for outcome in cache.last] == [10, 3, 4, 12]
-    assert (set(cache.stats().bypassed), cache.stats().errors) == ({"decode"}, 0)
 
 
 @pytest.mark.parametrize("asked", ["loss", "all logits", "two logits", "the trunk"])
@@ -226,24 +164,6 @@ def test_positions_that_differ_do_not_share(gpt2: Any) -> None:
         assert cache.stats().n_prefix_tokens == 0
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_the_callers_cache(model: Any, kind: str) -> None:
-    stem, step = tokens(2, 16), tokens(2, 1, seed=9)
-    prompts = torch.cat([stem[:, :13], tokens(2, 4, seed=3)], dim=1)
-
-    def turn() -> Tensor:
-        kv = CACHES[kind](model.config)
-        first = run(model, prompts, past_key_values=kv)
-        assert int(kv.get_seq_length()) == 17
-        return torch.cat([first.logits, run(model, step, past_key_values=kv).logits], dim=1)
-
-    plain = turn()
-    cache = wrapped(model, stem)
-    close(turn(), plain)
-    assert cache.stats().n_prefix_tokens == 2 * 13
-    assert cache.stats().errors == 0
-
-
 @pytest.mark.parametrize(
     ("stored", "asked", "n"), [(24, 12, 11), (24, 10, 9), (12, 24, 12), (10, 24, 10), (24, 3, 0), (3, 24, 0)]
 )
@@ -253,20 +173,11 @@ def test_a_prompt_within_another_and_around_it(model: nn.Module, stored: int, as
     assert cache.stats().n_prefix_tokens == n
 
 
-def test_states_that_were_reused_make_no_blocks(llama: Any) -> None:
-    cache = wrapped(llama, STEM, layers=[1])  # so that repeats are served from entries
-    assert cache.stats().n_blocks == 6
-    inside.prefix(cache).clear()
-    cache(STEM)
-    assert (cache.last[0].rung, cache.stats().n_blocks) == ("exact", 0)
-
-
 def test_no_prefix_where_it_cannot_serve(gpt2: Any) -> None:
     reads_one_row = build(CLASSIFIERS["gpt2"])  # and is run without K/V
     for model, settings, more in (
         (reads_one_row, {}, {}),
         (gpt2, {"prefix": False}, {}),
-        (gpt2, {"tau": 0.9, "allow_unsafe": True}, {}),
         (gpt2, {}, {"use_cache": False}),  # makes no K/V to keep
         (gpt2, {}, {"token_type_ids": STEM}),
     ):
@@ -278,14 +189,13 @@ def test_no_prefix_where_it_cannot_serve(gpt2: Any) -> None:
 def test_prefixes_alone(gpt2: Any) -> None:
     """Without the exact rung nothing but blocks is kept, and all of the budget is theirs."""
     prompt = tokens(1, 22)
-    plain = greedy(gpt2, prompt)
     cache = wrapped(gpt2, exact=False)
     for n_served in (0, 20):
-        assert torch.equal(greedy(gpt2, prompt), plain)
+        close(cache(prompt).logits, plainly(cache, prompt).logits)
         assert cache.last[0].n_prefix == n_served
     stats = cache.stats()
     assert stats.n_stored == 0 < stats.n_blocks
-    held = [x for block in inside.prefix(cache)._held.values() for x in (block.keys, block.values, block.states)]
+    held = [x for block in cache._core.blocks._held.values() for x in (block.keys, block.values, block.states)]
     assert not any(x.is_inference() or x.requires_grad for x in held)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
     assert sum(storages.values()) == stats.prefix_nbytes
@@ -304,28 +214,6 @@ def test_evictions_never_change_an_answer(llama: Any) -> None:
     assert stats.n_blocks_evicted > 20
     assert stats.hits["prefix"] > 7
     assert stats.errors == 0
-
-
-@pytest.mark.slow
-def test_threads_that_extend_one_prefix(llama: Any) -> None:
-    prompts = [branch(STEM, 16, 28, seed) for seed in range(5)]
-    plain = [greedy(llama, prompt) for prompt in prompts]
-    cache = wrapped(llama, max_bytes=2 * 30_000)
-    wrong: list[int] = []
-
-    def work(first: int) -> None:
-        for number in [*range(first, 5), *range(first)] * 3:
-            if not torch.equal(greedy(llama, prompts[number]), plain[number]):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 2, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert cache.stats().hits["prefix"] > 0
-    assert cache.stats().errors == 0
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
@@ -363,7 +251,7 @@ def test_what_the_model_refuses_is_refused_as_without_a_cache(
         ((tf.Cache, "update", 2), ASKED),
         ((tf.Cache, "update", 3), STEM),
         ((LlamaMLP, "__call__", 2), ASKED),  # no forward, which is watched
-        ((rung, "join", 1), ASKED),
+        ((Prefix, "_fill", 1), ASKED),
     ],
     ids=["while K/V is filled", "while all of it is filled", "in a layer", "while the output is completed"],
 )
