@@ -171,6 +171,7 @@ class CachedForward(Swap):
             return self._run(self.open(args, kwargs, is_collecting))
 
     def _run(self, call: Call) -> Any:
+        before = self.last
         if not call.is_collected:
             self._local.last = ()  # until it has succeeded
         try:
@@ -180,6 +181,8 @@ class CachedForward(Swap):
             self._withdraw(call)
             raise
         self.close(call, output)
+        if call.reason == "decode":  # part of the request before it
+            self._local.last = before
         return output
 
     # -- open ----------------------------------------------------------------------------------------------------------
