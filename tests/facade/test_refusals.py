@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 
 from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
 from llmcache.policies import POLICIES
