@@ -183,7 +183,7 @@ class Bank:
                 self.nbytes += entry.nbytes
                 self._take_in(entry)
                 if cost is not None and self.heeds_costs:
-                    self._shares.of(namespace).on_cost(entry.key, cost)
+                    self._shares.policies[namespace].on_cost(entry.key, cost)
         self._make_way()
         return n_too_large
 
@@ -194,7 +194,7 @@ class Bank:
     def namespaces(self) -> list[str]:
         """Those of which anything is held."""
         with self._lock:
-            return list({entry.scope.namespace for entry in self._entries.values()})
+            return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget the entries of a namespace, None: all; returns how many they were."""
@@ -203,7 +203,8 @@ class Bank:
                 self._n_clears_of_all += 1
             else:
                 self._n_clears[namespace] += 1
-            return self.forget([k for k, one in self._entries.items() if namespace in (None, one.scope.namespace)])
+            pinned = [key for key in self._pinned if namespace in (None, self._entries[key].scope.namespace)]
+            return self.forget([*self._shares.keys(namespace), *pinned])
 
     def forget(self, keys: Iterable[str]) -> int:
         """Forget entries by key; returns how many were there."""
@@ -267,14 +268,18 @@ class Bank:
 
     def _use(self, entry: Entry) -> None:
         if entry.key not in self._pinned:
-            self._shares.of(entry.scope.namespace).on_hit(entry.key)
+            self._shares.policies[entry.scope.namespace].on_hit(entry.key)
         if not entry.was_hit:
             entry.was_hit = True
             self._n_hits += 1
 
     def _take_in(self, entry: Entry) -> None:
         self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
-        self._shares.of(entry.scope.namespace).on_put(entry.key, entry.nbytes)
+        try:
+            self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
+        except BaseException:  # nobody would ever let it leave
+            self._leave(entry.key)
+            raise
 
     def _leave(self, key: str) -> None:
         is_pinned = key in self._pinned

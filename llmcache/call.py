@@ -161,7 +161,8 @@ class CachedForward(Swap):
         if self.is_retired:
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            self._count_compiled(args, kwargs)
+            if not (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):  # that leaves no graph
+                self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
         # Some calls are computed to be observed: nothing serves them, and nothing of them is stored or counted.
         is_collecting = self._observer is not None and self._observer.collected.get() is not None
@@ -171,15 +172,18 @@ class CachedForward(Swap):
             return self._run(self.open(args, kwargs, is_collecting))
 
     def _run(self, call: Call) -> Any:
-        if not call.is_collected:
-            self._local.last = ()  # until it has succeeded
+        before = self.last
         try:
             self.look_up(call)
             output = self.answer(call)
         except BaseException:
             self._withdraw(call)
+            if not call.is_collected:
+                self._local.last = ()
             raise
         self.close(call, output)
+        if call.reason == "decode":  # a part of the request before
+            self._local.last = before
         return output
 
     # -- open ----------------------------------------------------------------------------------------------------------
@@ -227,8 +231,10 @@ class CachedForward(Swap):
             return "hooked"
         device = call.arguments["input_ids"].device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        call.engine = self.engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
-        named = call.namespace, look.digest, autocast, self._trunk.attention, call.engine.name
+        call.engine = self.engine
+        if self.engine is not self.eager:
+            call.engine = self.engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
+        named = call.namespace, look.digest, autocast, form.attention, call.engine.name
         call.scope = state.scopes.get(named)
         if call.scope is None:
             call.scope = state.scopes[named] = Scope(*named)
@@ -322,8 +328,9 @@ class CachedForward(Swap):
             assert self.prefix is not None
             self.prefix.look_up(call)
             return
-        if not (self.packings.are_known(call.kind) or self._stored):
-            return  # how an output is put together is not known yet
+        is_known = call.kind in self.packings or self.packings.are_known(call.kind)  # how an output is put together
+        if not (is_known or self._stored):
+            return
         for rung in self.rungs:
             rows = [row for row in call.rows if not row.bypass_reason and row.number not in call.hits]
             if not rows:
@@ -336,7 +343,8 @@ class CachedForward(Swap):
                 call.search_s += perf_counter() - started
         # Rows that affect each other are served together; PEFT's hooks expect all rows of a batch.
         needs_all = call.is_whole or call.is_activated
-        if not self.packings.are_known(call.kind) or (needs_all and len(call.hits) < len(call.rows)):
+        is_known = is_known or self.packings.are_known(call.kind)  # as the store may have told
+        if not is_known or (needs_all and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
     def _drop_hits(self, call: Call) -> None:

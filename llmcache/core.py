@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class Core:
         """Counters since wrapping, and what is held now."""
         bank, blocks, last = self.bank, self.blocks, self.trunk.depth - 1
         calibrator = self.calibrator
-        return self.counters.snapshot(
+        told = self.counters.snapshot(
             n_entries={last: len(bank)},
             n_evicted={last: bank.n_evicted},
             n_expelled={last: bank.n_expelled},
@@ -159,6 +160,8 @@ class Core:
             store=None if self.tier is None else self.tier.stats(),
             compiled=None if self._compiled is None else self._compiled.stats(),
         )
+        by_layer = {last: n_hits} if (n_hits := told.n_layers_skipped // self.trunk.depth) else {}
+        return replace(told, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget all of a namespace, None: everything, and a calibration that rests on it; returns how many requests.

@@ -140,7 +140,8 @@ class Packing:
                         whole[row.number] = fields[number].to(device)
                         continue
                     self.payload.place(fields[number].to(device), whole[row.number], row.valid)
-                    place_padding(padding[n_states] if padding else None, whole[row.number], row.valid)
+                    if padding:
+                        place_padding(padding[n_states], whole[row.number], row.valid)
                 elif row.number not in places:
                     whole[row.number] = nan
             n_states += field.is_states

@@ -163,14 +163,14 @@ class BlockPool:
     def namespaces(self) -> list[str]:
         """Those of which anything is held."""
         with self._lock:
-            return list({block.scope.namespace for block in self._held.values()})
+            return list(self._shares)
 
     def clear(self, namespace: str | None = None) -> int:
         """Forget all blocks of a namespace, None: all blocks; returns how many requests ended there."""
         with self._lock:
             n_tails = self.n_tails
             self.n_purges += 1
-            for key in [k for k, block in self._held.items() if namespace in (None, block.scope.namespace)]:
+            for key in self._shares.keys(namespace):
                 self._drop(key)
             self._slabs.settle()
             return n_tails - self.n_tails
@@ -269,7 +269,7 @@ class BlockPool:
         return self.max_bytes - self._spent()
 
     def _policy_of(self, key: str) -> Policy:
-        return self._shares.of(self._held[key].scope.namespace)
+        return self._shares.policies[self._held[key].scope.namespace]
 
     def _make_room(self, nbytes: int, own: set[str], max_bytes: int, namespace: str) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""

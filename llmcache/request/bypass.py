@@ -139,8 +139,11 @@ def find_reason_now(trunk: Trunk) -> str | None:
     """Why no forward of the trunk can use the cache at this moment, whatever it is passed; or None."""
     if torch._C._is_tracing():  # by torch.jit.trace
         return "compiled"
-    if is_traced():
+    # Whoever watches the call is to see it computed. All of this takes a microsecond.
+    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
         return "traced"
+    if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):
+        return "traced"  # a default device changes nothing
     if trunk.module.training:
         return "training"
     return "gradients" if torch.is_grad_enabled() else None
@@ -198,14 +201,6 @@ def _is_same(value: Any, default: Any) -> bool:
 
 def _seen_tokens(cache: Any) -> bool:
     return cache is not None and int(cache.get_seq_length()) > 0
-
-
-def is_traced() -> bool:
-    """Whether a call must be computed for the sake of who is watching it. Takes a microsecond."""
-    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
-        return True
-    # A default device changes nothing.
-    return bool(_n_function_modes()) and not all(isinstance(mode, DeviceContext) for mode in _function_modes())
 
 
 def are_strange(values: Iterable[Any]) -> bool:

@@ -3,7 +3,7 @@
 Sizes: B rows, T tokens, F fingerprint width, C outputs, S width of a signature.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from llmcache.arrays import Bools, Floats
-from llmcache.models.mark import Mark
+from llmcache.models.weights import Mark
 from llmcache.request.prefill import Prefill
 from llmcache.request.rows import Row, Scope
 
@@ -31,6 +31,7 @@ class Form:
 
     names: tuple[str, ...]  # of the values, by position first
     reason: str | None = None  # why they bypass the cache
+    attention: str = ""  # the implementation in use, see `Trunk.attention`
     keeps_kv: bool = False  # the caller is to hold K/V afterwards
     kind: tuple[Any, ...] = ()  # what of it decides how the output is packed
 
@@ -45,6 +46,7 @@ class State:
     spaces: Sequence[dict[str, Any]]  # attributes of the modules within, whose hooks would not run
     sees_later: bool  # tokens of a row see later ones
     content: Bools  # which tokens carry content (vocabulary,)
+    flags: Callable[[], Iterable[Any]]  # what the config asks for beside the arguments, as it is now
     forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
     scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by what they hold beside the weights
 

@@ -125,7 +125,10 @@ class Tier:
                     self._numbers = {name: number for name, number in self._numbers.items() if name in held}
                 self._numbers[namespace] = found
                 return found
-        self._unnumbered.add(namespace)
+        with self._following:
+            if len(self._unnumbered) >= _MOST_NAMES:
+                self._unnumbered &= {*self._memory.namespaces()}
+            self._unnumbered.add(namespace)
         return NO_NUMBER
 
     def _ask_number(self, namespace: str) -> int | None:

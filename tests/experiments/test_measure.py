@@ -193,29 +193,6 @@ def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
     assert (figures["bypassed"], figures["hit_rate"], figures["entries"]) == (2, 0.0, 2)
 
 
-def test_replay_equals_a_live_run(loaded: Loaded) -> None:
-    """Same hits, same rungs, same answers, for each threshold, requests without content included."""
-    data = requests_of(400)
-    nothing = Labelled(400, "", "keep_order")
-    workload = workload_of(loaded, data[:150], [nothing, *data[150:], nothing])
-    taus = [math.inf, 0.95, 0.8, 0.6, 0.3]
-    options = {tau: {} if tau > 1 else {"tau": tau, "layers": "last"} for tau in taus}
-    methods: dict[str, Method] = {str(tau): Cached(workload, options[tau]) for tau in taus}
-    live = measure(workload, methods, rounds=1, warmup=3)
-    recording = Recording(workload)
-    units = recording.rows(make_fingerprint("mean"), fits_any_length=True)
-    replays = replay(units, taus)
-    for tau, again in zip(taus, replays, strict=True):
-        trace, served = live[str(tau)], by_request(units, again)
-        assert np.where(served == "near", "paper", served).tolist() == trace.served[0].tolist()
-        assert recording.reread(units, again) == trace.answers
-    rates = [is_hit(again.served).mean() for again in replays]
-    assert rates == sorted(rates) and rates[0] < rates[1] < rates[-1]  # the thresholds do differ here
-    assert recording.reread(units, replays[-1]) != recording.answers  # and answers do change
-    assert replays[2].similarity[replays[2].served == "near"].min() >= 0.8
-    assert not any(module._forward_pre_hooks for module in workload.module.modules())  # it is left as it was
-
-
 def trace_of(ms: Any, served: Any, evicting: Any = None, answers: Any = (), notes: Any = ()) -> Trace:
     times, rungs = np.array(ms, dtype=np.float64), np.array(served)
     evicted = np.zeros(times.shape, dtype=bool) if evicting is None else np.array(evicting)

@@ -143,7 +143,9 @@ def test_saved_blocks_are_laid_together_again() -> None:
         new = stored_together([link for link in chain if link.key not in blocks])
         made |= new
         blocks.put(chain, new)
-    again.restore(*blocks.state(SCOPE.weights))
+    again.restore(*blocks.state("weights"))
+    assert len(runs(again.match(chains[0]))) == 3 + n
+    again.gather()
     check(again, made)
     laid = dict(again._held)
     again.gather()

@@ -16,7 +16,7 @@ from llmcache.stores.break_even import BreakEven
 from llmcache.stores.seal import Seal
 from llmcache.stores.tier import Tier
 from llmcache.stores.write_behind import NO_NUMBER
-from tests.conformance.outside import Shared
+from tests.stores.shared import Shared
 
 SCOPE = Scope("a", "weights", "float32", "eager")
 
