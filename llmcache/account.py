@@ -45,7 +45,7 @@ class _Length:
         return 1e3 * self.computing_s / self.n_computed
 
     def pays(self) -> bool:
-        """Whether the largest likely share of hits saves more time than searches take; True while too little is known."""
+        """Whether the largest likely share of hits saves more than searches cost; True while too little is known."""
         if self.n_rows < _LEAST or self.n_computed < _LEAST / 8:
             return True
         share = (self.n_hits + 1) / (self.n_rows + 2)
