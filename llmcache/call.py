@@ -5,7 +5,7 @@
     answer    run the trunk for the rows that are left, and put the output together
     close     store computed rows, count, note the outcome of each row, show the answers to whoever learns
 
-A failure of the cache is counted, logged once, and computed around. The model's own errors are raised as without a cache.
+Failures of the cache are counted, logged once, and computed around. Errors of the model are raised as without a cache.
 """
 
 import os
