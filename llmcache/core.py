@@ -164,7 +164,7 @@ class Core:
         return replace(told, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget a namespace (None: all), and a calibration with sources in it; return the number of requests forgotten.
+        """Forget a namespace (None: all), and a calibration with sources in it; return the number of requests.
 
         Raises:
             StoreError: The store could not be purged. Nothing of it is in memory any more.
