@@ -6,8 +6,8 @@ The map is a ridge regression from pooled vectors of requests to the model's fin
 needed; it is solved in closed form. A second map from the same vectors forecasts the model's output: roughly, but from
 the request itself, not from its neighbours.
 A token has two vectors: its input embedding, and a static one, which is the model's final state for a request of this
-token alone (as Minishlab's model2vec). Static vectors are computed for tokens of the requests that are learned from, and
-estimated for other tokens by another ridge regression, from their input embeddings.
+token alone (as in Minishlab's model2vec). Static vectors are computed for tokens of the requests that are learned from,
+and estimated for other tokens by another ridge regression, from their input embeddings.
 
 Sizes: N requests, n content tokens, D hidden width, P pooled width (6 D), T target width, C outputs, F dimensions.
 """
@@ -46,11 +46,11 @@ class Learned:
         self._fitted: _Fitted | None = None  # replaced as a whole: others may be reading it
 
     def bind(self, embed: Lookup, think: Lookup) -> None:
-        """Set the functions that make vectors (m, D) of m tokens: input embeddings, and final states of each token alone."""
+        """Set what makes vectors (m, D) of m tokens: input embeddings, and final states of each token alone."""
         self._embed, self._think = embed, think
 
     def fit(self, features: Sequence[Floats], targets: Floats, outputs: Floats) -> None:
-        """Fit the maps from content tokens of N requests to targets (N, T), and to the outputs that are forecast (N, C)."""
+        """Fit the maps from content tokens of N requests to targets (N, T), and to outputs (N, C) to forecast."""
         assert self._think is not None and self._embed is not None
         requests = [_content(row) for row in features]
         tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
