@@ -8,7 +8,6 @@
 Failures of the cache are counted, logged once, and computed around. Errors of the model are raised as without a cache.
 """
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -49,12 +48,11 @@ from llmcache.request.forms import Forms
 from llmcache.request.outcome import Outcome
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
-from llmcache.request.variables import setting
+from llmcache.request.variables import is_switched_off, setting
 from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
 DEFAULT_NAMESPACE = "default"
-DISABLE = "LLMCACHE_DISABLE"  # environment variable
 
 
 class Exact:
@@ -124,7 +122,7 @@ class CachedForward(Swap):
         self.is_retired = False
         self._local = threading.local()
         self._prepared: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
-        is_off = os.environ.get(DISABLE, "0") not in ("", "0")
+        is_off = is_switched_off()
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)

@@ -30,6 +30,7 @@ from llmcache.paper.forwards import LayerForward, Reuse, Runner, TrunkForward, c
 from llmcache.paper.opening import Call, Opener
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row
+from llmcache.request.variables import is_switched_off
 from llmcache.save import Saved, save
 from llmcache.stats import Stats
 from llmcache.threads import forkable
@@ -75,7 +76,8 @@ class Layerwise:
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
         self._is_veiled = head.pooled is not None and payload.name == "mean"
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
-        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        is_off = is_switched_off()
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
