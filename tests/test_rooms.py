@@ -29,7 +29,7 @@ LIBRARY = (
     ("prefix",),
     ("calibration",),
     ("audit",),
-    ("engines",),
+    ("engines", "account"),
     ("call",),
     ("calibrator",),
     ("save",),
