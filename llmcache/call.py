@@ -35,7 +35,6 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
 from llmcache.models.kinds import Kinds
-from llmcache.models.packing import Packing, parts_of
 from llmcache.models.payloads import Payload
 from llmcache.models.sentences import Compute, later
 from llmcache.models.weights import Weights
@@ -47,6 +46,7 @@ from llmcache.request.bypass import find_reason_now
 from llmcache.request.call import Call, Hit, Rung
 from llmcache.request.forms import Forms
 from llmcache.request.outcome import Outcome
+from llmcache.request.packing import Packing, parts_of
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import setting
