@@ -1,4 +1,4 @@
-"""The trunk as it is now, and forms of calls: worked out once, looked up afterwards."""
+"""Facts about the trunk as it is now, and about forms of calls: worked out once, looked up afterwards."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Forms:
-    """Of one trunk. Thread-safe."""
+    """States and forms of one trunk. Thread-safe."""
 
     def __init__(
         self, trunk: Trunk, arguments: Arguments, coupling: Coupling, reader: RequestReader, keeps_tokens: bool
@@ -39,8 +39,8 @@ class Forms:
         """Know nothing yet.
 
         Args:
-            trunk: Whose calls they are.
-            arguments: Of its forward.
+            trunk: The trunk.
+            arguments: The signature of its forward.
             coupling: Tells whether rows affect each other.
             reader: Tells which tokens carry content.
             keeps_tokens: Entries keep the states of all tokens, and K/V where the caller does.
@@ -54,7 +54,7 @@ class Forms:
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
 
     def state(self, digest: str) -> State:
-        """What holds of the trunk with weights of this digest, the present one."""
+        """Return the state of the trunk for the digest of its present weights."""
         known = self._states.get(digest)
         if known is not None:
             return known
@@ -75,13 +75,13 @@ class Forms:
         return state
 
     def are_hooked(self, state: State) -> bool:
-        """Whether hooks of others hang within the trunk, which would not run."""
+        """Whether modules within the trunk have hooks of others, which a hit would not run."""
         if not any(chain.from_iterable(map(_HOOKS, state.spaces))) and not are_hooked(()):
             return False
         return are_hooked([part for part in self._trunk.module.modules() if part is not self._trunk.module])
 
     def find(self, call: Call, state: State) -> Form:
-        """What is known of calls like this one; names its arguments."""
+        """Return the form of a call, and set `call.arguments`."""
         values = (*call.args, *call.kwargs.values())
         types = tuple(map(type, values))
         key: tuple[Any, ...] = ()
@@ -107,7 +107,7 @@ class Forms:
         return form
 
     def notice_kv(self, state: State) -> None:
-        """The trunk was seen to return K/V."""
+        """Note that the trunk returns K/V."""
         self.returns_kv = True
         state.forms.clear()
 
@@ -129,14 +129,14 @@ class Forms:
         return Form(names, None, attention, keeps_kv, kind)
 
     def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the caller is to hold K/V afterwards."""
+        """Whether the caller keeps the K/V of this call."""
         if arguments.get(CACHE) is not None or not self.returns_kv:
             return arguments.get(CACHE) is not None
         asked = arguments.get("use_cache")
         return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
 
     def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
-        """Why a call cannot be run without the K/V that the model would make; entries hold none."""
+        """Return the reason why a call cannot run without making K/V, which entries do not hold; or None."""
         if arguments.get("use_cache") or arguments.get(CACHE) is not None:
             return "kv_cache_with_pooled_payload"
         asked = arguments.get("use_cache")
