@@ -173,20 +173,6 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
     json.dumps(outcome.metrics, allow_nan=False)
 
 
-def test_service_rounds_stand_beside_interleaved_calls(folders: Folders) -> None:
-    values = SMALL | {"kept": ["as the paper", "pooled"], "service_rounds": 2, "block": 12}
-    outcome = measured(values, folders)
-    for row, call in zip(outcome.rows, outcome.metrics["calls"], strict=True):
-        service = call["detail"]["service"]
-        for kind in (*service_rounds.WITH, *service_rounds.WITHOUT):
-            times = service[f"{kind}_ms"]
-            assert row[f"service_{kind}_ms"] == times["median"] and times["n"] == 24
-            assert times["min"] <= times["median"] <= times["max"]
-        assert service["rounds"] == 2
-    shown = told(values, outcome)
-    assert shown.count("| 24 in 2 |") == 2 and "service rounds" in shown
-
-
 def test_a_service_round_asks_whole_blocks_in_alternating_order() -> None:
     """The model alone is asked the requests of the misses; ratios are of the blocks of one round."""
     asked, numbers = [], itertools.count()
