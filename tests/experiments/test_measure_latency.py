@@ -108,7 +108,7 @@ def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
     n_weights = sum(parameter.numel() for parameter in classifier.parameters())
     for row in rows:
         itemsize = 4 if row["dtype"] == "float32" else 2
-        n_numbers = WIDTH if row["kept"] == "pooled" else LAYERS * TOKENS * WIDTH
+        n_numbers = {"pooled": WIDTH, "all tokens": TOKENS * WIDTH}.get(row["kept"], LAYERS * TOKENS * WIDTH)
         assert row["model_mb"] == n_weights * itemsize / 1e6
         states = n_numbers * itemsize / 1e3
         assert states + WIDTH * 4 / 1e3 <= row["entry_kb"] < 2 * states + 1  # and its fingerprints
