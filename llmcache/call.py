@@ -422,7 +422,8 @@ class CachedForward(Swap):
         """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
         chunks = self.chunks.get()
         if chunks is None or call.is_activated or not chunks.fit(self.arguments, args, kwargs):
-            return self.original(*args, **kwargs)
+            assert call.engine is not None and call.prefill is not None
+            return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in call.prefill.whole])
         with setting(self.chunks, None):  # others may be let in, and call the model for themselves
             return chunks.run(self.original, self.arguments, args, kwargs)
 
