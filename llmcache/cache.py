@@ -258,8 +258,6 @@ class LLMCache:
                 some could be compiled, failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
-        if self._installed.is_empty:
-            raise WrapError("the cache was unwrapped: wrap the model again")
         if self._core.installed.is_empty:
             raise WrapError("the cache was unwrapped: wrap the model again")
         self._core.compile(lengths, rows, mode, backend, max_padding)
