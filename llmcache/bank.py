@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +25,12 @@ _MANY = 32  # entries that left before they were ever hit, from which it is told
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What one request left behind.
+    """The stored output of one request.
 
     Attributes:
         key: Its exact key.
-        scope: All else that decides its states.
-        fields: What is kept of the trunk's output, see `Packing.take`.
+        scope: Namespace, weights and all else but tokens that decides its states.
+        fields: Its row of each tensor of the trunk's output; of hidden states the payload. See `Packing.take`.
         padding: States of its padding, of each field that holds states; empty without padding, or where none is kept.
         layout: Digest of what its padding was made of, where the key does not cover that; else b"".
         was_hit: It has served a request.
@@ -50,13 +50,13 @@ class Entry:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What it holds, by name: for stores and saves."""
+        """Its tensors by name, for stores and saves."""
         fields = {f"field{i}": one for i, one in enumerate(self.fields)}
         return fields | {f"padding{i}": one for i, one in enumerate(self.padding)}
 
     @classmethod
     def of(cls, key: str, scope: Scope, tensors: Mapping[str, Tensor], layout: str) -> "Entry":
-        """The entry of what it held, and its layout in hexadecimal."""
+        """Make an entry from its `tensors`, and its layout in hexadecimal."""
         n_fields = sum(name.startswith("field") for name in tensors)
         fields = tuple(tensors[f"field{i}"] for i in range(n_fields))
         padding = tuple(tensors[f"padding{i}"] for i in range(len(tensors) - n_fields))
@@ -64,7 +64,7 @@ class Entry:
 
 
 class Bank:
-    """Entries, and who of them leaves: each namespace has a share of the budget of its own. Thread-safe."""
+    """Entries by key, and their eviction: each namespace has a share of the budget of its own. Thread-safe."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Bank:
         Args:
             entries: Of one namespace; given away.
             generation: Of that namespace, when the call began.
-            cost: What computing each took, see `Policy.on_cost`; None: not known.
+            cost: Cost of computing each, see `Policy.on_cost`; None: not known.
         """
         n_too_large = 0
         with self._lock:
@@ -183,7 +183,7 @@ class Bank:
                 self.nbytes += entry.nbytes
                 self._take_in(entry)
                 if cost is not None and self.heeds_costs:
-                    self._shares.of(namespace).on_cost(entry.key, cost)
+                    self._shares.policies[namespace].on_cost(entry.key, cost)
         self._make_way()
         return n_too_large
 
@@ -192,18 +192,19 @@ class Bank:
         return self._n_clears_of_all + self._n_clears[namespace]
 
     def namespaces(self) -> list[str]:
-        """Those of which anything is held."""
+        """Namespaces with entries."""
         with self._lock:
-            return list({entry.scope.namespace for entry in self._entries.values()})
+            return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget the entries of a namespace, None: all; returns how many they were."""
+        """Forget the entries of a namespace (None: all); return how many they were."""
         with self._lock:
             if namespace is None:
                 self._n_clears_of_all += 1
             else:
                 self._n_clears[namespace] += 1
-            return self.forget([k for k, one in self._entries.items() if namespace in (None, one.scope.namespace)])
+            pinned = [key for key in self._pinned if namespace in (None, self._entries[key].scope.namespace)]
+            return self.forget([*self._shares.keys(namespace), *pinned])
 
     def forget(self, keys: Iterable[str]) -> int:
         """Forget entries by key; returns how many were there."""
@@ -223,13 +224,13 @@ class Bank:
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved of a trunk's requests, but for pinned ones: of each its key, scope and layout, and its tensors."""
+        """Return key, scope, layout and tensors of each entry for these weights; pinned ones are left out."""
         entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
-        about = [(one.key, (one.scope.namespace, *_others(one.scope)), one.layout.hex()) for one in entries]
+        about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Hold what was saved, oldest first, as far as it fits. Those of a namespace that was cleared stay away."""
+        """Store what `state` returned, oldest first, as far as it fits."""
         for own, (key, scope, layout) in unpack(meta, tensors):
             entry = Entry.of(key, Scope(*scope), own, layout)
             self.put([entry], self.generation(entry.scope.namespace))
@@ -267,14 +268,18 @@ class Bank:
 
     def _use(self, entry: Entry) -> None:
         if entry.key not in self._pinned:
-            self._shares.of(entry.scope.namespace).on_hit(entry.key)
+            self._shares.policies[entry.scope.namespace].on_hit(entry.key)
         if not entry.was_hit:
             entry.was_hit = True
             self._n_hits += 1
 
     def _take_in(self, entry: Entry) -> None:
         self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
-        self._shares.of(entry.scope.namespace).on_put(entry.key, entry.nbytes)
+        try:
+            self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
+        except BaseException:  # nobody would ever let it leave
+            self._leave(entry.key)
+            raise
 
     def _leave(self, key: str) -> None:
         is_pinned = key in self._pinned
@@ -291,7 +296,3 @@ class Bank:
             self._pinned_nbytes -= entry.nbytes
         else:
             self._shares.remove(entry.scope.namespace, key)
-
-
-def _others(scope: Scope) -> tuple[str, str, str]:
-    return scope.weights, scope.dtype, scope.attention

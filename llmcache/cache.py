@@ -1,4 +1,4 @@
-"""`LLMCache`: what a user holds. Its parts are put together in `core`, with `tau` in `paper`; `call` is how calls go."""
+"""`LLMCache`: what a user holds. `core` puts its parts together, with `tau` `paper` does; `call` tells how calls go."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from llmcache.answers import Reading, read_logits
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Reading, read_logits
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import Requests
@@ -33,7 +33,7 @@ from llmcache.stats import Stats
 
 
 class LLMCache:
-    """A cache hung on a model. Made by `wrap`; `unwrap` takes it off again.
+    """The cache of one wrapped model. Made by `wrap`; `unwrap` takes it off again.
 
     The model is used as before, from any number of threads. Lossless rungs are on from the start; approximate reuse
     begins with a calibration (`calibrate`, or `learn` in the settings), or with a threshold `tau` of one's own choice.
@@ -88,7 +88,7 @@ class LLMCache:
                 names, and for BERT's relatives the customary ids.
             answer_of: `output -> logits (B, C)`: finds the answer in what the model returned, where it is neither a
                 tensor nor has `logits`. Decisions that compare answers use it.
-            rungs: Classes of your own, or functions that take the cache's banks and return a `Rung`. They are asked
+            rungs: Classes of your own, or functions that take the cache's `Bank` and return a `Rung`. They are asked
                 after exact repeats and before approximate reuse.
             **settings: Single settings, before those of `config`; see `CacheConfig`.
 
@@ -275,11 +275,11 @@ class LLMCache:
         return self.model
 
     def drain(self) -> int:
-        """Do now what waits for a moment without calls, and return how many jobs this thread did.
+        """Do now the work that waits for a moment without calls, and return how many jobs this thread did.
 
-        Jobs are hits that the audit drew, and renewals of a calibration. None is left or under way afterwards.
-        Hits that were served with other weights than those of now wait until these are back. What is being written to a
-        store is waited for, and a calibration that is shared is published or taken up.
+        Jobs are hits that the audit drew, and renewals of a calibration. None is left or under way afterwards. Hits
+        that were served with other weights than the present ones wait until these are back. The call also waits for a
+        calibration that `learn` has begun and for writes to a store, and publishes or takes up a shared calibration.
         """
         return self._way.drain()
 
@@ -299,10 +299,9 @@ class LLMCache:
         return self._way.stats()
 
     def restart_stats(self) -> None:
-        """Count requests, hits and times in `stats` from here on: what came before was a warm-up, say.
+        """Count requests, hits and times in `stats` from here on, after a warm-up, say.
 
-        What a call of each length takes stays known (`Stats.cost`), and so do failures. What banks, the audit, graphs
-        and a store count goes on.
+        Failures stay counted. What the bank, the audit, graphs and a store count goes on.
         """
         self._way.restart_stats()
 
@@ -319,12 +318,13 @@ class LLMCache:
         the first call and after one that raised; of calls made within one another it tells of the outer one. Async
         tasks of a thread share it: read it before an `await`.
         """
-        return self._forward.last
+        outcomes: tuple[Outcome, ...] = self._forward.last
+        return outcomes
 
     def clear(self) -> None:
-        """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay.
+        """Forget all entries, and the calibration that rests on them; counters, and what codecs learned, stay.
 
-        With a store, those of all caches that share it.
+        With a store, this holds for all caches that share it.
 
         Raises:
             StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.

@@ -11,39 +11,41 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmcache.answers import Reading, find_answers
 from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Recomputer
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Reading, find_answers
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
-from llmcache.calibration.content_gate import ContentGate
-from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
+from llmcache.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
 from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
 from llmcache.calibration.risk_target import Sources as Growth
+from llmcache.calibration.sharing import SharedCalibration
+from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.call import CachedForward, ModelForward
 from llmcache.config import CacheConfig
+from llmcache.content_gate import ContentGate
 from llmcache.counters import Counters
 from llmcache.decide import NeighbourChooser, Semantic
-from llmcache.errors import ConfigError, WrapError
+from llmcache.errors import CalibrationError, ConfigError, WrapError
 from llmcache.fingerprint import Learned
 from llmcache.index import INDEXES
-from llmcache.models.adapters import Trunk, vocabulary_size
+from llmcache.models.adapters import Trunk, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed
 from llmcache.models.payloads import Payload
-from llmcache.models.token_vectors import TokenVectors
 from llmcache.models.twin import make_replicas, run_unseen
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import id_dtype
 from llmcache.request.variables import setting
 from llmcache.sources import Sources
+from llmcache.stores.tier import Tier
 from llmcache.threads import forkable
 
 
@@ -65,6 +67,7 @@ class Calibrator:
         installed: Installed,
         tokenizer: Any,
         answer_of: Reading,
+        tier: Tier | None,
     ) -> None:
         """Make the model ready to be calibrated. Nothing is reused approximately until it is.
 
@@ -105,9 +108,13 @@ class Calibrator:
         )
         self.audit = Audit(recomputer, semantic, config)
         self._observer.learner = self.audit
+        self.sharing = None
+        if config.share_calibration and tier is not None:
+            special = special_ids(trunk, tokenizer)
+            self.sharing = SharedCalibration(tier, self.calibrated, self.audit.alarm, counters, config, special)
         if not answers.reads_payload:
             self._watch(model, trunk, forward)
-        forward.learn(self._observer, semantic, self.audit)
+        forward.learn(self._observer, semantic, self.audit, self.sharing)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
@@ -119,18 +126,44 @@ class Calibrator:
             told = numbered(labels, n, self._model)
             check_size(n, risk_target.max_drop, risk_target.delta, risk_target.metric)
             # What the first answer can tell is not told after minutes of computing the others.
-            observed = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
-            self.calibrated.check(observed[0], told, risk_target)
-            observed += collect(self._compute, self._observer, inputs[1:], first=1, is_learned_from=True)
+            first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
+            self.calibrated.check(first[0], told, risk_target)
+            observed = self._observe(inputs)
             with self.calibrated.held():  # no purge comes between
-                return self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, told)), risk_target)
+                made = self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, told)), risk_target)
+            if self.sharing is not None:
+                self.sharing.settle()
+            return made
+
+    def _observe(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
+        """Compute requests, texts of one length together, and return them in order."""
+        from tqdm.auto import tqdm
+
+        observed: list[Observation] = []
+        with tqdm(total=len(inputs), desc="Calibrating", unit="request", disable=None) as bar:
+            for numbers, some in batches(inputs):
+                try:
+                    cases = collect(self._compute, self._observer, [some], numbers[0], is_learned_from=True)
+                except CalibrationError:
+                    if len(numbers) == 1:
+                        raise
+                    # One of them is to blame, and it may be that the model takes no batches.
+                    singly = (
+                        collect(self._compute, self._observer, [inputs[n]], n, is_learned_from=True) for n in numbers
+                    )
+                    cases = [case for of_one in singly for case in of_one]
+                if len(numbers) > 1:
+                    for number, case in zip(numbers, cases, strict=True):
+                        case.number = number
+                observed += cases
+                bar.update(len(numbers))
+        return sorted(observed, key=lambda case: case.number)  # rows of one request stay in order
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
         """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
         with self._lock:
             self._check_installed()
-            inputs = tokenised(requests, self._tokenizer, self._trunk)
-            observed = collect(self._compute, self._observer, inputs, is_learned_from=True)
+            observed = self._observe(list(tokenised(requests, self._tokenizer, self._trunk)))
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
     def forget(self, namespace: str | None) -> None:

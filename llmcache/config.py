@@ -27,7 +27,6 @@ _NOT_WITH_TAU = {
     "exact": "the paper's cache finds a repeat as any other near request",
     "prefix": "shared prefixes are served without tau alone",
     "gate": "it guards calibrated reuse",
-    "decide": "the nearest request serves",
     "learn": "either you choose the threshold, or a calibration does",
     "audit": "it watches over a calibration, and tau is your own choice",
     "recalibrate": "it renews a calibration, and tau is your own choice",
@@ -49,12 +48,13 @@ class CacheConfig(BaseModel):
             stands for a layer's output, one number or one a layer. A cosine, -1 to 1; for `minhash` a Jaccard
             similarity, over 0, at most 1, and much lower. Answers are those of the request that was stored, without a
             bound. None: only repeats and shared prefixes are served, and what a calibration allows.
-        exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes,
-            without `tau`.
-        prefix: Serve the longest beginning that a request shares with a stored one from K/V, and run the layers on what
-            is left. Of causal models in the adapter table that keep K/V, without approximate reuse; others ignore it.
+        exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes
+            without `tau`, no with it.
+        prefix: Serve the longest prefix that a request shares with a stored one from K/V, and run the layers on the
+            tokens that are left. For calls of causal models in the adapter table that keep K/V; others ignore it.
         prefix_block: Tokens a block: prefixes are known in whole blocks.
-        payload: What an entry keeps of a layer's output. `auto` follows the model's head.
+        payload: Which hidden states an entry keeps of each request: all tokens (`sequence`), the first (`cls`), the
+            last valid one (`last`) or their mean. `auto` keeps what the model's head reads.
         layers: With `tau`, the layers that have a bank. `all` (or `auto`) is Algorithm 1 as written: each bank is
             searched when its layer is reached, and a hit skips that layer. `last`, or a list of layer numbers (negative
             ones count from the end): the banks of these layers are searched before layer 0, the deepest first, and a
@@ -63,18 +63,16 @@ class CacheConfig(BaseModel):
             `attention` (layer 0 has to run first) or `minhash` (token shingles). `mean` and `simhash` take `per_layer:
             true`: each bank is searched by the states that enter its layer, not by the embedding output. Without
             `tau`: `learned`.
-        decide: Which neighbour serves, and how risky that is: `threshold` (the nearest), `consensus` (the nearest,
-            if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
-            or `auto`: `threshold` with `tau`, else `risk`.
         answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
             the model's head, and takes what it does not know for embeddings.
         gate: Compare tokens as well (`ContentGate` and its options): true, false or options. Needs the
             tokenizer.
-        learn: Compute the first requests, that many, and calibrate on them; None: when `calibrate` is called.
+        learn: Compute the first so many requests, and calibrate on them in a thread of its own; None: calibrate when
+            `calibrate` is called.
         max_drop: Largest loss that a calibration may leave, a fraction of 1.
         delta: Chance that the loss is larger all the same, over 0, under 1.
-        sources: Who serves after a calibration: `frozen`, the requests it was made with, for which the bound holds; or
-            `growing`, later misses as well, without a bound.
+        sources: Which stored requests serve others after a calibration: `frozen`, those it was made with, for which the
+            bound holds; or `growing`, later misses of this process as well, without a bound.
         audit: Least probability with which each hit of calibrated reuse is computed after all, 0 to 1, to see whether
             its answer changed: five times as high for the first 500 requests and after an alarm, and up to twice as
             high for risky ones. 0: none is. Less while much of that work waits, which `audit_share` explains.
@@ -83,39 +81,40 @@ class CacheConfig(BaseModel):
         audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
         share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
-            publishes its own, takes up the one that is there, also instead of learning one (`learn`), and follows
+            publishes its own, looks for another's once a second, also instead of learning one (`learn`), and follows
             alarms of the others. Each audits its own hits on its own account.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         index: `flat` (exact), `hnsw` (a graph), `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its
             threshold is the least tau, if none is given), or `auto`: the fingerprint's own, else `flat`, and from some
             30,000 entries on an inverted file.
-        policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `s3_fifo`
+        policy: Which entry or prefix block leaves when the budget is used up: `lru`, `lfu`, `fifo`, `s3_fifo`
             (newcomers are on trial: a scan drives out no others), `gdsf` (uses times the cost of computing, per byte),
             `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
             `divergence` (checks a share `check_rate` of approximate reuses by computing them; entries over `limit`
             leave at once).
         store: Where entries and prefix blocks lie: `memory`, the process alone; or behind that memory as well, to
-            outlive the process and to be shared: `disk` (a `folder` of this machine), or one that was registered
-            (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
-        store_least_tokens: Tokens from which they are read from the store rather than computed; None: measured when the
-            model is wrapped, by some prefills of it. 0: all are read.
-        compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
-            float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
-            the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
-            a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
-        auto_bypass: Let calls bypass the cache where it takes more time than it saves, as measured for calls of their
-            length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not with `tau`.
-        max_entries: Most entries a bank, or None. Requests that are kept in blocks have none.
-        max_bytes: Budget in bytes of all states; each bank gets an equal share. Where prefixes are kept, it is one for
-            blocks and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A
-            decoder's requests are then blocks and a tail, and take nothing of the banks, unless `rungs` of your own, a
-            `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:
-            4 bytes a dimension, some 1 kB a request and some 2 kB a block.
+            outlive the process and to be shared: `disk` (a `folder` of this machine), `redis` (the `url` of a server),
+            or one that was registered (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
+        store_least_tokens: Tokens from which they are read from the store rather than computed; None: as reading and
+            computing are measured in service. 0: all are read.
+        compression: With `tau`, the codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last
+            two keep `dim` float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are
+            to be stored in the layer, anew for other weights, in the call that brings the last of them, which takes up
+            to a few seconds a layer; states that were stored plainly until then are packed, too.
+            `Stats.reconstruction_error` says how much is lost.
+        auto_bypass: Stop searching for approximate hits in calls of a length where searches take more time than hits
+            save; one call in 64 is searched all the same, so that the search comes back once it pays. The log says the
+            numbers. Exact repeats and prefixes are always looked up, and misses always stored.
+        max_entries: Most entries of the bank, with `tau` of each bank; None: no limit. Blocks are not counted.
+        max_bytes: Budget of all states, in bytes. A namespace that holds less than an equal share of it loses nothing
+            to another one. A decoder's requests are kept in blocks, which may fill what the bank leaves; the bank takes
+            one half at most, and blocks make way for it. With `tau` each bank has an equal share. Fingerprints and
+            bookkeeping come on top: 4 bytes a dimension, some 1 kB a request and some 2 kB a block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         adapter: Family whose row of the adapter table describes the model, registered ones included
             (`register_adapter`); `auto`: the one that names the class of its trunk, else its shape tells.
-        allow_unsafe: Permit approximate reuse under span, token and language-model heads, whose answers it replaces
+        allow_unsafe: Permit approximate reuse under span, token and language-model heads, which replaces their answers
             by those of another input. For experiments.
     """
 
@@ -128,7 +127,6 @@ class CacheConfig(BaseModel):
     payload: Literal["auto", "sequence", "cls", "last", "mean"] = "auto"
     layers: Literal["auto", "last", "all"] | list[int] = "auto"
     fingerprint: Component = Component(name="auto")
-    decide: Component = Component(name="auto")
     answer: Literal["auto", "class", "labels", "score", "embedding"] = "auto"
     gate: bool | dict[str, Any] = False
     learn: int | None = Field(default=None, ge=1)
@@ -161,7 +159,7 @@ class CacheConfig(BaseModel):
             raise ValueError("; ".join(_unknown(str(key), list(cls.model_fields)) for key in unknown))
         return given
 
-    @field_validator("fingerprint", "decide", "index", "policy", "store", "compression", mode="before")
+    @field_validator("fingerprint", "index", "policy", "store", "compression", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -225,13 +223,6 @@ class CacheConfig(BaseModel):
         if self.fingerprint.name != "auto":
             return self.fingerprint
         return Component(name="mean" if self.tau is not None else "learned", **self.fingerprint.options)
-
-    @property
-    def decide_component(self) -> Component:
-        """The decision to build, with `auto` resolved."""
-        if self.decide.name != "auto":
-            return self.decide
-        return Component(name="threshold" if self.tau is not None else "risk", **self.decide.options)
 
     @property
     def index_component(self) -> Component:

@@ -1,8 +1,9 @@
-"""The parts of a cache without `tau`, put together: what does not suit the model or the settings is refused here."""
+"""Puts the parts of a cache without `tau` together; refuses models and settings that do not fit."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 import transformers
 from torch import nn
 
+from llmcache.account import Account
+from llmcache.answers import Reading
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Reading
 from llmcache.calibrator import Calibrator
-from llmcache.call import CachedForward, Rung
+from llmcache.call import CachedForward
 from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.engines.compiled import CompiledTrunk
@@ -22,24 +24,25 @@ from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
+from llmcache.models.kinds import Kinds
 from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.prefix.block_pool import BlockPool
-from llmcache.request.kinds import Kinds
+from llmcache.prefix.stored import block_name
+from llmcache.request.call import Rung
 from llmcache.request.reading import RequestReader
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import Stats
 from llmcache.stores import MEMORY, STORES
-from llmcache.stores.blocks import block_name
 from llmcache.stores.entries import entry_name
 from llmcache.stores.seal import Seal
 from llmcache.stores.tier import Memory, Tier
 
 
 class Core:
-    """What hangs on one model."""
+    """All parts of one wrapped model's cache."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Core:
         answer_of: Reading,
         rungs: Sequence[Callable[[Bank], Rung]],
     ) -> None:
-        """Hang a cache on a model; see `LLMCache.wrap`."""
+        """Wrap a model; see `LLMCache.wrap`."""
         self._model, self._config, self._tokenizer, self._answer_of = model, config, tokenizer, answer_of
         self.trunk, self.head, self.payload = inspect_model(model, config)
         if is_wrapped(self.trunk):
@@ -86,6 +89,7 @@ class Core:
             cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
         )
+        self.forward.account = Account() if config.auto_bypass else None
         self.installed.add(self.forward.remove)
         try:
             self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
@@ -94,14 +98,14 @@ class Core:
             if self.head.pooled is not None and self.payload.fits_any_length:
                 swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
-            if config.learn is not None:
+            if config.learn is not None or config.share_calibration:
                 self.learn()
         except BaseException:
             self.installed.remove()
             raise
 
     def learn(self) -> Calibrator:
-        """What calibrates this cache; made when it is first asked for."""
+        """Return the calibrator; make it at the first call."""
         if self.calibrator is None:
             self.calibrator = Calibrator(
                 self._model,
@@ -117,6 +121,7 @@ class Core:
                 self.installed,
                 self._tokenizer,
                 self._answer_of,
+                self.tier,
             )
         return self.calibrator
 
@@ -139,7 +144,7 @@ class Core:
         """Counters since wrapping, and what is held now."""
         bank, blocks, last = self.bank, self.blocks, self.trunk.depth - 1
         calibrator = self.calibrator
-        return self.counters.snapshot(
+        told = self.counters.snapshot(
             n_entries={last: len(bank)},
             n_evicted={last: bank.n_evicted},
             n_expelled={last: bank.n_expelled},
@@ -155,9 +160,11 @@ class Core:
             store=None if self.tier is None else self.tier.stats(),
             compiled=None if self._compiled is None else self._compiled.stats(),
         )
+        by_layer = {last: n_hits} if (n_hits := told.n_layers_skipped // self.trunk.depth) else {}
+        return replace(told, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all entries of a namespace, None: all, and a calibration that rests on them; returns how many requests.
+        """Forget a namespace (None: all), and a calibration with sources in it; return the number of requests.
 
         Raises:
             StoreError: The store could not be purged. Nothing of it is in memory any more.
@@ -167,7 +174,7 @@ class Core:
         return self.drop(namespace)
 
     def forget(self, call: Callable[[], object]) -> int:
-        """Forget what may serve the requests of a call of the model; returns how many requests memory held.
+        """Forget the entries and blocks that may serve a call; return the number of requests that were in memory.
 
         Raises:
             StoreError: As of `clear`.
@@ -195,7 +202,7 @@ class Core:
         self.counters.restart()
 
     def drop(self, namespace: str | None) -> int:
-        """Forget what is in memory of a namespace, None: of all; returns how many requests."""
+        """Forget a namespace in memory (None: all); return the number of requests."""
         with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
             n_requests = self.bank.clear(namespace)
             if self.calibrator is not None:
@@ -203,12 +210,12 @@ class Core:
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
     def drop_keys(self, keys: Iterable[str]) -> int:
-        """Forget what is in memory under keys; returns how many requests."""
+        """Forget entries and blocks in memory by key; return the number of requests."""
         keys = list(keys)
         return self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
 
     def namespaces(self) -> set[str]:
-        """Those of which anything is in memory."""
+        """Namespaces with entries or blocks in memory."""
         return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
@@ -228,7 +235,7 @@ class Core:
         )
 
     def restore(self, saved: Saved) -> None:
-        """Fill the empty cache from a save, but for what was purged in its store since."""
+        """Fill the empty cache from a save, without namespaces that were purged in its store since."""
         sections = self._sections()
         if CALIBRATED in saved.sections:
             sections[CALIBRATED] = self.learn().calibrated
@@ -256,14 +263,19 @@ class Core:
         return {"packings": self.forward.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
 
     def drain(self) -> int:
-        """Do now what waits for a moment without calls; returns how many jobs this thread did."""
-        n_done = 0 if self.calibrator is None else self.calibrator.audit.drain()
+        """Do the work that waits for a moment without calls; return how many jobs this thread did."""
+        n_done = 0
+        if self.calibrator is not None:
+            self.calibrator.calibrated.settle()
+            n_done = self.calibrator.audit.drain()
+            if self.calibrator.sharing is not None:
+                self.calibrator.sharing.settle()
         if self.tier is not None:
             self.tier.drain()
         return n_done
 
     def close(self) -> None:
-        """Take everything off the model."""
+        """Remove all swaps from the model, and end threads and connections."""
         self.forward.is_retired = True
         if self.calibrator is not None:
             self.calibrator.audit.worker.close()
@@ -274,7 +286,7 @@ class Core:
             self._compiled.close()
 
     def _make_blocks(self) -> BlockPool | None:
-        """Where requests of calls that keep K/V are kept; None where the model makes no such calls."""
+        """Make the block pool for calls that keep K/V; None where the model makes none."""
         config, trunk = self._config, self.trunk
         if not trunk.makes_kv or self.payload.fits_any_length:
             return None
@@ -289,7 +301,7 @@ class Core:
 
 
 def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Counters, memory: Memory) -> Tier | None:
-    """What lies behind memory, if anything."""
+    """Open the store behind memory; None where the setting names none."""
     if config.store.name == MEMORY:
         if config.store.options:
             raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(config.store.options)})")
@@ -310,7 +322,7 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
 
 
 def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
-    """The trunk of a model, the head that reads its output, and what entries keep for that."""
+    """Return a model's trunk, its head, and the payload: the hidden states that entries keep for the head."""
     trunk = locate(model, config.adapter)
     vocabulary_size(trunk)  # each call reads tokens by it
     head = find_head(model, trunk)
@@ -324,7 +336,7 @@ def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, P
 
 
 def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
-    """What entries keep of hidden states: the setting, or what the head reads."""
+    """Return the payload that the setting names; `auto`: the states that the head reads."""
     name: str = config.payload
     if name == "auto":
         name = "sequence" if trunk.adapter.is_guess else head.payload
@@ -343,7 +355,7 @@ def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
 
 
 def _make_own(make: Callable[[Bank], Rung], bank: Bank) -> Rung:
-    """A user's rung, if it has what a rung has."""
+    """Make a user's rung, and check its attributes."""
     try:
         rung = make(bank)
         if not (isinstance(rung.name, str) and isinstance(rung.is_lossless, bool) and callable(rung.look_up)):

@@ -42,6 +42,7 @@ class Counters:
         self._bypassed: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._lookup_s = 0.0
+        self._computing_s = 0.0
         self._storing_s = 0.0
         self._told: set[str] = set()
         self._failures: Counter[str] = Counter()
@@ -60,7 +61,7 @@ class Counters:
             self._hits.clear()
             self._bypassed.clear()
             self._totals = Counter(errors=self._totals["errors"])
-            self._lookup_s = self._storing_s = 0.0
+            self._lookup_s = self._computing_s = self._storing_s = 0.0
 
     def bypass(self, reason: str, n_rows: int) -> None:
         """Count rows that bypassed the cache; the first of each reason is logged with its cure."""
@@ -154,15 +155,23 @@ class Counters:
             logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 
     def done(
-        self, outcomes: Sequence[Outcome], depth: int, lookup_s: float, storing_s: float, n_prompt_tokens: int
+        self,
+        outcomes: Sequence[Outcome],
+        depth: int,
+        lookup_s: float,
+        computing_s: float,
+        storing_s: float,
+        n_prompt_tokens: int,
     ) -> None:
-        """Count what became of the rows of a call that was not bypassed, and the seconds that it took beside the model.
+        """Count what became of the rows of a call that was not bypassed, and the seconds that it took.
 
         Args:
             outcomes: One a row.
             depth: Layers that a hit skips.
             lookup_s: For reading and looking up.
+            computing_s: Of the trunk, for the rows that were computed.
             storing_s: For storing.
+            n_prompt_tokens: Tokens that were looked up for prefixes.
         """
         with self._lock:
             for outcome in outcomes:
@@ -177,6 +186,7 @@ class Counters:
             self._totals["prompt tokens"] += n_prompt_tokens
             self._totals["requests"] += len(outcomes)
             self._lookup_s += lookup_s
+            self._computing_s += computing_s
             self._storing_s += storing_s
             has_turned = self._end_call()
         if has_turned:
@@ -197,6 +207,7 @@ class Counters:
                 n_prompt_tokens=self._totals["prompt tokens"],
                 n_layers_skipped=self._totals["skipped"],
                 lookup_ms=self._lookup_s * 1e3,
+                computing_ms=self._computing_s * 1e3,
                 storing_ms=self._storing_s * 1e3,
                 n_too_large=self._totals["too_large"],
                 errors=self._totals["errors"],

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from llmcache import __version__
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, ConfigError, StoreError, UnfitBankError
-from llmcache.folder import MANIFEST, locked, read_json, replace, sha256
+from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
 from llmcache.models.adapters import Trunk, locate, special_ids
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
@@ -56,7 +56,7 @@ class Manifest(BaseModel):
     weights: str  # digest of the trunk's
     head: str  # of the model's others, where its answers matter: something is reused approximately
     special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
-    numbers: dict[str, int] | None  # that namespaces had in the store; None: there was none
+    numbers: dict[str, int] | None = None  # that namespaces had in the store; None: there was none
     kinds: dict[str, list[Any]]  # how outputs are made up, by who knows it; see `Kinds`
     files: dict[str, str] = {}  # SHA-256 by name
 
@@ -181,7 +181,12 @@ def read_manifest(folder: str | Path) -> Manifest:
             raise UnfitBankError(
                 f"{path}: format {number}{by}; this version ({__version__}) reads format {FORMAT}: save the cache again"
             )
-        return Manifest.model_validate(found)
+        manifest = Manifest.model_validate(found)
+        if not all(map(is_data_name, manifest.files)):
+            raise BankFileError(f"{path}: names other files than cache.save() writes: {sorted(manifest.files)}")
+        return manifest
+    except BankFileError:
+        raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BankFileError(f"{folder}: no {MANIFEST} here; give a folder that cache.save() wrote") from error
     except ValidationError as error:
@@ -210,8 +215,9 @@ def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | P
         )
     if manifest.head and manifest.head != (head := Weights(model, without=trunk.module).digest()):
         raise UnfitBankError(
-            f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has {head[:12]}), "
-            "by which others than repeats were answered; give the model that it was saved from, or another folder"
+            f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has "
+            f"{head[:12]}), by which others than repeats were answered; give the model that it was saved from, or "
+            "another folder"
         )
 
 

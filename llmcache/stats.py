@@ -38,6 +38,8 @@ class AuditStats:
         n_quarantined: Stored requests that serve no others any more, since an answer of theirs was another request's.
         needed: Requests after which an alarm can be expected if the rate were twice what is allowed from now on
             (`llmcache.audit.alarm.Alarm.needed` derives it); None where nothing is audited.
+        bound: Share of changed answers that the calibration showed not to be exceeded; None where it holds no more.
+        allowed: The largest share that is allowed; None without a calibration.
     """
 
     status: Status
@@ -53,6 +55,22 @@ class AuditStats:
     n_alarms: int = 0
     n_quarantined: int = 0
     needed: int | None = None
+    bound: float | None = None
+    allowed: float | None = None
+
+    @property
+    def measure(self) -> str:
+        """What the audit has found so far, in words: an estimate once that is within what is allowed, or above it."""
+        if self.rate is None or (self.allowed is not None and self.lower <= self.allowed < self.upper):
+            return f"still measuring: {self.n_changed:,} of {self.n_recomputed:,} changed"
+        found = f"{self.rate:.2%} ({self.lower:.2%} to {self.upper:.2%})"
+        return f"measured {found}: {self.n_changed:,} of {self.n_recomputed:,} changed"
+
+    def __str__(self) -> str:
+        """The calibration's bound first, then what the audit has found."""
+        shown = "no bound" if self.bound is None else f"at most {self.bound:.2%} changed"
+        allowed = "" if self.allowed is None else f", allowed {self.allowed:.2%}"
+        return f"{shown} ({self.status}{allowed}); audit: {self.measure}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +194,8 @@ class Stats:
             than the mean of all rows. None before anything was measured; a lossless codec is not.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
+        computing_ms: Total time in the trunk, for rows that were computed, wholly or in part. On an accelerator: in
+            launching it.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
             as a whole, since these do not fit `max_bytes`.
@@ -210,6 +230,7 @@ class Stats:
     reconstruction_error: dict[int, float | None] = field(default_factory=dict)
     reconstruction_distance: dict[int, float | None] = field(default_factory=dict)
     lookup_ms: float = 0.0
+    computing_ms: float = 0.0
     storing_ms: float = 0.0
     n_too_large: int = 0
     errors: int = 0

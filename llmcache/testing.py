@@ -204,7 +204,9 @@ def _check_purges(one: Store, other: Store, name: str) -> None:
         number, unchanged = store.numbers([name, f"{name}:b"])
         _rule(number != before[0] and unchanged == before[1], "purge: the namespace has another number in all stores")
         store.put_many([Put(keys[0], b"late", before[0])])
-        _rule(_get(store, keys) == [None] * 5, "purge: nothing is returned that was put before, nor put with its number")
+        _rule(
+            _get(store, keys) == [None] * 5, "purge: nothing is returned that was put before, nor put with its number"
+        )
     _rule(kept is not None and bytes(kept) == b"value", "what was returned stays as it is when it is removed")
     wanted = [Purge(name, tuple(key.name for key in keys[:2])), Purge(name)]
     for store, since in ((one, own), (other, begin)):

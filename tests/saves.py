@@ -12,7 +12,7 @@ import safetensors.torch
 
 from llmcache import folder
 
-OURS = 4  # files of one save: manifest, two of data, lock
+OURS = 3  # files of one save of an encoder: manifest, data, lock
 
 
 def names(path: Path) -> set[str]:

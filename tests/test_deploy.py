@@ -133,31 +133,30 @@ def test_compose_takes_its_file_and_what_it_mounts_is_there() -> None:
     assert [one.partition(":")[0] for one in targets] == ["server-1", "server-2"]
 
 
-def _exported() -> tuple[set[str], set[str]]:
+def _exported(tmp_path: Path) -> tuple[set[str], set[str]]:
     """Names of the samples that a server exports, as Prometheus stores them, and of their labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    from tests.tiny_server import ask, serving
+    from tests.serving.served import client_of, make_server, write
 
     parts = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
     names, labels = set(), set()
-    with serving() as server:
-        ask(server, [4, 5, 6])
-        ask(server, [4, 5, 6])
-        server.is_disabled = True
-        ask(server, [4, 5, 6])  # bypassed
-        server.metrics.answered("/predict", 200, 0.1, is_inference=True)
+    server = make_server(write(tmp_path, "classifier"))
+    with client_of(server) as client:
+        for is_disabled in (False, False, True):  # a miss, a hit, and one that bypasses the cache
+            server.is_disabled = is_disabled
+            client.post("/predict", json={"inputs": "my card"}).raise_for_status()
         for family in text_string_to_metric_families(server.metrics.text().decode()):
             names |= {family.name + part for part in parts.get(family.type, ("",))}
             labels |= {label for sample in family.samples for label in sample.labels}
     return names, labels
 
 
-def test_the_dashboard_asks_for_what_a_server_exports() -> None:
+def test_the_dashboard_asks_for_what_a_server_exports(tmp_path: Path) -> None:
     board = json.loads(BOARD.read_text(encoding="utf-8"))
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked += [one["query"] for one in board["templating"]["list"]]
-    names, labels = _exported()
+    names, labels = _exported(tmp_path)
     for query in asked:
         wanted = set(re.findall(r"\b(?:llmcache|process)_\w+", query))
         assert wanted or query == 'sum(up{job="llmcache"})'

@@ -11,7 +11,7 @@ import yaml
 
 import llmcache
 from experiments.report import site
-from llmcache import CODECS, DECISIONS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
+from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
 from llmcache.audit.alarm import Alarm
 from llmcache.models.adapters import ADAPTERS
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokenizer, tokens
@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 GENERATED = {"cli.md", "settings.md"}
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENERATED)]
-REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, DECISIONS, CODECS, ADAPTERS]
+REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, CODECS, ADAPTERS]
 N_LOG = 240  # requests that examples calibrate on
 
 #: Words for ideas that have another name; see docs/glossary.md.
@@ -123,8 +123,9 @@ def test_examples_run(
     if name == "generation.md":
         assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
     if name == "extending.md":
-        assert added() == ["random", "shared", "scan", "words", "alone", "bf16", "mine"]
+        assert added() == ["random", "shared", "scan", "words", "bf16", "mine"]
         assert {cache.stats().errors for cache in caches} == {0} and caches[-1].stats().n_stored == 1
+        assert told == "same_tokens\n"
 
 
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *WRITTEN], ids=lambda page: page.name)

@@ -29,6 +29,9 @@ WARMUP = 20
 SAME = 0.9999  # cosine of requests that are the same, but for rounding: what exact repeats alone are to llmcache
 
 
+AHEAD = {"layers": "last"}  # one search a call, which is replayed
+
+
 class Sweep(TaskExperiment):
     """Settings of the measure."""
 
@@ -121,7 +124,7 @@ def _label(fingerprint: str | Mapping[str, Any]) -> str:
 
 def _fits_any_length(experiment: Sweep, workload: Workload) -> bool:
     """Whether what llmcache would keep for this model serves requests of other lengths."""
-    method = Cached(workload, {**experiment.cache, "tau": max(experiment.taus)})
+    method = Cached(workload, {**AHEAD, **experiment.cache, "tau": max(experiment.taus)})
     method.begin()
     payload = method.payload
     method.end()
@@ -135,7 +138,7 @@ def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
     n = min(experiment.live_limit, experiment.task.limit or experiment.live_limit)
     workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
     methods: dict[str, Method] = {NOCACHE: NoCache(workload, {})}
-    methods |= {str(tau): Cached(workload, {**experiment.cache, "tau": tau}) for tau in experiment.live_taus}
+    methods |= {str(tau): Cached(workload, {**AHEAD, **experiment.cache, "tau": tau}) for tau in experiment.live_taus}
     traces = measure(workload, methods, experiment.rounds, WARMUP)
     return [
         {"method": "llmcache", "tau": tau, "n": len(workload.requests), "rounds": experiment.rounds}

@@ -2,7 +2,7 @@
 
 The first requests are divided by a seeded draw. Of those to learn from, four fifths are A and one fifth is B, in turns:
 on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the limits, strictest first
-(`training.py`). C, which neither was shown to, is what the bound is measured on. The limits are tested on C in their
+(`training.py`). The bound is measured on C, which neither was shown. The limits are tested on C in their
 order, each at level delta, and the first failure ends it (fixed-sequence testing): the last one that passed is used,
 and the chance that it is worse than claimed is delta at most. What serves C are the requests of A and B, and afterwards
 the same ones serve: a bank that grows has another error rate.
@@ -10,6 +10,7 @@ the same ones serve: a bank that grows has another error rate.
 Sizes: N requests of C, K limits.
 """
 
+import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, takewhile
@@ -31,13 +32,13 @@ N_LIMITS = 200
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """One largest risk, and what was seen on C with it.
+    """A limit, with hit rate, loss and bound measured on C.
 
     Attributes:
         limit: The largest risk.
         hit_rate: Share of C that would be served, 0 to 1.
-        loss: What the metric lost: of `changed`, the share of all requests whose answer changed.
-        bound: The loss is at most this, at the calibration's confidence if the order of limits is kept to.
+        loss: Mean loss of the metric; of `changed`, the share of all requests whose answer changed.
+        bound: Upper bound of the loss, at the calibration's confidence if limits are tested in their order.
     """
 
     limit: float
@@ -65,12 +66,12 @@ class AlarmLevels:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was found, and what it rests on.
+    """The result of a calibration, and its basis.
 
     Attributes:
         chosen: The operating point in use; None if not even the strictest held: nothing is reused approximately.
         curve: Operating points that were tested, strictest first; the last one failed, if any did.
-        metric: What the bound is on.
+        metric: The metric that is bounded.
         max_drop: The largest loss that is allowed.
         delta: Chance that the loss is larger all the same.
         n_sources: Requests that serve, and that were learned from (A and B; of growing ones C, too).
@@ -124,12 +125,38 @@ class Calibration:
     def speedup(self) -> float | None:
         """How many times faster the model is expected to answer; None where times are not known, or nothing is reused.
 
-        Every request is looked up and only those that are not served are computed: what hits and misses cost besides,
-        `Stats.cost` tells once there were some.
+        Counted are the look-up of every request and the computing of misses; other costs of the cache are left out.
         """
         if self.chosen is None or not self.model_ms:
             return None
         return 1 / (1 - self.chosen.hit_rate + self.lookup_ms / self.model_ms)
+
+    def __str__(self) -> str:
+        """Three lines: what it promises, what that rests on, how it stands."""
+        if self.chosen is None:
+            first = f"nothing is reused: no limit kept {self.metric} within {self.max_drop:.2%} at {1 - self.delta:.0%}"
+        else:
+            promised = f"at most {self.chosen.bound:.2%} {self.metric} at {1 - self.delta:.0%}"
+            first = f"{self.chosen.hit_rate:.0%} hits, {promised}, {self.n_sources:,} sources"
+        seen = (
+            "" if self.chosen is None else f", {self.chosen.loss:.2%} seen at a risk of up to {self.chosen.limit:.3g}"
+        )
+        second = f"{self.n_tested:,} requests tested{seen}, in {self.seconds:.1f} s"
+        states = {"drifted": self.has_drifted, "tightened after an alarm": self.n_alarms == 1, "off": self.n_alarms > 1}
+        state = next((name for name, holds in states.items() if holds), "certified" if self.is_certified else "")
+        third = state or ("growing: no bound holds" if self.sources == "growing" else "off")
+        return f"{first}\n{second}\n{third}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def is_of(self, other: "Calibration") -> bool:
+        """Whether it is another one as it was, or has become since by alarms and drift."""
+        return self.curve == other.curve and (self.weights, self.head, self.seconds) == (
+            other.weights,
+            other.head,
+            other.seconds,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -6,16 +6,42 @@ Sizes: N rows of all requests together, T tokens, C classes.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from llmcache.calibration.answers import Answers
+from llmcache.answers import Answers
 from llmcache.errors import CalibrationError
 from llmcache.models.adapters import Trunk, device_of
 
 Requests = Iterable[Mapping[str, Any] | str]
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
+_BATCH = 32  # texts that are computed together
 _NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
+
+
+class Tokenised(dict[str, Tensor]):
+    """Inputs that were made of one text here: they may be computed in a batch."""
+
+
+def batches(inputs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], Mapping[str, Any]]]:
+    """Requests as they are computed: texts of as many tokens together, others as they were given.
+
+    Returns:
+        The numbers of the requests, in order, and their inputs; no row is padded.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, one in enumerate(inputs):
+        is_text = isinstance(one, Tokenised)
+        kind = tuple((name, tuple(tensor.shape)) for name, tensor in one.items()) if is_text else (number,)
+        alike.setdefault(kind, []).append(number)
+    for numbers in alike.values():
+        for first in range(0, len(numbers), _BATCH):
+            some = numbers[first : first + _BATCH]
+            if len(some) == 1:
+                yield some, inputs[some[0]]
+            else:
+                yield some, {name: torch.cat([inputs[number][name] for number in some]) for name in inputs[some[0]]}
 
 
 def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[str, Any]]:
@@ -34,7 +60,7 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
             raise CalibrationError(f"request {number} is a blank text ({request!r}): leave it out")
         else:
             made = tokenizer(request, return_tensors="pt")
-            inputs = {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
+            inputs = Tokenised((name, tensor.to(device_of(trunk.module))) for name, tensor in made.items())
             longest = most_of_text
         _check_ids(number, inputs, longest, getattr(trunk.config, "vocab_size", None))
         yield inputs

@@ -63,13 +63,12 @@ def render_settings() -> str:
 def _registries() -> Mapping[str, Registry[Any]]:
     """Those whose parts settings name, by setting."""
     from llmcache.index import INDEXES
-    from llmcache.matching import DECISIONS
     from llmcache.paper.codecs import CODECS
     from llmcache.paper.fingerprints import FINGERPRINTS
     from llmcache.policies import POLICIES
     from llmcache.stores import STORES
 
-    registries: tuple[Registry[Any], ...] = (FINGERPRINTS, DECISIONS, INDEXES, POLICIES, STORES, CODECS)
+    registries: tuple[Registry[Any], ...] = (FINGERPRINTS, INDEXES, POLICIES, STORES, CODECS)
     return {registry.kind: registry for registry in registries}
 
 

@@ -184,7 +184,7 @@ class Attributes:
         self._getters = {kind: self._make_getters(kind) for kind in _KINDS}
 
     def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Settings, and what containers of tensors hold, to be compared by identity; contents, to be compared by value."""
+        """Settings and what containers of tensors hold, compared by identity; contents, compared by value."""
         rows = chain.from_iterable(starmap(map, self._getters["same"]))
         settings, held = tuple(chain.from_iterable(rows)), tuple(chain.from_iterable(self._containers))
         return settings, held, self._contents() if self._getters["flat"] or self._getters["deep"] else ()

@@ -17,13 +17,13 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _every_module
 
-from llmcache.errors import ConfigError, WrapError
+from llmcache.errors import WrapError
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
 from llmcache.models.tuners import is_activation
@@ -34,54 +34,19 @@ _CAPTURING = "transformers.utils.output_capturing"
 _KEPT = "logits_to_keep"
 
 
-#: A forward that is under way, as its listener knows it.
-Frame: TypeAlias = Any
-
-
 class Listener(Protocol):
-    """What the swaps call: a forward of the trunk is `entered`, `opened`, `run` with `layer` once a layer, `closed`.
-
-    One that it `lets_pass` is plain, and `has_passed` afterwards. An `answer_early` may come before the layers: it is
-    the trunk's output, and no layer is called. One that is not `entered` is `passed` and plain. A forward of the whole
-    model is `entered`, `answered` and `left`.
-    """
+    """Who stands behind a swap."""
 
     @property
-    def last(self) -> Sequence[Any]: ...
+    def last(self) -> Sequence[Any]:
+        """What became of each row of this thread's last call."""
 
-    def lets_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
 
-    def has_passed(self) -> None: ...
+class Reader(Listener, Protocol):
+    """Who wants to know what a head reads."""
 
-    def entered(self, is_whole: bool = False) -> Frame | None: ...
-
-    def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-
-    def opened(
-        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-
-    def answer_early(self, frame: Frame) -> Any: ...
-
-    def run(self, frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def innermost(self) -> Frame | None: ...
-
-    def layer(self, frame: Frame, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def normed(self, entering: Any, output: Any) -> Any: ...
-
-    def attended(self, output: Any) -> None: ...
-
-    def closed(self, frame: Frame, output: Any) -> None: ...
-
-    def answered(self, frame: Frame, output: Any) -> None: ...
-
-    def left(self, frame: Frame) -> None: ...
-
-    def retire(self) -> None: ...
-
-    def reads_last(self, n_columns: int | None) -> None: ...
+    def reads_last(self, n_columns: int | None) -> None:
+        """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
 
 
 class _StandIn:
@@ -252,84 +217,21 @@ class Swap(_StandIn):
         return copy.deepcopy(self.original, memo) if self.had_own_forward else super().__deepcopy__(memo)
 
 
-class LayerSwap(Swap):
-    """Stands in for one layer's forward; the listener decides whether the layer is computed."""
-
-    def __init__(self, module: nn.Module, number: int, listener: Listener) -> None:
-        """Take the forward's place.
-
-        Args:
-            module: The layer.
-            number: Its place, 0 for the first.
-            listener: Receives the calls.
-        """
-        super().__init__(module, listener)
-        self.number = number
-        #: By place: this, or what knows the same of another place at which the trunk runs the same layer.
-        self.turns: dict[int, LayerSwap] = {number: self}
-
-    def repeat(self, number: int) -> None:
-        """The trunk runs the same layer at another place, too."""
-        turn = self.turns[number] = object.__new__(LayerSwap)
-        turn.__dict__ |= {**self.__dict__, "number": number}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = None if torch.compiler.is_compiling() else self.listener.innermost()
-        if frame is None or frame.call is None:
-            return self.original(*args, **kwargs)
-        return self.listener.layer(frame, self, args, kwargs)
-
-
-class TrunkSwap(Swap):
-    """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
-
-    is_of_trunk = True
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.listener.lets_pass(args, kwargs):
-            try:
-                return self.original(*args, **kwargs)
-            finally:
-                self.listener.has_passed()
-        frame, output = self.listener.entered(), None
-        if frame is None:
-            self.listener.passed(args, kwargs)
-            return self.original(*args, **kwargs)
-        try:
-            args, kwargs = self.listener.opened(frame, args, kwargs)
-            output = self.listener.answer_early(frame)
-            if output is None:
-                output = self.listener.run(frame, self.original, args, kwargs)
-            return output
-        finally:
-            self.listener.closed(frame, output)
-
-
 class HeadSwap(Swap):
     """Stands in for a language-model head's forward: tells how many columns it reads, from the last on."""
 
+    def __init__(self, module: nn.Module, reader: Reader) -> None:
+        """Take the forward's place, and tell `reader`."""
+        super().__init__(module, reader)
+        self._reader = reader
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         n_kept = self.arguments.get(args, kwargs, _KEPT)
-        self.listener.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
+        self._reader.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
         try:
             return self.original(*args, **kwargs)
         finally:
-            self.listener.reads_last(None)
-
-
-class ModelSwap(Swap):
-    """Stands in for the whole model's forward: shows what it put out."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        frame = self.listener.entered(is_whole=True)
-        if frame is None:
-            return self.original(*args, **kwargs)
-        try:
-            output = self.original(*args, **kwargs)
-            self.listener.answered(frame, output)
-            return output
-        finally:
-            self.listener.left(frame)
+            self._reader.reads_last(None)
 
 
 class _OutputHook:
@@ -343,13 +245,6 @@ class _OutputHook:
 
     def __reduce__(self) -> tuple[type["_OutputHook"], tuple[()]]:
         return _OutputHook, ()
-
-
-class _NormHook(_OutputHook):
-    """Hands on what enters the module as well."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._receive is None else self._receive((args[0] if args else None, output))
 
 
 class Installed:
@@ -444,17 +339,6 @@ def listener_of(model: nn.Module) -> Listener | None:
     return next((one.listener for one in forwards if isinstance(one, Swap) and one.is_of_trunk), None)
 
 
-def watch(model: nn.Module, listener: Listener, trunk: Trunk) -> Swap:
-    """Swap the forward of a whole model, around an installed trunk, to show what it puts out.
-
-    Raises:
-        ConfigError: The model is its trunk, which puts out states and no answer.
-    """
-    if model is trunk.module:
-        raise ConfigError("answer: a model without a head puts out states and no answer; leave it 'auto'")
-    return ModelSwap(model, listener)
-
-
 def listen(module: nn.Module, receive: Callable[[Any], Any]) -> Callable[[], None]:
     """Hand on what a module puts out, or put out what `receive` returns; returns what takes the hook off."""
     return _hang(module, _OutputHook(receive))
@@ -479,45 +363,3 @@ def find_lm_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
         if is_theirs and trunk.module in module.children() and _KEPT in Arguments(module.forward).names:
             return module
     return None
-
-
-def install(
-    trunk: Trunk, listener: Listener, attention: nn.Module | None = None, model: nn.Module | None = None
-) -> Installed:
-    """Swap the forward of the trunk and of every layer, and hook the final norm.
-
-    Args:
-        trunk: Where to install.
-        listener: Receives the calls.
-        attention: A module of the first layer whose output the listener wants as well, or None.
-        model: What holds the trunk, where the listener wants to know which columns its head reads, or None.
-
-    Returns:
-        What `remove()` takes off again. An error half-way takes off what was put on.
-
-    Raises:
-        WrapError: The trunk already carries a cache.
-    """
-    if is_wrapped(trunk):
-        raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
-    installed = Installed()
-    try:
-        swaps: dict[nn.Module, LayerSwap] = {}
-        for number, module in enumerate(trunk.layers):
-            if module in swaps:
-                swaps[module].repeat(number)
-            else:
-                swaps[module] = LayerSwap(module, number, listener)
-                installed.add(swaps[module].remove)
-        if trunk.norm is not None:
-            installed.add(_hang(trunk.norm, _NormHook(lambda both: listener.normed(*both))))
-        if attention is not None:
-            installed.add(listen(attention, listener.attended))
-        if model is not None and (head := find_lm_head(model, trunk)) is not None:
-            installed.add(HeadSwap(head, listener).remove)
-        installed.add(TrunkSwap(trunk.module, listener).remove)
-        installed.add(listener.retire)  # before the rest: calls that begin from then on are plain
-    except BaseException:
-        installed.remove()
-        raise
-    return installed

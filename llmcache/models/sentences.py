@@ -17,7 +17,7 @@ Compute = Callable[[], Any]
 
 
 class Features(dict[str, Any]):
-    """What the model puts out: a dict. The states of tokens are computed when they are first read, if they have to be."""
+    """What the model puts out: a dict. States of tokens that were left out are computed when they are first read."""
 
     def __init__(self, features: Mapping[str, Any], compute: Compute) -> None:
         """Hold the same; `compute` makes the states."""
@@ -42,7 +42,7 @@ class Features(dict[str, Any]):
         return dict, (dict(self.items()),)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self:
@@ -72,7 +72,7 @@ class Features(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self.copy() == other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def _read(self) -> dict[str, Any]:
         """The same as a dict of its own, all computed."""

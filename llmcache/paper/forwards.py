@@ -76,7 +76,7 @@ class TrunkForward(Swap):
 
     def __init__(self, module: nn.Module, manager: Manager) -> None:
         """Take the forward's place."""
-        super().__init__(module, manager)  # type: ignore[arg-type]
+        super().__init__(module, manager)
         self._manager = manager
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class LayerForward(Swap):
 
     def __init__(self, module: nn.Module, manager: Manager) -> None:
         """Take the forward's place."""
-        super().__init__(module, manager)  # type: ignore[arg-type]
+        super().__init__(module, manager)
         self._manager = manager
         self.numbers: list[int] = []  # places at which the trunk runs it: some share one layer
 

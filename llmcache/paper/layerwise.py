@@ -77,7 +77,7 @@ class Layerwise:
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
-        self.counters, self._veil = Counters(), Veil()
+        self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0
@@ -180,9 +180,9 @@ class Layerwise:
             return {}
         kinds, vectors = [self._opener.kind_of(call, row) for row in rows], call.vectors[[row.number for row in rows]]
         # A row that stands on another request's state would compute nothing to compare with.
-        may_check = [row.number not in call.reused for row in rows]
+        keys = ["" if row.number in call.reused else row.key for row in rows]
         reused = {}
-        found = zip(rows, *self._banks.search(number, kinds, vectors, may_check), strict=True)
+        found = zip(rows, *self._banks.search(number, kinds, vectors, keys), strict=True)
         for row, near, is_checked, similarity in found:
             if similarity is not None:
                 call.near[row.number] = max(similarity, call.near.get(row.number, -1.0))
@@ -217,8 +217,11 @@ class Layerwise:
         if not call.computed:
             return
         assert call.scope is not None
-        if not self._weights.stayed(call.mark, call.scope.weights):
+        if self._runner.cannot_skip:  # as the first layer that ran has shown
+            call.reason = "unknown_output"
+        elif not self._weights.stayed(call.mark, call.scope.weights):
             call.reason = "weights_changed"
+        if call.reason is not None:
             return
         states, checks = [], []
         for number, row, tensors, vector in call.computed:
@@ -308,7 +311,7 @@ class Layerwise:
             self._n_skipped += call.n_skipped
             self._n_checked += len(call.checked)
         counted = tuple(one for one, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked)
-        self.counters.done(counted, 0, call.lookup_s, call.storing_s + perf_counter() - started, 0)
+        self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started, 0)
 
     def _tell_costs(self, call: Call, took_s: float) -> None:
         """Tell policies what computing each row took, in milliseconds by its share of the tokens."""
@@ -367,12 +370,12 @@ class Layerwise:
 
         Counts, and what fingerprint and codecs have learned, stay.
         """
-        return self._banks.forget(namespace)
+        return self._banks.drop(namespace)
 
     def forget(self, run: Callable[[], object]) -> int:
         """Make a call of the model, and forget its requests and those that served them; returns how many were held."""
         run()
-        return self._banks.drop({key for one in self.last for key in (one.key, one.source) if key})
+        return self._banks.forget({key for one in self.last for key in (one.key, one.source) if key})
 
     def drain(self) -> int:
         """Nothing waits for idle moments: 0."""
@@ -389,7 +392,18 @@ class Layerwise:
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
-        save(folder, model, self._trunk, self._weights, config, tokenizer, self.payload.name, None, {}, {"layers": self._banks})
+        save(
+            folder,
+            model,
+            self._trunk,
+            self._weights,
+            config,
+            tokenizer,
+            self.payload.name,
+            None,
+            {},
+            {"layers": self._banks},
+        )
 
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save."""

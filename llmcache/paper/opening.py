@@ -19,11 +19,10 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.intact import Layers
-from llmcache.models.mark import Mark
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload
-from llmcache.models.weights import Weights
+from llmcache.models.weights import Mark, Weights
 from llmcache.paper.bank import Entry, Kind
 from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.paper.forwards import Reuse, Way
@@ -142,6 +141,8 @@ class Opener:
 
     def _find_reason_of_model(self, call: Call) -> str | None:
         """Why calls of the model, as it is now, cannot be served."""
+        if reason := self._layers.find_reason():
+            return reason
         if self._head.pooled is not None and self._head.pooled.has_changed():
             return "other_pooling"
         if self._weights.is_trained:
@@ -158,8 +159,6 @@ class Opener:
             return "coupled_rows"
         if are_hooked(parts_of(self._trunk.module)):
             return "hooked"
-        if reason := self._layers.find_reason():
-            return reason
         device = call.arguments["input_ids"].device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)

@@ -68,7 +68,8 @@ class Block:
     def of(cls, ids: bytes, scope: Scope, tensors: Mapping[str, Tensor], is_tail: bool, layout: bytes) -> "Block":
         """The block that has these tensors; see `tensors`."""
         padding = {n.removeprefix(PADDING): one for n, one in tensors.items() if n.startswith(PADDING)}
-        return cls(ids, scope, *(tensors[name] for name in NAMES), is_tail=is_tail, padding=padding, layout=layout)
+        keys, values, states = (tensors[name] for name in NAMES)
+        return cls(ids, scope, keys, values, states, is_tail, padding, layout)
 
     @property
     def n_tokens(self) -> int:

@@ -15,6 +15,7 @@ Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden wi
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from itertools import islice
 from typing import Any
 
@@ -60,9 +61,6 @@ class BlockPool:
         self.n_evicted = 0
         self.n_tails = 0
         self.n_purges = 0  # so far; calls that began before one store nothing
-        self.demote: Callable[[str, Block, str | None], None] | None = None  # told who leaves, and the block before
-        self.offer_again: Callable[[Iterable[tuple[str, Block, str | None]]], None] | None = None  # told who is used
-        self.generation: Callable[[Scope], int] | None = None  # of a scope's namespace in the store behind memory
         self._shares = Shares(make_policy)
         self._spent = spent
         self._held: dict[str, Block] = {}
@@ -124,9 +122,7 @@ class BlockPool:
         with self._lock:
             return len(self._match(chain))
 
-    def put(
-        self, chain: Sequence[Link], made: Mapping[str, Block], generation: int = 0, n_purges: int | None = None
-    ) -> bool:
+    def put(self, chain: Sequence[Link], made: Mapping[str, Block], n_purges: int | None = None) -> bool:
         """Hold the beginning of a chain, as far as it is held already or made anew, and fits; whether all of it is.
 
         Of those `made`, one that another thread brought meanwhile is ignored, and what follows one that left meanwhile
@@ -134,11 +130,6 @@ class BlockPool:
         """
         with self._lock:
             if n_purges not in (None, self.n_purges):
-                return True
-            is_purged = self.generation is not None and any(
-                self.generation(block.scope) != generation for block in islice(made.values(), 1)
-            )
-            if is_purged:
                 return True
             self._expire()
             held = 0
@@ -172,14 +163,14 @@ class BlockPool:
     def namespaces(self) -> list[str]:
         """Those of which anything is held."""
         with self._lock:
-            return list({block.scope.namespace for block in self._held.values()})
+            return list(self._shares)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all blocks of a namespace, which chains never leave, None: all; returns how many requests ended there."""
+        """Forget all blocks of a namespace, None: all blocks; returns how many requests ended there."""
         with self._lock:
             n_tails = self.n_tails
             self.n_purges += 1
-            for key in [k for k, block in self._held.items() if namespace in (None, block.scope.namespace)]:
+            for key in self._shares.keys(namespace):
                 self._drop(key)
             self._slabs.settle()
             return n_tails - self.n_tails
@@ -231,12 +222,9 @@ class BlockPool:
         return found
 
     def _use(self, last_to_first: Iterable[str]) -> None:
-        used = [*last_to_first]
-        for key in used:
+        for key in last_to_first:
             if key in self._held:
                 self._policy_of(key).on_hit(key)
-        if self.offer_again is not None:
-            self.offer_again((key, self._held[key], self._before.get(key)) for key in used if key in self._held)
 
     def _expire(self) -> None:
         """Drop blocks that their policy sends away, with all that follow them."""
@@ -281,7 +269,7 @@ class BlockPool:
         return self.max_bytes - self._spent()
 
     def _policy_of(self, key: str) -> Policy:
-        return self._shares.of(self._held[key].scope.namespace)
+        return self._shares.policies[self._held[key].scope.namespace]
 
     def _make_room(self, nbytes: int, own: set[str], max_bytes: int, namespace: str) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
@@ -294,17 +282,13 @@ class BlockPool:
                 return False
             if leaving in own:
                 return False
-            if self.demote is not None:
-                self.demote(leaving, self._held[leaving], self._before.get(leaving))
             self._drop(leaving)
             self.n_evicted += 1
         return True
 
 
 def _about(key: str, block: Block, before: str | None) -> list[Any]:
-    scope = block.scope
-    where = [scope.namespace, scope.weights, scope.dtype, scope.attention]
-    return [key, where, block.ids.hex(), block.layout.hex(), block.is_tail, before]
+    return [key, astuple(block.scope), block.ids.hex(), block.layout.hex(), block.is_tail, before]
 
 
 def _n_alike(one: bytes, other: bytes) -> int:

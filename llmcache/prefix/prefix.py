@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from llmcache.arrays import Positions
 from llmcache.counters import Counters
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
+from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
 from llmcache.models.payloads import padding_of
 from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
@@ -29,11 +30,10 @@ from llmcache.prefix.block_hash import links
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.kv_fill import Pieces, empty, fill, join, lay, put
 from llmcache.prefix.slabs import slab_blocks
+from llmcache.prefix.stored import StoredBlocks, Wanted
 from llmcache.request.bypass import is_plain_cache
-from llmcache.request.kinds import Kinds, name_of, type_of
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
-from llmcache.stores.blocks import StoredBlocks, Wanted
 
 if TYPE_CHECKING:  # it holds this
     from llmcache.request.call import Call
@@ -276,8 +276,8 @@ class Prefix:
                 whole = like.new_zeros((n_rows, like.shape[1], n_tokens, like.shape[3]), device=ids.device)
                 if scratch is not None:
                     whole[rest] = getattr(scratch.layers[layer], name)
-                for number, own in held.items():
-                    self._place(prefill, number, name, own[which][layer], whole[number], layer)
+                for number, pieces in held.items():
+                    self._place(prefill, number, name, pieces[which][layer], whole[number], layer)
                 both.append(whole)
             put(prefill.kv_cache, layer, *both)
         of, names = kind
@@ -316,7 +316,7 @@ class Prefix:
     def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Hold blocks of a chain, and have them written; whether all of them are held."""
         known = {link.key for link in chain if link.key in self.blocks}
-        is_whole = self.blocks.put(chain, made, n_purges=prefill.n_purges)
+        is_whole = self.blocks.put(chain, made, prefill.n_purges)
         if self._stored is not None:
             kind = self.kinds.describe(call.kind)
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):

@@ -1,4 +1,4 @@
-"""When a call is computed as if there were no cache, why, and what to do about it."""
+"""Reasons for a bypass, in which a call is computed as if there were no cache, and their cures."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,11 +15,7 @@ from llmcache.models.adapters import Trunk
 from llmcache.models.model_config import setting
 
 CURES: dict[str, str] = {
-    "disabled": "the call was made inside cache.disabled()",
-    "not_worthwhile": "calls of this length come again too seldom for what the cache costs, see stats().cost; it "
-    "returns when that is worthwhile, or stays with auto_bypass=False",
-    "compared": "16 calls in a row are bypassed now and then, so that what the model takes alone is known (recorded "
-    "where possible, and then served when they come again): nothing to cure; none does with auto_bypass=False",
+    "disabled": "the call was made inside cache.disabled(), or LLMCACHE_DISABLE is set",
     "compiled": "a compiled or traced model runs a graph of its own: leave the model uncompiled, and have the cache "
     "compile what it computes by cache.compile()",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
@@ -84,8 +80,8 @@ CURES: dict[str, str] = {
     "only calls below the length that it was first trained on are cached",
     "other_pooling": "the modules after the trunk are not what they were when the model was wrapped (one was put in or "
     "exchanged, or pools in another way), and may read more than is kept: call unwrap(), and wrap the model again",
-    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the sentence-transformers "
-    "model that was wrapped, not a module in it, or wrap with payload='sequence'",
+    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the model of "
+    "sentence-transformers that was wrapped, not a module in it, or wrap with payload='sequence'",
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }
@@ -120,12 +116,12 @@ _KNOWN = frozenset(
 
 
 def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
-    """Why a forward of the trunk cannot use the cache, or None when it can.
+    """Return the reason why a forward of the trunk bypasses the cache, or None.
 
     Args:
         arguments: The trunk's arguments by name.
-        trunk: Whose they are.
-        defaults: Of the arguments that its signature names, the values that hold without them.
+        trunk: The trunk.
+        defaults: Default values of the arguments that its signature names.
 
     Returns:
         A key of `CURES`. Cheap: no tensor is read.
@@ -140,18 +136,21 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
 
 
 def find_reason_now(trunk: Trunk) -> str | None:
-    """Why no forward of the trunk can use the cache at this moment, whatever it is passed; or None."""
+    """Return the reason for a bypass that holds for any arguments at this moment, or None."""
     if torch._C._is_tracing():  # by torch.jit.trace
         return "compiled"
-    if is_traced():
+    # Whoever watches the call is to see it computed. All of this takes a microsecond.
+    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
         return "traced"
+    if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):
+        return "traced"  # a default device changes nothing
     if trunk.module.training:
         return "training"
     return "gradients" if torch.is_grad_enabled() else None
 
 
 def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
-    """Why a forward that is passed these arguments cannot use the cache, with the trunk's config as it is; or None."""
+    """Return the reason for a bypass that follows from these arguments and the trunk's present config, or None."""
     ids = arguments.get("input_ids")
     if ids is None or arguments.get("inputs_embeds") is not None:
         return "inputs_embeds"
@@ -204,16 +203,8 @@ def _seen_tokens(cache: Any) -> bool:
     return cache is not None and int(cache.get_seq_length()) > 0
 
 
-def is_traced() -> bool:
-    """Whether a call must be computed for the sake of who is watching it. Takes a microsecond."""
-    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
-        return True
-    # A default device changes nothing.
-    return bool(_n_function_modes()) and not all(isinstance(mode, DeviceContext) for mode in _function_modes())
-
-
 def are_strange(values: Iterable[Any]) -> bool:
-    """Whether an argument is a tensor whose class may have a say in operations, or which a CUDA graph will replace."""
+    """Whether an argument is a tensor of a class that may override operations, or one that a CUDA graph captures."""
     return any(map(_is_strange, values))
 
 

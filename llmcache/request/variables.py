@@ -1,4 +1,4 @@
-"""Context variables that hold a value for a while. What is set in a thread or async task is not seen by others."""
+"""Context variables that hold a value within a block. Other threads and async tasks do not see it."""
 
 import logging
 from collections.abc import Iterator

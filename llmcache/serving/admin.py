@@ -5,13 +5,17 @@ import logging
 from collections.abc import Awaitable
 from typing import Annotated, Any, Final, TypeVar
 
+import torch
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictStr
 
 from llmcache.errors import LLMCacheError
+from llmcache.serving.fields import Fields
 from llmcache.serving.keys import PUBLIC
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
+from llmcache.serving.tei import Classified, Input, classified_of, items_of, with_prompt
+from llmcache.serving.tokenizing import Tokens
 
 logger = logging.getLogger("llmcache")
 
@@ -23,6 +27,16 @@ class Purge(BaseModel):
     """Whose entries are to be forgotten."""
 
     namespace: Annotated[StrictStr, Field(max_length=1024)]
+
+
+class Forget(BaseModel):
+    """What is no longer to be served: `inputs` of an encoder as its own routes take them, or a decoder's prompt."""
+
+    inputs: Classified | Input | None = None
+    prompt_name: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[dict[str, Any]] | None = None
+    namespace: Annotated[StrictStr, Field(max_length=1024)] | None = None
 
 
 class Purged(BaseModel):
@@ -59,6 +73,27 @@ async def purge(asked: Purge, request: Request) -> Purged:
     n_requests = await _done(server.purge(asked.namespace))
     has_copies = asked.namespace == PUBLIC and server.decoder is not None and server.settings.keys is not None
     return Purged(purged=n_requests, note=_COPIES if has_copies else None)
+
+
+@router.post("/forget")
+async def forget(asked: Forget, request: Request) -> dict[str, int]:
+    """Forget what serves these requests, in the key's namespace unless one is named; answers how many were known."""
+    server = _server(request, "forgets requests")
+    namespace = asked.namespace or request.state.tenant.namespace
+    if server.decoder is not None:
+        prompt = asked.prompt or asked.messages
+        if prompt is None:
+            raise Refusal("invalid", "give `prompt` or `messages`", param="prompt")
+        ids = await server.decoder.encode(prompt, request.state.tenant)
+        inputs = {"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}
+        return {"forgotten": await _done(server.forget(inputs, namespace))}
+    if asked.inputs is None or server.encoder is None:
+        raise Refusal("invalid", "give `inputs`", param="inputs")
+    is_embedding = server.served.kind == "embedding"
+    items = items_of(asked.inputs) if is_embedding else classified_of(asked.inputs)[0]
+    tokens = await server.encoder.tokens(with_prompt(server, items, asked.prompt_name), True, "right")
+    known = [server.encoder.padded([one]) for one in Fields("inputs", True).all(tokens, Tokens)]
+    return {"forgotten": sum([await _done(server.forget(one, namespace)) for one in known])}
 
 
 @router.post("/clear")

@@ -25,10 +25,6 @@ def _of_audit(read: Callable[[AuditStats], Value]) -> Callable[[Stats], Value]:
     return lambda stats: None if stats.audit is None else read(stats.audit)
 
 
-def _by_length(read: Callable[[Any], float | None]) -> Callable[[Stats], Value]:
-    return lambda stats: {cost.tokens: read(cost) for cost in stats.cost}
-
-
 #: Only ever growing, but for the audit's, which begin anew with a calibration.
 COUNTERS: Final = (
     Figure("cache_requests", "Rows seen by the cache, bypassed ones included.", lambda s: s.n_requests),
@@ -42,9 +38,9 @@ COUNTERS: Final = (
     Figure("evicted", "Entries that left for others, by layer.", lambda s: s.n_evicted, "layer"),
     Figure("expelled", "Entries that their policy sent away, by layer.", lambda s: s.n_expelled, "layer"),
     Figure("evicted_blocks", "Blocks of prefixes that left for others.", lambda s: s.n_blocks_evicted),
-    Figure("stored_later", "Calls that were stored after their answer, by when.", lambda s: s.stored_later, "when"),
     Figure("too_large", "Requests that do not fit the budget.", lambda s: s.n_too_large),
     Figure("lookup_seconds", "Time in fingerprint, search and decision.", lambda s: s.lookup_ms / 1e3),
+    Figure("computing_seconds", "Time in the trunk, for rows that were computed.", lambda s: s.computing_ms / 1e3),
     Figure("storing_seconds", "Time in storing.", lambda s: s.storing_ms / 1e3),
     Figure("errors", "Failures of the cache that were computed around.", lambda s: s.errors),
     Figure("alarms", "Alarms of the audit.", _of_audit(lambda a: a.n_alarms)),
@@ -62,9 +58,6 @@ GAUGES: Final = (
     Figure("failing", "1 while many of the latest calls failed in the cache.", lambda s: s.health.is_failing),
     Figure("failed_calls_ratio", "Share of the latest calls that failed in it.", lambda s: s.health.failed_calls),
     Figure("failed_recomputes_ratio", "Likewise of the audit.", lambda s: s.health.failed_recomputes),
-    Figure("auto_bypass", "1 where calls bypass the cache, by tokens.", _by_length(lambda c: c.is_bypassed), "tokens"),
-    Figure("hit_seconds", "Time of a hit lately, by tokens.", _by_length(lambda c: _s(c.hit_ms)), "tokens"),
-    Figure("miss_seconds", "Time of a miss lately, by tokens.", _by_length(lambda c: _s(c.miss_ms)), "tokens"),
     Figure("audit_status", "1 of the status of calibrated reuse.", _of_audit(lambda a: {a.status: 1}), "status"),
     Figure("audit_rate", "Share of changed answers, estimated.", _of_audit(lambda a: a.rate)),
     Figure("audit_rate_lower", "Lower bound of that share.", _of_audit(lambda a: a.lower)),
@@ -114,15 +107,12 @@ class CacheFigures(Collector):
 
 
 def saved_s(stats: Stats) -> float | None:
-    """Seconds that hits saved, as far as they and the model were timed; None before."""
-    known = [cost.saved_ms for cost in stats.cost if cost.saved_ms is not None]
-    return sum(known) / 1e3 if known else None
+    """Seconds that hits saved: what computing a row took, for each row that was served as a whole; None before any."""
+    if not (stats.n_misses and stats.computing_ms):
+        return None
+    return (stats.n_hits - stats.hits.get("prefix", 0)) * stats.computing_ms / stats.n_misses / 1e3
 
 
 def used(stats: Stats, max_bytes: int) -> float:
     """Share of the budget that states and blocks take, 0 to 1."""
     return min(1.0, (stats.nbytes + stats.prefix_nbytes) / max_bytes)
-
-
-def _s(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1e3

@@ -32,7 +32,6 @@ from llmcache.serving.metrics import IN_FLIGHT, Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, stopping
 from llmcache.serving.settings import ServerSettings
-from llmcache.serving.tokenizing import beginning
 
 logger = logging.getLogger("llmcache.serving")
 
@@ -213,9 +212,6 @@ class Decoder:
 
     def _encode(self, prompt: Any, param: str, namespace: str) -> Ids:
         """Token ids of a prompt, in a thread of its own."""
-        if not self._may_have_room(prompt):
-            message = f"the prompt has more than the {self.context} tokens of the model's context: shorten it"
-            raise Refusal("invalid", message, param=param)
         known = self._prompts.get(namespace)
         if known is None:
             # What is known of one namespace is not known in another, where the time would tell what was asked here.
@@ -227,16 +223,6 @@ class Decoder:
             raise _refused(prompt, error, param) from None  # its text may quote the prompt
         self.metrics.tokenisation.observe(perf_counter() - began)
         return ids
-
-    def _may_have_room(self, prompt: Any) -> bool:
-        """Whether the context may have room for a prompt; a text that is far too long is not tokenised, nor kept."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(prompt, str) or self.context is None or backend is None:
-            return True
-        try:
-            return len(beginning(backend, prompt, self.context)) == len(prompt)
-        except Exception:  # of a tokenizer: what is wrong is said where all of it is tokenised
-            return True
 
     def _stream(self, ids: Ids, sampling: Sampling) -> Stream:
         model = self._cache.model

@@ -208,7 +208,7 @@ class Encoder:
 
         def compute(one: Tokens) -> list[list[float]]:
             with torch.inference_mode(), self._cache.disabled():
-                rows: list[list[float]] = states_of(self._padded([one]))[0].float().tolist()
+                rows: list[list[float]] = states_of(self.padded([one]))[0].float().tolist()
             return rows
 
         try:
@@ -357,13 +357,14 @@ class Encoder:
             tokens = [missing[number][2].tokens for number in numbers]
             try:
                 with self._cache.namespace(namespace):
-                    looked_up = self._cache.look_up(self._padded(tokens))
-                served = [] if looked_up.served is None else self._run(tokens, namespace, looked_up.served)
+                    looked_up = self._cache.look_up(self.padded(tokens))
+                rows = () if looked_up.served is None else looked_up.served.rows
+                served = self._run([tokens[row] for row in rows], namespace, looked_up.served) if rows else []
             except Exception as error:
                 logger.error("inputs could not be looked up, and are computed: %s", described(error))
                 continue
-            for place, output in zip([] if looked_up.served is None else looked_up.served.rows, served, strict=True):
-                found, i, _ = missing[numbers[place]]
+            for row, output in zip(rows, served, strict=True):
+                found, i, _ = missing[numbers[row]]
                 if output.is_finite:
                     found[i] = output
             if is_own and looked_up.missing is not None and len(looked_up.missing.rows) == 1:
@@ -403,19 +404,16 @@ class Encoder:
         return [one if one.is_finite else self._failed("its output is not finite") for one in made]
 
     def _run(self, tokens: Sequence[Tokens], namespace: str, part: Part | None = None) -> list[Output]:
-        """Outputs of inputs, or of those in a part of them that was looked up; computed ones are stored."""
+        """Outputs of inputs, which may be those of a part that was looked up; computed ones are stored."""
         begun = perf_counter()
-        inputs = self._padded(tokens) if part is None else part.inputs
+        inputs = self.padded(tokens) if part is None else part.inputs
         with torch.inference_mode(), self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled():
             values = self._forward(inputs).float().cpu().numpy()
         outcomes, took = self._cache.last, perf_counter() - begun
         rungs = [one.rung for one in outcomes] if len(outcomes) == len(values) else [None] * len(values)
-        rows = range(len(tokens)) if part is None else part.rows
-        return [
-            Output(values[i], len(tokens[row]), rungs[i], 0.0, took) for i, row in enumerate(rows[: len(values)])
-        ]
+        return [Output(values[i], len(one), rungs[i], 0.0, took) for i, one in enumerate(tokens)]
 
-    def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
+    def padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""
         longest = max(map(len, tokens))
 

@@ -191,8 +191,6 @@ def _troubles(server: Server, stats: Stats) -> Iterator[str]:
         yield f"The cache is {stats.health}."
     if stats.audit is not None and stats.audit.status in ("drifted", "failing", "off", "other weights"):
         yield f"Nothing is reused approximately: {stats.audit.status}."
-    if lengths := [str(cost.tokens) for cost in stats.cost if cost.is_bypassed]:
-        yield f"Not worthwhile, and bypassed, for calls from these lengths on, in tokens: {', '.join(lengths)}."
 
 
 def _style(rung: str) -> str:

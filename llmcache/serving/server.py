@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
+from collections.abc import Mapping
 from time import time
 from typing import Literal
+
+from torch import Tensor, nn
 
 from llmcache.cache import LLMCache
 from llmcache.serving.decoder import Decoder
@@ -69,6 +72,19 @@ class Server:
         if self.decoder is not None:
             self.decoder.forget(namespace)
         return n_requests
+
+    async def forget(self, inputs: Mapping[str, Tensor], namespace: str) -> int:
+        """Forget what serves a call of the model in a namespace; see `LLMCache.forget`."""
+
+        def work() -> int:
+            with self.cache.namespace(namespace):
+                if isinstance(self.model, nn.Sequential):  # of sentence-transformers
+                    return self.cache.forget(dict(inputs))
+                return self.cache.forget(**inputs)
+
+        if self.decoder is not None:
+            self.decoder.forget(namespace)
+        return await self.thread.run(work)
 
     async def clear(self) -> None:
         """Forget all of that in every namespace; see `LLMCache.clear`."""

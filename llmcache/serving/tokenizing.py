@@ -20,8 +20,6 @@ Side = Literal["left", "right"]
 
 #: Characters of a request from which on it is tokenised apart: some 2,000 tokens, which take 4 ms.
 LONG: Final = 8192
-_PER_TOKEN: Final = 16  # characters of a text, for each token that it may have, which are looked at first
-_EDGE: Final = 256  # characters before a cut whose tokens what follows may change: an added token has fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +156,9 @@ class Tokenizing:
         return len(made) - (made.ids[-1] in self._tokenizer.all_special_ids)
 
     def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side, n_prompt: int) -> Tokens:
-        read = texts
-        if not truncate or (len(texts) == 1 and side == "right"):  # else what is kept depends on all of it
-            read = tuple(beginning(self._fast, text, self.max_length) for text in texts)
-        (made,) = self._fast.encode_batch([read if len(read) == 2 else read[0]])
-        if n_over := self._over(len(made), truncate, is_all=read == texts):
-            made = self._cut(read, side)
+        (made,) = self._fast.encode_batch([texts if len(texts) == 2 else texts[0]])
+        if n_over := self._over(len(made), truncate):
+            made = self._cut(texts, side)
         n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
         return Tokens(tuple(made.ids), tuple(made.type_ids) if self.takes_types else (), n_prompt)
 
@@ -192,7 +187,7 @@ class Tokenizing:
         n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
         return Tokens(tuple(named["input_ids"]), () if types is None else tuple(types), n_prompt)
 
-    def _over(self, n_tokens: int, truncate: bool, is_all: bool = True) -> int:
+    def _over(self, n_tokens: int, truncate: bool) -> int:
         """How many tokens are to be cut off.
 
         Raises:
@@ -201,8 +196,7 @@ class Tokenizing:
         if n_tokens == 0:
             raise Refusal("empty", "cannot be empty")
         if n_tokens > self.max_length and not truncate:
-            given = f"{n_tokens}" if is_all else f"more than {self.max_length}"
-            raise TooLong("invalid", f"must have at most {self.max_length} tokens. Given: {given}")
+            raise TooLong("invalid", f"must have at most {self.max_length} tokens. Given: {n_tokens}")
         return max(0, n_tokens - self.max_length)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -213,31 +207,6 @@ class Tokenizing:
 def is_long(items: Sequence[Item]) -> bool:
     """Whether inputs have so many characters, or tokens, that others should not wait for them to be tokenised."""
     return sum(len(item) if isinstance(item, list) else sum(map(len, _texts(item))) for item in items) > LONG
-
-
-def beginning(backend: Any, text: str, most: int) -> str:
-    """As much of a text as is certain to have more tokens than that; all of it where less does not tell.
-
-    Of a text's beginning all words but the last are words of the text, and each is tokenised by itself. A tokenizer
-    that takes a text for one word has all of it tokenised.
-
-    Args:
-        backend: A tokenizer of `tokenizers` that neither cuts nor pads.
-        text: Any text.
-        most: Tokens, special ones included.
-    """
-    n = max(_PER_TOKEN * most, LONG)
-    while n < len(text):
-        (made,) = backend.encode_batch([text[:n]], add_special_tokens=False)
-        if len(made) > most:
-            words = made.word_ids
-            if words[-1] == words[0]:
-                return text
-            stops = (stop for word, (_, stop) in zip(words, made.offsets, strict=True) if word != words[-1])
-            if sum(stop <= n - _EDGE for stop in stops) > most:
-                return text[:n]
-        n *= 4
-    return text
 
 
 def _texts(item: str | Prompted | tuple[str, str]) -> tuple[str, ...]:

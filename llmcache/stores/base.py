@@ -147,8 +147,8 @@ class Store(ABC):
     def purge(self, namespace: str | None) -> int:
         """Give a namespace, or all of them (None), another number, and return how many values that made unreachable.
 
-        When this returns, no store returns any of them, and none accepts what was put with a number from before; `purges`
-        tells of it. Their bytes may go later. Returned are those that can be told at once; 0 where none can.
+        When this returns, no store returns any of them, none accepts what was put with a number from before, and
+        `purges` tells of it. Their bytes may go later. Returned are those that can be told at once; 0 where none can.
         """
 
     @abstractmethod

@@ -1,16 +1,13 @@
 """Entries of a bank as values of a store: each under its request's exact key, with how its output is made up."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from llmcache.bank import Bank, Entry
-from llmcache.models.packing import Packing
-from llmcache.request.kinds import Kinds
+from llmcache.models.kinds import Kinds
+from llmcache.request.call import Call
+from llmcache.request.packing import Packing
 from llmcache.request.rows import Row
 from llmcache.stores.tier import Tier
-
-if TYPE_CHECKING:
-    from llmcache.request.call import Call
 
 
 class StoredEntries:
@@ -20,7 +17,7 @@ class StoredEntries:
         """Keep the entries of a bank beyond its memory."""
         self.tier, self._bank, self._packings = tier, bank, packings
 
-    def recall(self, call: "Call", rows: Sequence[Row]) -> None:
+    def recall(self, call: Call, rows: Sequence[Row]) -> None:
         """Hold in memory what the store has of requests; all in one read."""
         assert call.scope is not None and call.requests is not None
         lacking = [row for row in rows if row.key not in self._bank and row.again not in self._bank]
@@ -37,7 +34,7 @@ class StoredEntries:
                 found.append(Entry.of(key, call.scope, value.tensors, value.about["layout"]))
         self._bank.put(found, call.generation)
 
-    def put(self, call: "Call", entries: Iterable[Entry]) -> None:
+    def put(self, call: Call, entries: Iterable[Entry]) -> None:
         """Have entries of a call written."""
         kind = self._packings.describe(call.kind)
         for one in entries:
@@ -45,7 +42,7 @@ class StoredEntries:
                 one.scope, entry_name(one.key), one.tensors, {"layout": one.layout.hex(), "kind": kind}, call.number
             )
 
-    def offer_again(self, call: "Call", entries: Iterable[Entry]) -> None:
+    def offer_again(self, call: Call, entries: Iterable[Entry]) -> None:
         """Have entries written that were dropped when they were put; they serve this call."""
         if self.tier.has_dropped and self._packings.are_known(call.kind):
             self.put(call, [one for one in entries if self.tier.lacks(one.scope, entry_name(one.key))])

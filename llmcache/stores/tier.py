@@ -125,7 +125,10 @@ class Tier:
                     self._numbers = {name: number for name, number in self._numbers.items() if name in held}
                 self._numbers[namespace] = found
                 return found
-        self._unnumbered.add(namespace)
+        with self._following:
+            if len(self._unnumbered) >= _MOST_NAMES:
+                self._unnumbered &= {*self._memory.namespaces()}
+            self._unnumbered.add(namespace)
         return NO_NUMBER
 
     def _ask_number(self, namespace: str) -> int | None:
@@ -215,6 +218,13 @@ class Tier:
         if n_found:
             self.break_even.read(n_tokens, took_s)
         return found
+
+    def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
+        """Likewise of values that are no entries: whatever they save, and not counted."""
+        keys = [self._key(*one) for one in asked]
+        values = self._ask("read from the store", lambda: self._store.get_many(keys, monotonic() + patience_s))
+        found = zip(keys, values or [None] * len(keys), strict=True)
+        return [None if value is None else self._opened(key, value) for key, value in found]
 
     def write(
         self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int

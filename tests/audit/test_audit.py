@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
 from llmcache.audit.account import AuditAccount
 from llmcache.audit.idle_worker import GaveWay
 from llmcache.audit.recomputer import Recomputer
-from llmcache.calibration.drift import DriftDetector
-from llmcache.errors import CalibrationError, ConfigError
-from llmcache.execution.fast_path import FastPath
+from llmcache.errors import ConfigError
+from llmcache.request.packing import Packing
 from tests import inside
-from tests.tiny_models import PAD, build, llama
 from tests.topics import (
     N_CALIBRATED,
     Inputs,
@@ -41,7 +38,7 @@ from tests.topics import (
 )
 
 N = N_CALIBRATED
-SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0, "auto_bypass": False}
+SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0}
 SAMPLE, LABELS = requests(N)
 
 
@@ -87,7 +84,7 @@ def trunk_weight(model: nn.Module) -> Tensor:
 
 @pytest.mark.slow
 def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
-    inputs, shelf = fresh(150), inside.partition(cache)
+    inputs, shelf = fresh(150), inside.sources(cache)
     (answers, rungs), n_sources = ask(cache, inputs), len(shelf)
     n_hits = rungs.count("semantic")
     n_changed = sum(answer != own for answer, own in zip(answers, alone(cache, inputs), strict=True))
@@ -107,20 +104,6 @@ def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_a_padded_batch_are_looked_into_one_by_one(cache: LLMCache) -> None:
-    rows = [one["input_ids"][0] for n_words in (4, 5, 6) for one in requests(12, seed=n_words, n_words=n_words)[0]]
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    answers = cache(input_ids=ids, attention_mask=mask).logits.argmax(dim=-1)
-    n_hits = [outcome.rung for outcome in cache.last].count("semantic")
-    with cache.disabled():
-        own = cache(input_ids=ids, attention_mask=mask).logits.argmax(dim=-1)
-    cache.drain()
-    assert known(cache).n_recomputed == n_hits > 10
-    assert known(cache).n_changed == int((answers != own).sum())
-
-
-@pytest.mark.slow
 def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: nn.Module) -> None:
     with LLMCache.wrap(model, **SETTINGS) as cache:
         with cache.namespace("tenant"), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -130,7 +113,7 @@ def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: 
             cache.drain()
         assert known(cache).n_recomputed == n_hits > 20
         assert cache.stats().errors == 0
-        assert {record.scope.namespace for record in inside.records(cache)} == {"tenant"}
+        assert set(inside.bank(cache).namespaces()) == {"tenant"}
 
 
 @pytest.mark.slow
@@ -154,36 +137,18 @@ def test_without_an_audit_nothing_is_looked_into(model: nn.Module, cache: LLMCac
         assert (cache.stats().audit, cache.drain()) == (None, 0)
 
 
-def test_states_of_a_model_that_was_edited_meanwhile_are_not_kept(cache: LLMCache, model: nn.Module) -> None:
-    one, weight = first_hit(cache), model.bert.encoder.layer[-1].output.dense.weight
-    own, kind = weight.detach().clone(), type(model.bert.encoder.layer[0].attention)
-    forward = kind.forward
-
-    @torch.no_grad()
-    def edit(*args: Any, **inputs: Any) -> Any:
-        weight.add_(1.0)
-        return forward(*args, **inputs)
-
-    with pytest.MonkeyPatch.context() as patch:  # not by a hook, which the audit does not run
-        patch.setattr(kind, "forward", edit)
-        assert cache.drain() > 0
-    with torch.no_grad():
-        weight.copy_(own)
-    assert rungs_of(cache, [one]) != ["exact"]
-
-
 @pytest.mark.slow
 def test_a_hit_that_is_not_served_after_all_counts_as_none(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_rest, failed = FastPath.run_rest, []
+    join, failed = Packing.join, []
 
     def fail_at_first(*args: Any) -> Any:
         if len(failed) < 3:
             failed.append(args)
-            raise RuntimeError("no rows can be taken out")
-        return run_rest(*args)
+            raise RuntimeError("it cannot be put together")
+        return join(*args)
 
-    monkeypatch.setattr(FastPath, "run_rest", fail_at_first)
-    n_hits = n_hits_of(cache, fresh(1, seed=32))  # from here on the output is understood
+    n_hits = n_hits_of(cache, fresh(1, seed=32))
+    monkeypatch.setattr(Packing, "join", fail_at_first)
     pairs = [rungs_of(cache, [pair]) for pair in batched(fresh(120, seed=33), size=2)]
     assert len(failed) == cache.stats().errors == 3 <= pairs.count([None, None])
     assert ["semantic", "semantic"] in pairs and any(None in pair and "semantic" in pair for pair in pairs)
@@ -201,7 +166,7 @@ def test_a_source_whose_answer_changed_serves_nobody_else_again(
     one = first_hit(cache)
     source = cache.last[0].source
     cache.drain()
-    assert list(inside.banks(cache).quarantined) == [source]
+    assert list(inside.sources(cache).quarantined) == [source]
     again = fresh(300, seed=30)
     ask(cache, again)
     sources = {cache.last[0].source for other in again if n_hits_of(cache, [other])}
@@ -211,7 +176,7 @@ def test_a_source_whose_answer_changed_serves_nobody_else_again(
     cache.save(tmp_path)
     cache.unwrap()
     with LLMCache.load(model, tmp_path) as loaded:
-        assert list(inside.banks(loaded).quarantined) == [source]
+        assert list(inside.sources(loaded).quarantined) == [source]
         assert loaded.stats().errors == 0
 
 
@@ -224,13 +189,13 @@ def test_striking_only_turns_hits_into_computed_requests(cache: LLMCache) -> Non
         for one in inputs:
             cache(**one)
             found.append(cache.last[0].source if cache.last[0].rung == "semantic" else None)
-            inside.banks(cache).layer_banks[3].remove(cache.last[0].key)  # so that no repeat is exact
+            inside.bank(cache).forget([cache.last[0].key])  # so that no repeat is exact
         return found
 
     before = sources()
     quarantined = {key for key in before if key is not None and hash(key) % 2}
     for key in quarantined:
-        inside.banks(cache).quarantine(key, "default")
+        inside.sources(cache).quarantine(key, "default")
     assert quarantined
     assert sources() == [None if key in quarantined else key for key in before]
 
@@ -265,36 +230,10 @@ def test_the_first_alarm_halves_what_is_served_and_the_second_ends_it(
 
 
 @pytest.mark.slow
-def test_after_the_second_alarm_it_learns_anew_where_it_was_to_learn(model: nn.Module) -> None:
-    with LLMCache.wrap(model, learn=N, **SETTINGS) as cache:
-        assert known(cache).status == "learning"
-        first = cache.calibrate(batched(SAMPLE))
-        inside.keep_quiet(cache)
-        for _ in range(2):
-            cache.calibrated.alarm(cache.calibration)
-        assert (known(cache).status, cache.calibration) == ("learning", None)
-        ask(cache, batched(fresh(N + 60, seed=60)))
-        assert cache.calibration not in (None, first)
-        assert known(cache).status == "certified"
-        assert cache.stats().errors == 0
-
-
-def test_calls_that_are_computed_during_a_calibration_do_not_wait_for_it(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLMCache.wrap(model, learn=N, **SETTINGS) as cache:
-        calibrated, wanted = cache.calibrated, []
-        monkeypatch.setattr(calibrated, "_calibrate", lambda *_: wanted.append(calibrated.is_learning) or 1 / 0)
-        with pytest.raises(CalibrationError, match="could not learn from these requests: ZeroDivisionError"):
-            cache.calibrate(batched(SAMPLE))
-        assert (wanted, calibrated.is_learning) == ([False], True)
-
-
-@pytest.mark.slow
 def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module) -> None:
     with LLMCache.wrap(model, sources="growing", **SETTINGS) as cache:
         cache.calibrate(batched(SAMPLE))
-        shelf = inside.partition(inside.keep_quiet(cache))
+        shelf = inside.sources(inside.keep_quiet(cache))
         assert known(cache).status == "growing"
         n_hits, n_sources = n_hits_of(cache, fresh(60)), len(shelf)
         cache.drain()
@@ -321,35 +260,6 @@ def test_a_calibration_is_renewed_from_what_was_drawn() -> None:
         with pytest.raises(ConfigError, match="recalibrate=300 with metric 'accuracy'"):
             cache.calibrate(batched(SAMPLE), labels=LABELS, metric="accuracy")
         assert cache.calibration is renewed
-
-
-@pytest.mark.slow
-def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(cache: LLMCache) -> None:
-    kept, found = inside.audit(cache)._fresh, cache.calibration
-    kept.every = 20
-    rungs = rungs_of(cache, fresh(100, seed=72))
-    cache.drain()
-    assert cache.calibration is found
-    assert {"semantic", None} == set(rungs)
-    assert len(kept.cases) == 100  # hits and misses alike: all are drawn here
-    with pytest.raises(CalibrationError, match="at least 118 are needed"):
-        cache.calibrated.renew(found, kept.cases)
-    assert cache.calibration is found
-
-
-def test_once_requests_were_told_to_have_changed_nothing_is_served_and_the_account_goes_on(
-    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask(cache, fresh(30))
-    cache.drain()
-    looked = known(cache).n_recomputed
-    with monkeypatch.context() as told:
-        told.setattr(DriftDetector, "see", lambda *_: True)
-        assert rungs_of(cache, fresh(1, seed=30)) == [None]  # the very request that tells it is computed
-    assert known(cache).status == "drifted" and cache.calibration is not None
-    assert known(cache).n_requests == 31 and known(cache).n_recomputed == looked > 10
-    assert set(rungs_of(cache, fresh(30, seed=31))) == {None}
-    assert (known(cache).n_requests, known(cache).n_drawn, known(cache).n_alarms) == (61, looked, 0)
 
 
 # -- what cannot disturb it --------------------------------------------------------------------------------------------
@@ -392,35 +302,6 @@ def test_adapters_that_take_turns_lose_no_look(
 
 
 @pytest.mark.slow
-def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
-    cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    audit = inside.audit(cache)
-    served = audit.served
-
-    def late(call: Any) -> None:
-        with edited(trunk_weight(model)):
-            served(call)
-
-    monkeypatch.setattr(audit, "served", late)
-    n_hits = n_hits_of(cache, fresh(40))
-    assert n_hits > 10 and known_after(cache) == (n_hits, n_hits, 0, 0)
-
-
-@pytest.mark.slow
-def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMCache, model: nn.Module) -> None:
-    worker = inside.audit(cache).worker
-    worker._patience_s = 0.0
-    for one, other in zip(fresh(100), fresh(100, seed=82), strict=True):
-        worker._credit_s = 1e6
-        ask(cache, [one])
-        with edited(trunk_weight(model)):
-            ask(cache, [other])
-    stats = known(cache)
-    assert stats.n_drawn > 30 and stats.n_recomputed >= stats.n_drawn - 8 and stats.n_lost == 0
-
-
-@pytest.mark.slow
 def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,15 +315,6 @@ def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
     stats = known(cache)
     assert (n_hits, stats.n_waiting, stats.n_lost, stats.status) == (10, 10, 0, "certified")
     assert stats.n_recomputed == stats.n_drawn - 10 > 10  # those were computed in their calls
-
-
-@pytest.mark.slow
-def test_looks_that_nothing_follows_from_any_more_wait_no_longer(cache: LLMCache, model: nn.Module) -> None:
-    n_hits = n_hits_of(cache, fresh(40))
-    with edited(trunk_weight(model)):
-        assert known_after(cache) == (n_hits, 0, 0, n_hits) and n_hits > 10
-        assert cache.calibrate(batched(SAMPLE), max_drop=0.3).chosen is not None
-        assert known_after(cache)[3] == 0
 
 
 @contextmanager
@@ -478,35 +350,6 @@ def test_looks_wait_for_the_model_to_be_as_it_was(
         assert known(cache).status == "certified"
     assert cache.stats().errors == 0 and not cache.stats().health.is_failing  # nothing has failed
     assert known_after(cache) == (n_hits, n_hits, 0, 0)
-
-
-def test_training_that_begins_while_it_looks_costs_no_verdict(
-    cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n_hits, run = n_hits_of(cache, fresh(20)), Recomputer._run
-
-    def train_first(self: Recomputer, look: Any, inputs: Any) -> Any:
-        model.train()
-        return run(self, look, inputs)
-
-    with training(model), monkeypatch.context() as begun:
-        begun.setattr(Recomputer, "_run", train_first)
-        assert known_after(cache) == (n_hits, 0, 0, n_hits)
-    assert known_after(cache) == (n_hits, n_hits, 0, 0)
-
-
-@pytest.mark.slow
-def test_a_trunk_that_writes_its_frequencies_in_each_call_is_looked_into() -> None:
-    """With what they were: that comes before layer 0, in the middle of the look."""
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    llm = build(lambda: tf.LlamaForSequenceClassification(llama(rope_parameters=rope)))
-    with LLMCache.wrap(llm, **SETTINGS | {"max_drop": 0.3, "audit_in_background": False}) as cache:
-        assert cache.calibrate(batched(SAMPLE)).is_certified
-        n_hits = n_hits_of(cache, fresh(40))
-        assert n_hits > 20
-        assert known_after(cache) == (n_hits, n_hits, 0, 0)
-        assert cache.stats().errors == 0
 
 
 def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,15 +401,15 @@ def test_purged_and_cleared_requests_are_not_looked_into(cache: LLMCache) -> Non
     ask(cache, fresh(40))
     cache.purge(namespace="other")
     assert known(cache).n_waiting > 10
-    inside.banks(cache).quarantine("gone", "default")
-    inside.banks(cache).quarantine("stays", "other")
+    inside.sources(cache).quarantine("gone", "default")
+    inside.sources(cache).quarantine("stays", "other")
     cache.purge(namespace="default")
     assert known(cache).n_waiting == 0
     cache.drain()  # jobs are left, with nothing to audit
-    assert (known(cache).n_recomputed, len(inside.banks(cache))) == (0, 0)
-    assert list(inside.banks(cache).quarantined) == ["stays"]
+    assert (known(cache).n_recomputed, len(inside.bank(cache))) == (0, 0)
+    assert list(inside.sources(cache).quarantined) == ["stays"]
     cache.clear()
-    assert not inside.banks(cache).quarantined
+    assert not inside.sources(cache).quarantined
 
 
 def test_unwrapping_drops_what_waits_and_ends_the_thread(cache: LLMCache) -> None:
@@ -614,19 +457,3 @@ def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -
     assert stats.n_requests == 160
     assert cache.stats().errors == 0
     assert inside.audit(cache).worker._n_calls == 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"audit": -0.1}, "audit"),
-        ({"audit": 1.5}, "audit"),
-        ({"recalibrate": 0}, "recalibrate"),
-        ({"recalibrate": 500, "audit": 0}, "audit=0"),
-        ({"tau": 0.9, "audit": 0.1}, "tau is your own choice"),
-        ({"tau": 0.9, "recalibrate": 500}, "tau is your own choice"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(model: nn.Module, wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LLMCache.wrap(model, **wrong)

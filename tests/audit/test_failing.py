@@ -7,8 +7,6 @@ import pytest
 
 from llmcache import LLMCache
 from llmcache.audit.account import _MOST_OPEN, AuditAccount
-from llmcache.counters import Counters, Share, is_told
-from llmcache.execution.old_call import Call, Inputs
 from tests import inside
 from tests.audit.test_audit import fresh, n_hits_of
 from tests.topics import ask, known, rungs_of
@@ -66,7 +64,7 @@ def test_a_look_without_a_verdict_counts_as_changed(
 
 def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     n_hits = n_hits_of(cache, fresh(40))
-    monkeypatch.setattr(inside.banks(cache), "put", fail)
+    monkeypatch.setattr(inside.bank(cache), "put", fail)
     cache.drain()
     assert 0 < known(cache).n_recomputed == cache.stats().errors == n_hits
 
@@ -105,13 +103,13 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
 ) -> None:
     assert n_hits_of(cache, fresh(20)) > 0
     with monkeypatch.context() as broken:
-        broken.setattr(inside.banks(cache), "search", fail)
+        broken.setattr(inside.sources(cache), "search", fail)
         ask(cache, fresh(20, seed=9))
         assert known(cache).status == "failing"
         assert set(rungs_of(cache, fresh(20, seed=9)[:3])) == {"exact"}
     health = cache.stats().health
     assert health.is_failing and health.failed_calls >= 0.05
-    assert health.failures["look up (semantic): RuntimeError"] < 20  # it was not asked any more
+    assert health.failures["look up a call: RuntimeError"] < 20  # it was not asked any more
     assert "nothing is reused under a calibration meanwhile" in caplog.text
     assert n_hits_of(cache, fresh(20, seed=10)) == 0
     ask(cache, fresh(150, seed=11))
@@ -119,40 +117,3 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
     assert "no longer fail" in caplog.text
     assert n_hits_of(cache, fresh(20, seed=12)) > 0
     assert str(cache.stats().health) == "good"
-
-
-def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
-    counters = Counters()
-    for _ in range(1497):
-        counters.look(ValueError("no"))
-    for _ in range(5):
-        counters.error("store", ValueError("no"))
-    texts = [record.getMessage() for record in caplog.records]
-    assert [text for text in texts if "store" in text] == ["llmcache failed to store; computing instead"]
-    assert len([text for text in texts if "audit" in text]) == 4
-    assert "for the 1,000th time" in texts[3]
-    assert [n for n in range(1, 2000) if is_told(n)] == [1, 10, 100, 1000]
-    assert counters.snapshot().errors == 1502
-
-
-def test_a_share_turns_at_a_tenth_and_back_at_half_of_that() -> None:
-    share = Share()
-    turns = [(n, share.is_large) for n in range(40) if share.add(n < 10)]
-    assert turns == [(1, True)]
-    quiet = next(n for n in range(1, 200) if share.add(False))
-    assert 20 < quiet < 120 and not share.is_large
-    seldom = Share()
-    assert not any(seldom.add(n % 20 == 0) for n in range(5000))
-
-
-def test_failures_in_one_call_count_as_one() -> None:
-    counters = Counters()
-    for _ in range(8):
-        counters.error("store", ValueError("no"))
-    for _ in range(20):
-        counters.call(Call(Inputs({}, "default")))
-    assert not counters.is_failing
-    for _ in range(8):
-        counters.error("read", ValueError("no"))
-        counters.bypass("error", 1)
-    assert counters.is_failing

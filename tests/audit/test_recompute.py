@@ -23,7 +23,6 @@ OTHER = NOW._replace(attention="eager")
 SETTINGS: dict[str, Any] = {
     "max_drop": 0.2,
     "audit": 1.0,
-    "auto_bypass": False,
     "payload": "sequence",
     "answer": "class",
 }

@@ -12,15 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 import llmcache
-from llmcache import CacheConfig
-from llmcache.banks.compression import CODECS
-from llmcache.banks.stores import STORES
+from llmcache import CODECS, FINGERPRINTS, STORES, CacheConfig
 from llmcache.cli import main as cli
 from llmcache.cli import reference
 from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
-from llmcache.fingerprint import FINGERPRINTS
-from llmcache.matching import DECISIONS
 from llmcache.index import INDEXES
 from llmcache.policies import POLICIES
 from tests.commands import run_main
@@ -139,7 +135,7 @@ def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
     text = reference.render_settings()
     assert re.findall(r"^## `(\w+)`$", text, re.MULTILINE) == list(CacheConfig.model_fields)
     assert "Type `float | dict[int, float] | None`, default `None`." in text
-    for registry in (POLICIES, STORES, INDEXES, FINGERPRINTS, DECISIONS, CODECS):
+    for registry in (POLICIES, STORES, INDEXES, FINGERPRINTS, CODECS):
         section = text.split(f"## `{registry.kind}`\n")[1].split("\n## ")[0]
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(registry)
     assert "| `ttl` | `ttl_s` |" in text  # no clock, which no setting can give

@@ -6,15 +6,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llmcache.cli.remote import RemoteChat
 from llmcache.errors import ConfigError
 from llmcache.generation import Sampling, generate
 from tests.commands import run_main
-from tests.serving.decoders import NAME, Stub, listening, row, tokenizer
+from tests.serving.served import byte_tokenizer, decoder, figure, listening, make_server, write
 
 FEW = ["--max-new-tokens", "6"]
 Say = Callable[..., None]
@@ -72,22 +74,19 @@ def said(text: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_conversation_is_the_models_own(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    stub = Stub(reveal_hits=True)
+def test_a_conversation_is_the_models_own(tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    server, tokenizer = make_server(write(tmp_path, "decoder"), reveal_hits=True), byte_tokenizer()
     history: list[dict[str, str]] = []
-    try:
-        for question in ("where is my card", "and the cash"):
-            history.append({"role": "user", "content": question})
-            text = tokenizer().apply_chat_template(history, tokenize=False, add_generation_prompt=True)
-            ids = tuple(tokenizer()(text)["input_ids"])
-            made = generate(stub.plain, row(ids), Sampling(max_new_tokens=6))
-            history.append({"role": "assistant", "content": tokenizer().decode(made.tokens, skip_special_tokens=True)})
-        with listening(stub) as url:
-            say("where is my card", "and the cash", "/stats", "/clear", "where is my card", "word " * 300, "/quit")
-            assert run_main("repl", "--url", url, "--model", NAME, "--verbose", *FEW) == 0
-            assert run_main("repl", "--url", url, "--model", "gpt-9") == 0 and stub.noted.n_first == 3
-    finally:
-        stub.close()
+    for question in ("where is my card", "and the cash"):
+        history.append({"role": "user", "content": question})
+        ids = tokenizer(tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True))["input_ids"]
+        made = generate(decoder(), torch.tensor([ids]), Sampling(max_new_tokens=6))
+        history.append({"role": "assistant", "content": tokenizer.decode(made.tokens, skip_special_tokens=True)})
+    with listening(server) as (_, url):
+        say("where is my card", "and the cash", "/stats", "/clear", "where is my card", "word " * 300, "/quit")
+        assert run_main("repl", "--url", url, "--model", "decoder", "--verbose", *FEW) == 0
+        assert run_main("repl", "--url", url, "--model", "gpt-9") == 0
+        assert figure(server, "time_to_first_token_seconds_count") == 3
     shown = capsys.readouterr()
     assert shown.out.startswith(f"{history[1]['content']}\n[prompt ")
     assert f"\n{history[3]['content']}\n[prompt {len(ids)} tokens, " in shown.out

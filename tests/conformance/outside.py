@@ -3,33 +3,15 @@
 `n_used` counts, over all objects of a class, what its kind is there for.
 """
 
-import threading
-import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache import (
-    Codec,
-    Decision,
-    Evidence,
-    Fingerprint,
-    Index,
-    Policy,
-    Reuse,
-    Rung,
-    Store,
-    StoreError,
-    View,
-)
-from llmcache.reuse import CacheBanks, Call, Row
-from llmcache.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats
+from llmcache import Call, Codec, Fingerprint, Hit, Index, Policy, View
 
 
 class MostRecent(Policy):
@@ -59,90 +41,6 @@ class MostRecent(Policy):
         type(self).n_used += 1
         keys = list(self.keys)
         return keys[max(-1 - self.spare, -len(keys))]
-
-
-@dataclass
-class Place:
-    """What stores of one name share."""
-
-    values: dict[StoreKey, tuple[int, bytes]] = field(default_factory=dict)  # with the number of their namespace
-    n_purged: Counter[str | None] = field(default_factory=Counter)  # by namespace; None: all of them
-    told: list[Purge] = field(default_factory=list)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-
-class Shared(Store):
-    """A dict for all stores of one name in this process."""
-
-    n_used = 0
-    places: ClassVar[dict[str, Place]] = defaultdict(Place)
-
-    def __init__(self, place: str = "default") -> None:
-        """Open what is shared under a name."""
-        self.place, self.is_open = self.places[place], True
-
-    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
-        type(self).n_used += 1
-        self.check_open()
-        with self.place.lock:
-            return [self.find(key) if time.monotonic() < deadline else None for key in keys]
-
-    def put_many(self, puts: Sequence[Put]) -> None:
-        self.check_open()
-        with self.place.lock:
-            for put in puts:
-                if put.number == self.number(put.key.namespace):
-                    self.place.values[put.key] = put.number, bytes(put.value)
-
-    def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
-        self.check_open()
-        return [key for key in keys if self.find(key) is None]
-
-    def numbers(self, namespaces: Sequence[str]) -> list[int]:
-        self.check_open()
-        return [self.number(namespace) for namespace in namespaces]
-
-    def purge(self, namespace: str | None) -> int:
-        with self.place.lock:
-            gone = [key for key in self.place.values if namespace in (None, key.namespace)]
-            for key in gone:
-                del self.place.values[key]
-            self.place.n_purged[namespace] += 1
-            self.place.told.append(Purge(namespace))
-            return len(gone)
-
-    def forget(self, keys: Sequence[StoreKey]) -> None:
-        with self.place.lock:
-            for key in keys:
-                self.place.values.pop(key, None)
-            self.place.told.append(Purge(keys[0].namespace, tuple(key.name for key in keys)))
-
-    def purges(self, since: str | None) -> Purges:
-        told = self.place.told
-        if since is None or not since.isdigit():
-            return Purges((), str(len(told)), is_complete=since is None)
-        found = told[int(since) :]
-        return Purges(found, str(int(since) + len(found)))
-
-    def stats(self) -> StoreStats:
-        self.check_open()
-        with self.place.lock:
-            values = self.place.values.values()
-            return StoreStats(len(values), sum(len(value) for _, value in values))
-
-    def close(self) -> None:
-        self.is_open = False
-
-    def check_open(self) -> None:
-        if not self.is_open:
-            raise StoreError("the store is closed")
-
-    def number(self, namespace: str) -> int:
-        return self.place.n_purged[None] + self.place.n_purged[namespace]
-
-    def find(self, key: StoreKey) -> bytes | None:
-        number, value = self.place.values.get(key, (None, None))
-        return value if number == self.number(key.namespace) else None
 
 
 class Scan(Index):
@@ -214,21 +112,6 @@ class Lengths(Fingerprint):
         return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 
-class SecondBest(Decision):
-    """The second nearest one serves."""
-
-    n_used = 0
-
-    def __init__(self, k: int = 2) -> None:
-        """Look at so many."""
-        self.k = k
-
-    def choose(self, seen: Evidence) -> tuple[int, float]:
-        type(self).n_used += 1
-        number = min(1, len(seen.similarity) - 1)
-        return number, -seen.similarity[number]
-
-
 class Mirrored(Codec):
     """Each row from its end to its beginning."""
 
@@ -247,37 +130,26 @@ class Mirrored(Codec):
         return True
 
 
-class SameTokens(Rung):
+class SameTokens:
     """Serves a request from an earlier one with the same tokens in another order."""
 
     name = "same_tokens"
     is_lossless = False
     n_used = 0
 
-    def __init__(self, banks: CacheBanks, least: int = 1) -> None:
+    def __init__(self, bank: Any, least: int = 1) -> None:
         """Serve requests of so many tokens or more."""
-        self.banks = banks
-        self.least = least
+        self.bank, self.least = bank, least
         self.seen: dict[tuple[object, ...], str] = {}
 
-    def applies_at(self, layer: int) -> bool:
-        return layer == 0
-
-    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        found = (self.find(call, row) for row in rows)
-        return [reuse for reuse in found if reuse is not None]
-
-    def find(self, call: Call, row: Row) -> Reuse | None:
-        ids = call.inputs.arguments["input_ids"][row.number, row.valid].tolist()
-        source = self.seen.setdefault((call.read.scope, *sorted(ids)), row.key)
-        if source == row.key or len(ids) < self.least:
-            return None
-        last = self.banks.layers[-1]
-        state = self.banks.read(source, last, with_kv=call.progress.kv_cache is not None)
-        if state is None:
-            return None
-        type(self).n_used += 1
-        return Reuse(row.number, last, self.name, state.hidden, state.kv, source, similarity=None)
+    def look_up(self, call: Call, rows: Any) -> None:
+        held = {entry.key: entry for entry in self.bank.entries()}
+        for row in rows:
+            tokens = call.arguments["input_ids"][row.number, row.valid].tolist()
+            source = held.get(self.seen.setdefault((call.scope, *sorted(tokens)), row.key))
+            if source is not None and len(tokens) >= self.least:
+                type(self).n_used += 1
+                call.hits[row.number] = Hit(self.name, source.key, source.fields, similarity=None)
 
 
 class Stage(nn.Module):

@@ -1,7 +1,6 @@
 """The checks of `llmcache.testing` pass a class from outside, and tell of one that breaks a rule which."""
 
-from collections.abc import Callable, Mapping, Sequence
-from math import inf
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 
 from llmcache import View
-from llmcache.stores import Bytes, StoreKey
-from llmcache.testing import check_codec, check_fingerprint, check_index, check_policy, check_store
+from llmcache.testing import check_codec, check_fingerprint, check_index, check_policy
 from tests.conformance import outside
 
 #: Check and class that passes, by kind.
 KINDS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "policy": (check_policy, outside.MostRecent),
-    "store": (check_store, outside.Shared),
     "index": (check_index, outside.Scan),
     "fingerprint": (check_fingerprint, outside.Lengths),
     "codec": (check_codec, outside.Mirrored),
@@ -48,44 +45,6 @@ class Stale(outside.MostRecent):
 class Hasty(outside.MostRecent):
     def expired(self) -> list[str]:
         return list(self.keys)
-
-
-class Unmoved(outside.Shared):
-    """Keeps its numbers when it is purged, so what another was about to put comes later."""
-
-    def number(self, namespace: str) -> int:
-        return 0
-
-
-class Shuffled(outside.Shared):
-    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
-        return super().get_many(sorted(keys, key=lambda key: key.name), deadline)
-
-
-class Patient(outside.Shared):
-    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
-        return super().get_many(keys, inf)
-
-
-class Nameless(outside.Shared):
-    """Takes the text of a key for the key."""
-
-    def find(self, key: StoreKey) -> bytes | None:
-        text = f"{key.namespace}:{key.name}"
-        return next((v for k, (_, v) in self.place.values.items() if f"{k.namespace}:{k.name}" == text), None)
-
-
-class Silent(outside.Shared):
-    """Tells nobody of single values."""
-
-    def forget(self, keys: Sequence[StoreKey]) -> None:
-        super().forget(keys)
-        self.place.told.pop()
-
-
-class Alone(outside.Shared):
-    def __init__(self) -> None:
-        super().__init__(f"{id(self)}")
 
 
 class Worst(outside.Scan):
@@ -147,12 +106,6 @@ class Turning(outside.Mirrored):
         ("policy", Forgetful, "victim: asking changes nothing"),
         ("policy", Stale, "victim(: a key that was put and not removed since| while no key is held)"),
         ("policy", Hasty, "expired: only where lets_entries_leave_early is set"),
-        ("store", Unmoved, "purge: the namespace has another number in all stores"),
-        ("store", Shuffled, "get_many: a value for each key, in their order, bit for bit"),
-        ("store", Patient, "get_many: nothing after the deadline, and no error"),
-        ("store", Silent, "purges: what was purged, in order"),
-        ("store", Nameless, "get_many: a value for each key, in their order, bit for bit"),
-        ("store", Alone, "get_many: a value for each key, in their order, bit for bit"),
         ("index", Worst, "search: (best first|the most similar rows)"),
         ("index", Flattering, "search: the similarity of the rows named"),
         ("index", Trusting, "add of .*: ValueError"),

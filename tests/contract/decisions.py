@@ -128,6 +128,7 @@ def decide(case: Case) -> dict[str, Any]:
         if "learn" in settings:
             for part in first.split(5):
                 cache(input_ids=part)
+            cache.drain()  # what was learned is in force
         else:
             labels = _counts(topics).argmax(axis=1).tolist() if "metric" in case.calibrate else None
             cache.calibrate([{"input_ids": part} for part in first.split(50)], labels=labels, **case.calibrate)

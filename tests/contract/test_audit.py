@@ -89,6 +89,7 @@ def test_learning_and_renewal_run_hooks_in_the_callers_threads_alone() -> None:
     with LLMCache.wrap(model, **settings) as cache:
         for call in batched(requests(120)[0], 20):
             cache(**call)
+        cache.drain()
         first, n_recomputed = cache.calibration, 0
         assert first is not None
         for call in batched(requests(160, seed=3)[0], 20):

@@ -80,7 +80,7 @@ def vectors(found: Any) -> Any:
 
 
 def test_ways_to_encode(embedder: Embedder) -> None:
-    """docs/howto.md: a wrapped embedder is used as before; by default token embeddings can be asked for as well."""
+    """docs/howto.md: a wrapped embedder is used as before; token embeddings can be asked for as well."""
     model = embedder()
     expected = {name: vectors(model.encode(TEXTS, **how)) for name, how in ALIKE.items()}
     query, passage = vectors(model.encode_query(TEXTS)), vectors(model.encode_document(TEXTS))
@@ -94,6 +94,36 @@ def test_ways_to_encode(embedder: Embedder) -> None:
             check_same(vectors(model.encode_query(TEXTS)), query)
             check_same(vectors(model.encode_document(TEXTS)), passage)
         assert cache.stats().n_hits > 3 * len(ALIKE)
+
+
+def test_one_vector_a_text_is_kept_and_states_are_computed(embedder: Embedder) -> None:
+    """By default an entry is one vector. Who reads the states of tokens gets the model's, in whichever way."""
+    model, whole, first = embedder(), embedder(), dict(tokenised().items())
+    expected = ask(whole, dict(first))
+    with LLMCache.wrap(model) as cache:
+        for turn in range(3):
+            with torch.inference_mode():
+                found = model(dict(first))
+            assert isinstance(found, dict) and found.keys() == expected.keys()
+            if turn == 0:
+                check_same(dict(found), dict(expected))
+                assert cache.stats().nbytes == 2 * 4 * (32 + 32)  # what is pooled, and what BERT itself pools
+            elif turn == 1:
+                check_same({**found}, dict(expected))
+            else:
+                states = found.pop("token_embeddings")
+                check_same(
+                    [states, found["sentence_embedding"]],
+                    [expected["token_embeddings"], expected["sentence_embedding"]],
+                )
+        assert cache.stats().hits == {"exact": 4}
+        states = ask(model[0], dict(first))["token_embeddings"]  # before they are pooled
+        check_same(states, ask(whole[0], dict(first))["token_embeddings"])
+        assert cache.stats().bypassed == {"token_states": 2}
+
+
+def tokenised() -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(2, 7), "attention_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2])}
 
 
 def dense() -> list[nn.Module]:
@@ -115,7 +145,7 @@ POOLINGS: dict[str, tuple[dict[str, Any], Callable[[], list[nn.Module]]]] = {
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling(embedder: Embedder, pooling: str) -> None:
-    """docs/howto.md: by default every token is kept; `payload="mean"` keeps one vector a text."""
+    """docs/howto.md: whatever is pooled comes out as before, where one vector is enough that is kept."""
     settings, after = POOLINGS[pooling]
     torch.manual_seed(0)
     model = embedder(*after(), **settings)

@@ -206,7 +206,6 @@ def test_hits_are_not_told(servers: dict[str, Command], server: str, path: str, 
     assert "cached" not in str(first)
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="POST /admin/forget comes with the new banks")
 def test_a_wrong_answer_is_forgotten(servers: dict[str, Command]) -> None:
     """After `POST /admin/forget` nothing that served these inputs serves again; others do."""
     server = servers["embedding"]

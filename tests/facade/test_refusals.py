@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 
 from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
 from llmcache.policies import POLICIES
@@ -14,36 +13,15 @@ from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokens
 
 
 @pytest.mark.parametrize("head", TOKEN_HEADS)
-@pytest.mark.parametrize("mode", ["semantic", "paper"])
-def test_heads_that_answer_token_by_token_refuse_tau(head: str, mode: str) -> None:
+def test_heads_that_answer_token_by_token_refuse_tau(head: str) -> None:
     model = build(TOKEN_HEADS[head])
     with pytest.raises(UnsafeReuseError) as refusal:
-        LLMCache.wrap(model, tau=0.9, mode=mode)
+        LLMCache.wrap(model, tau=0.9)
     text = str(refusal.value)
     for part in ("tau=0.9", "head", "token by token", "the other request's", "exact repeats", "allow_unsafe=True"):
         assert part in text
     assert isinstance(refusal.value, ConfigError)
     LLMCache.wrap(model).unwrap()  # nothing was left behind, and lossless rungs are open to it
-
-
-@pytest.mark.parametrize("head", TOKEN_HEADS)
-def test_allow_unsafe_lets_the_user_measure(head: str) -> None:
-    model = build(TOKEN_HEADS[head])
-    more = {"decoder_input_ids": tokens(1, 2)} if head == "seq2seq" else {}
-    cache = LLMCache.wrap(model, tau=-1.0, allow_unsafe=True)
-    cache(input_ids=tokens(1, 5, seed=1), **more)
-    cache(input_ids=tokens(1, 5, seed=2), **more)
-    assert cache.stats().hits == {"semantic": 1}
-
-
-@pytest.mark.parametrize(
-    "make", [tf.T5Model, tf.BartModel, tf.T5ForSequenceClassification, tf.BartForSequenceClassification]
-)
-def test_a_decoder_beside_another_requests_encoder_is_refused(make: Callable[[Any], torch.nn.Module]) -> None:
-    model = make(build(CLASSIFIERS["t5" if "T5" in make.__name__ else "bart"]).config).eval()
-    with pytest.raises(UnsafeReuseError, match="must belong together"):
-        LLMCache.wrap(model, tau=0.9)
-    LLMCache.wrap(model).unwrap()
 
 
 @pytest.mark.parametrize(
@@ -67,35 +45,16 @@ def test_bare_models_take_any_payload(payload: str) -> None:
     assert f"payload={payload!r}" in repr(LLMCache.wrap(build(BARE["bert"]), payload=payload))
 
 
-@pytest.mark.parametrize("layers", [[4], [-5], [], [0, 99], [2, -9]])
-def test_layers_that_the_model_has_not(layers: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"layers=.*layers 0 to 3"):
-        LLMCache.wrap(build(BARE["bert"]), layers=layers)
-
-
-@pytest.mark.parametrize(
-    ("layers", "stored"), [([-1], [3]), ([0, -2, 2], [0, 2]), ("all", [0, 1, 2, 3]), ("last", [3])]
-)
-def test_layers_that_it_has(layers: Any, stored: list[int]) -> None:
-    assert list(LLMCache.wrap(build(BARE["bert"]), layers=layers).stats().n_entries) == stored
-
-
-def test_one_vector_serves_the_last_layer_only() -> None:
-    with pytest.raises(ConfigError, match=r"layers=all.*'cls' keeps one vector"):
-        LLMCache.wrap(build(CLASSIFIERS["bert"]), layers="all")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
         ({"taus": 0.9}, ["taus", "unknown setting", "did you mean 'tau'", "policy", "max_bytes"]),
-        ({"zzz": 1}, ["zzz", "unknown setting", "known: mode, tau"]),
+        ({"zzz": 1}, ["zzz", "unknown setting", "known: tau"]),
         ({"index": "annoy"}, ["index", "'annoy'", "binary, flat, hnsw"]),
         ({"index": {"name": "flat", "trees": 3}, "tau": 0.9}, ["index", "flat", "trees", "its options: none"]),
         ({"fingerprint": {"name": "pca", "size": 3}, "tau": 0.9}, ["fingerprint", "pca", "size", "its options: dim"]),
         ({"fingerprint": {"name": "pca", "fit_on": 64}, "max_entries": 8, "tau": 0.9}, ["fit_on"]),
-        ({"mode": "magic"}, ["mode", "'magic'", "semantic"]),
         ({"payload": "max"}, ["payload", "'max'", "cls"]),
         ({"layers": "first"}, ["layers", "'first'", "last"]),
         ({"device": "tpu"}, ["device", "'tpu'", "cpu"]),
@@ -108,6 +67,8 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"max_bytes": 0}, ["max_bytes", "0", "greater than or equal to 1"]),
         ({"max_bytes": -5}, ["max_bytes", "-5"]),
         ({"max_entries": 0}, ["max_entries", "0", "greater than or equal to 1"]),
+        ({"tau": 0.9, "exact": True}, ["exact with tau=0.9", "leave exact out"]),
+        ({"tau": 0.9, "store": "disk"}, ["store with tau=0.9", "leave store out"]),
         ({"policy": "ttl"}, ["policy", "ttl", "ttl_s"]),
         ({"policy": {"name": "ttl", "ttl_s": 0}}, ["policy", "ttl_s", "0"]),
         ({"policy": {"name": "lru", "size": 3}}, ["policy", "lru", "size"]),
@@ -118,21 +79,12 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"policy": {"name": "divergence", "weight": 2}}, ["policy", "weight=2", "at most 1"]),
         ({"policy": {"ttl_s": 3}}, ["policy", "name"]),
         ({"policy": 7}, ["policy", "7"]),
-        ({"mode": "paper"}, ["paper", "tau"]),
-        ({"mode": "paper", "tau": 0.9, "exact": True}, ["paper", "exact"]),
         ({"fingerprint": "simhash", "index": "flat", "tau": 0.9}, ["simhash", "binary"]),
         ({"fingerprint": "minhash", "index": "flat", "tau": 0.5}, ["minhash", "'lsh'", "'flat'", "'auto'"]),
         ({"fingerprint": "mean", "index": "lsh", "tau": 0.5}, ["minhash", "'lsh'", "'mean'", "'auto'"]),
         ({"fingerprint": "minhash", "tau": -0.5}, ["tau=-0.5", "minhash", "Jaccard", "over 0"]),
-        ({"fingerprint": "minhash", "mode": "paper", "tau": {0: 0.5, 1: 0.0}}, ["tau=", "0.0", "minhash", "Jaccard"]),
+        ({"fingerprint": "minhash", "tau": {0: 0.5, 1: 0.0}}, ["tau=", "0.0", "minhash", "Jaccard"]),
         ({"fingerprint": {"name": "minhash", "width": 0}, "tau": 0.5}, ["fingerprint", "minhash", "width=0"]),
-        ({"exact": False}, ["no rung", "exact=False", "tau"]),
-        ({"compression": "int8"}, ["no rung", "'int8'", "tau"]),
-        ({"compression": "pca"}, ["no rung", "'pca'", "tau"]),
-        ({"compression": {"name": "pca", "dim": 0}}, ["compression", "dim=0", "at least 1"]),
-        ({"compression": {"name": "pca", "dim": 8, "fit_on": 8}}, ["compression", "fit_on=8", "raise fit_on"]),
-        ({"compression": {"name": "autoencoder", "epochs": 0}}, ["compression", "epochs=0", "at least 1"]),
-        ({"compression": {"name": "autoencoder", "width": 9}}, ["compression", "autoencoder", "width"]),
         ({"tau": 1.5}, ["tau", "cosine from -1 to 1 ", "'minhash'", " Jaccard over 0", "got 1.5"]),
         ({"tau": 1.5, "fingerprint": "minhash"}, ["cosine from -1 to 1 ", "'minhash'", " Jaccard over 0", "got 1.5"]),
         # Types, at once and not at the first request that needs the part:
@@ -164,14 +116,8 @@ def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_settings_that_are_made_by_hand_are_told_as_much() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 'tau'.*known: mode, tau"):
+    with pytest.raises(ValueError, match=r"did you mean 'tau'.*known: tau"):
         CacheConfig(taus=0.9)
-
-
-@pytest.mark.parametrize("tau", [-1.0, 1.0, 0, {3: 0.5}, {-1: 0.5}])
-@pytest.mark.parametrize("family", sorted(set(CLASSIFIERS) - {"t5", "bart"}))
-def test_classifiers_accept_taus_from_end_to_end_of_the_range(family: str, tau: Any) -> None:
-    assert "rungs='exact+semantic'" in repr(LLMCache.wrap(build(CLASSIFIERS[family]), tau=tau))
 
 
 def test_several_wrong_settings_are_told_at_once() -> None:

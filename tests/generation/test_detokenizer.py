@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmcache.generation.detokenizer import Detokenizer
 from tests.generation.test_prompt_cache import WORDS, word_tokenizer
-from tests.serving.decoders import tokenizer
+from tests.serving.served import byte_tokenizer as tokenizer
 
 PIECES = "\u2581 \u2581\u2581 \u2581time \u2581a \u2581card time a card s , ."
 SPECIAL = ("<unk>", "<s>", "</s>", "<turn>")

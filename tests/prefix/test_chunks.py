@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
-from tests.reuse.prompts import FAMILIES, branch, close, run, wrapped
+from tests.prefix.prompts import FAMILIES, branch, close, run, wrapped
 from tests.tiny_models import build, tokens
 
 LONG = tokens(1, 23)

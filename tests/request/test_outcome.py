@@ -1,14 +1,13 @@
 """`cache.last`: what became of each row of a thread's last call."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from llmcache import LLMCache, Outcome
-from tests.execution.calls import rungs, wrapped
-from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded, tokens
+from tests.calls.helpers import rungs, wrapped
+from tests.tiny_models import CLASSIFIERS, GENERATORS, padded, tokens
 
 ONE, TWO = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
 
@@ -29,25 +28,6 @@ def test_exact_hits_and_misses_by_row(cache: LLMCache) -> None:
     assert hit == Outcome(stored.key, "exact", 3, stored.key, 1.0)
     assert miss == Outcome(miss.key)
     assert miss.key != stored.key
-
-
-@pytest.mark.parametrize("mode", ["semantic", "paper"])
-def test_a_similar_hit_names_its_source_and_a_miss_the_nearest_in_plain_values(mode: str) -> None:
-    model = build(CLASSIFIERS["bert"])
-    with torch.no_grad():
-        a, b = (torch.nn.functional.normalize(model.bert.embeddings(ids).mean(1), dim=1)[0] for ids in (ONE, TWO))
-    cosine = float(a @ b)
-    for tau, is_hit in ((cosine - 0.01, True), (cosine + 0.01, False)):
-        with LLMCache.wrap(model, mode=mode, tau=tau, payload="sequence", layers=[1, 3]) as cache:
-            cache(input_ids=ONE)
-            assert cache.last[0].similarity is None  # nothing was there to be found
-            source = cache.last[0].key
-            cache(input_ids=TWO)
-            (outcome,) = cache.last
-        assert outcome.similarity == pytest.approx(cosine, abs=1e-5)
-        assert (outcome.rung, outcome.layer, outcome.source) == ((mode, 3, source) if is_hit else (None, None, None))
-        # So it keeps no tensor alive.
-        assert {type(value) for value in asdict(outcome).values()} <= {str, int, float, type(None)}
 
 
 def test_rows_and_calls_that_are_bypassed_say_why(cache: LLMCache) -> None:

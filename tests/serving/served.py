@@ -1,15 +1,17 @@
 """Tiny models in folders, as a server loads them; and a server of each, in process or on a free port."""
 
-import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache as once
 from pathlib import Path
 from typing import Any
 
 import transformers as tf
+from starlette.testclient import TestClient
 
 from llmcache.config import CacheConfig
+from llmcache.serving.app import create_app
 from llmcache.serving.loading import load_served
 from llmcache.serving.saving import Saves
 from llmcache.serving.server import Server
@@ -18,7 +20,15 @@ from tests.tiny_models import VOCABULARY, build
 
 LABELS = ("card", "cash", "change", "credit", "other")
 WORDS = ("lost", "my", "card", "where", "is", "cash", "change", "the", "rate", "please", *(f"w{i}" for i in range(70)))
+_ID2LABEL = dict(enumerate(LABELS))
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+CONTEXT = 256  # of the decoder
+END = "<|end|>"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'odd' %}{{ raise_exception('no ' + m['content']) }}{% endif %}"
+    "{{ m['role'] }}: {{ m['content'] }}" + END + "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_TEXT = ["the card was lost, and the cash is there", "where is my card? it costs 5 € and a naïve 🙂 more"]
 
 
 def tokenizer() -> tf.PreTrainedTokenizerFast:
@@ -30,14 +40,26 @@ def tokenizer() -> tf.PreTrainedTokenizerFast:
     made.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        unk_token="[UNK]",
-        model_max_length=32,
-    )
+    names = dict(zip(("pad_token", "cls_token", "sep_token", "unk_token"), SPECIAL, strict=True))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **names)
+
+
+@once
+def byte_tokenizer() -> tf.PreTrainedTokenizerFast:
+    """All bytes, some pieces of English, and the token that ends a text; shared, never edited."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(_TEXT * 4, vocab_size=300, special_tokens=[END], show_progress=False)
+    made = tf.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=END, eos_token=END)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def decoder() -> Any:
+    """A GPT-2 of two layers with random weights."""
+    shape = {"vocab_size": len(byte_tokenizer()), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT}
+    return build(lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)))
 
 
 def _config(**more: Any) -> tf.BertConfig:
@@ -48,47 +70,43 @@ def _config(**more: Any) -> tf.BertConfig:
 def write(folder: Path, kind: str) -> Path:
     """Write a model of a kind, with its tokenizer; returns the folder."""
     makes: dict[str, Callable[[], Any]] = {
-        "classifier": lambda: tf.BertForSequenceClassification(_config(id2label=dict(enumerate(LABELS)))),
-        "reranker": lambda: tf.BertForSequenceClassification(_config(num_labels=1)),
-        "embedding": lambda: tf.BertModel(_config()),
+        "classifier": lambda: build(lambda: tf.BertForSequenceClassification(_config(id2label=_ID2LABEL))),
+        "reranker": lambda: build(lambda: tf.BertForSequenceClassification(_config(num_labels=1))),
+        "embedding": lambda: build(lambda: tf.BertModel(_config())),
+        "decoder": decoder,
     }
-    model: Any = build(makes[kind])
-    model.save_pretrained(folder / kind)
-    tokenizer().save_pretrained(folder / kind)
+    makes[kind]().save_pretrained(folder / kind)
+    (byte_tokenizer() if kind == "decoder" else tokenizer()).save_pretrained(folder / kind)
     return folder / kind
 
 
 def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) -> Server:
-    """A server of a model in a folder, not started; it computes by itself, which is ready sooner."""
+    """A server of a model in a folder, not started."""
     made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, **settings})
     served = load_served(str(folder))
     saves = Saves(made.save)
     return Server(made, served, saves.hang_cache(served, None if cache is None else CacheConfig.make(cache)), saves)
 
 
-def within(server: Server, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Start a server, do work in its event loop, and stop it."""
-
-    async def run() -> Any:
-        await server.start()
-        try:
-            return await work()
-        finally:
-            await server.stop()
-
-    return asyncio.run(run())
+def client_of(server: Server) -> TestClient:
+    """A client of a server in process, which starts and stops it as a context."""
+    return TestClient(create_app(server), raise_server_exceptions=False)
 
 
-@contextmanager
-def listening(server: Server) -> Iterator[str]:
-    """Within: the server listens on a free port; gives its address."""
-    with running(server) as (_, address):
-        yield address
+def figure(server: Server, name: str, **labels: str) -> float:
+    """A figure of `/metrics`, summed over the labels that are not given."""
+    found = [
+        sample.value
+        for family in server.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == f"llmcache_{name}" and labels.items() <= sample.labels.items()
+    ]
+    return sum(found)
 
 
 @contextmanager
-def running(server: Server) -> Iterator[tuple[Any, str]]:
-    """The same; gives what runs it as well, which can be told to stop."""
+def listening(server: Server) -> Iterator[tuple[Any, str]]:
+    """Within: the server listens on a free port; gives what runs it, which can be told to stop, and its address."""
     from llmcache.serving.running import Uvicorn
 
     uvicorn = Uvicorn(server, "127.0.0.1", 0)
@@ -103,3 +121,15 @@ def running(server: Server) -> Iterator[tuple[Any, str]]:
     finally:
         uvicorn.should_exit = True
         thread.join()
+
+
+@contextmanager
+def model_held(server: Server) -> Iterator[None]:
+    """Within: nothing is computed."""
+    release, is_held = threading.Event(), threading.Event()
+    server.thread.submit(lambda: (is_held.set(), release.wait(20)))
+    assert is_held.wait(20)
+    try:
+        yield
+    finally:
+        release.set()

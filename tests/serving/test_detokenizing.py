@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
-from tests.serving.decoders import END, tokenizer
+from tests.serving.served import END
+from tests.serving.served import byte_tokenizer as tokenizer
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whatever a client sends, the server answers in the dialect of the route and as a document says, and goes on.
+"""Whatever a client sends, the server answers in the dialect of the route, and goes on.
 
 schemathesis makes requests up from two documents: the server's own, and that of text-embeddings-inference (TEI), which
 is not kept here: `make test-hostile OPENAPI=FILE`.
@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from llmcache.serving.openai_answers import ChatChunk, CompletionChunk
 from llmcache.serving.refusals import dialect_of
-from tests.serving.decoders import NAME, chunks_of
 from tests.serving.served import listening, make_server
 
 #: Routes by the model that serves them; others serve all models.
@@ -23,10 +20,9 @@ SERVED = {
     "embedding": ("/embed", "/embed_all", "/similarity", "/v1/embeddings"),
     "classifier": ("/predict", "/v1/classify"),
     "reranker": ("/rerank", "/v1/rerank", "/v2/rerank"),
-    NAME: ("/v1/completions", "/v1/chat/completions"),
+    "decoder": ("/v1/completions", "/v1/chat/completions"),
 }
 ABSENT = "/embed_sparse"  # of TEI; needs a kind of model that is not known here
-_CHUNKS = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +42,7 @@ def teis(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def url(kind: str, models: Path) -> Iterator[str]:
-    with listening(make_server(models / kind, max_client_batch_size=4)) as found:
+    with listening(make_server(models / kind, max_client_batch_size=4)) as (_, found):
         yield found
 
 
@@ -92,10 +88,6 @@ def test_what_our_document_allows_and_what_it_does_not(kind: str, url: str, n_re
         if answer.status_code >= 400:
             error = answer.json()["error"]
             assert isinstance(error, str if dialect_of(case.path) == "tei" else dict)
-        conform(case, answer)
-        if answer.status_code == 200 and case.path in _CHUNKS:  # no check looks at the data of events
-            told = httpx2.post(url + case.path, json={**case.body, "stream": True}, timeout=30)
-            chunks_of(told.text, _CHUNKS[case.path])
 
     asked = list(operations(openapi.from_url(f"{url}/openapi.json"), kind))
     assert {operation.path for operation in asked} > set(SERVED[kind])
@@ -106,7 +98,7 @@ def test_what_our_document_allows_and_what_it_does_not(kind: str, url: str, n_re
 
 
 @pytest.mark.hostile("made up from TEI's document")
-@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind != NAME])
+@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind != "decoder"])
 def test_what_teis_document_allows_is_answered_as_it_says(teis: Path, kind: str, url: str, n_requests: int) -> None:
     from schemathesis import openapi
 

@@ -90,7 +90,7 @@ def test_models(embedding: TestClient) -> None:
 def test_the_openai_client(models: Path) -> None:
     openai = pytest.importorskip("openai")
     with (
-        listening(make_server(models / "embedding")) as url,
+        listening(make_server(models / "embedding")) as (_, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="-") as client,
     ):
         made = client.embeddings.create(model="embedding", input=["lost my card", "cash"])  # packed, by its default
@@ -106,10 +106,10 @@ def test_the_client_of_hugging_face(models: Path, monkeypatch: pytest.MonkeyPatc
     from huggingface_hub import InferenceClient, constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it keeps the client from this machine's servers, too
-    with listening(make_server(models / "embedding")) as url:
+    with listening(make_server(models / "embedding")) as (_, url):
         made = InferenceClient(base_url=f"{url}/embed").feature_extraction("lost my card")
         assert np.linalg.norm(made) == pytest.approx(1, abs=1e-5)
-    with listening(make_server(models / "classifier")) as url:
+    with listening(make_server(models / "classifier")) as (_, url):
         best: Any = InferenceClient(base_url=f"{url}/predict").text_classification("lost my card")
         assert best.label in LABELS
 
@@ -117,7 +117,10 @@ def test_the_client_of_hugging_face(models: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_the_client_of_cohere(models: Path) -> None:
     cohere, httpx = pytest.importorskip("cohere"), pytest.importorskip("httpx")
-    with listening(make_server(models / "reranker")) as url, httpx.Client() as connections:  # it closes none of its own
+    with (
+        listening(make_server(models / "reranker")) as (_, url),
+        httpx.Client() as connections,
+    ):  # it closes none of its own
         client: Any = cohere.ClientV2(api_key="-", base_url=url, httpx_client=connections)
         ranks = client.rerank(model="reranker", query="my card", documents=["cash", "lost my card"], top_n=1)
         assert len(ranks.results) == 1

@@ -13,7 +13,6 @@ import pytest
 
 from experiments.measures.over_http.client import Client, post
 from experiments.measures.over_http.replicas import Replicas, running_replicas
-from tests.serving import decoders
 
 pytestmark = pytest.mark.slow
 N = 24  # texts: that all of their sessions have the same replica has a chance of 2 ** -23
@@ -57,7 +56,7 @@ def _streamed(replicas: Replicas) -> list[bytes]:
 
 def test_a_session_has_a_replica_a_key_has_one_and_streams_come_through(models: Path) -> None:
     server = {"reveal_hits": True, "warmup_tokens": 8}
-    with _two(model=str(models / decoders.NAME), cache={"auto_bypass": False}, server=server) as replicas:
+    with _two(model=str(models / "decoder"), cache={"auto_bypass": False}, server=server) as replicas:
         for kind in ("session", "key"):
 
             def ask(number: int, who: int, kind: str = kind) -> bytes:

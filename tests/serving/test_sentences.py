@@ -15,8 +15,7 @@ from llmcache.serving.app import create_app
 from llmcache.serving.loading import load_served
 from llmcache.serving.tokenizing import Prompted, Tokenizing, Tokens
 from tests.generation.test_detokenizer import spaced_tokenizer
-from tests.serving.decoders import tokenizer as byte_tokenizer
-from tests.serving.served import make_server, tokenizer
+from tests.serving.served import byte_tokenizer, make_server, tokenizer
 from tests.tiny_models import build, llama
 
 PROMPTS = {"query": "where is: ", "document": "the card ", "none": ""}

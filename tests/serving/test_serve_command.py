@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.serving.served import write
@@ -23,11 +22,8 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def _running(*args: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """A server on a free port, and its address once it is ready; it computes by itself, which is ready sooner."""
-    settings = ("--port", "0", "--warmup-tokens", "8", *args)
-    if "--model-process" not in args:
-        settings = ("--no-model-process", *settings)
-    command = [sys.executable, "-m", "llmcache", "serve", *settings]
+    """A server on a free port, and its address once it is ready."""
+    command = [sys.executable, "-m", "llmcache", "serve", "--port", "0", "--warmup-tokens", "8", *args]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     try:
@@ -70,30 +66,6 @@ def test_a_stop_saves_and_the_next_start_serves_what_was_saved(tmp_path: Path) -
         process.wait()
     with _running(*args) as (_, url):
         assert _predict(url, "lost my card") == (computed, "HIT")
-
-
-def test_a_process_of_its_own_computes_and_ends_with_the_server(tmp_path: Path) -> None:
-    args = ("--model", str(write(tmp_path, "classifier")), "--model-process")
-    with _running(*args[:2]) as (_, url):
-        alone, _ = _predict(url, "lost my card")
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with _running(*args, "--reveal-hits") as (process, url):
-            (computing,) = (
-                one for one in psutil.Process(process.pid).children() if "spawn_main" in " ".join(one.cmdline())
-            )
-            computed = _predict(url, "lost my card")
-            assert [one["label"] for one in computed[0]] == [one["label"] for one in alone]
-            assert [one["score"] for one in computed[0]] == pytest.approx([one["score"] for one in alone], abs=1e-6)
-            assert [computed[1], _predict(url, "lost my card")] == ["MISS", (computed[0], "HIT")]
-            before = sum(computing.cpu_times()[:2])
-            for i in range(60):  # a clock of processes ticks every 10 ms
-                _predict(url, f"w{i}")
-            assert sum(computing.cpu_times()[:2]) > before
-            computing.send_signal(signal.SIGTERM)  # as a service manager sends it to all: what runs is finished first
-            assert _predict(url, "card lost")[1] == "MISS"
-            process.send_signal(number)
-            process.wait(30)
-            computing.wait(30)
 
 
 def test_a_save_that_fails_is_told_by_the_exit_status(tmp_path: Path) -> None:

@@ -69,10 +69,8 @@ def test_spans_of_the_real_library_have_route_and_status(monkeypatch: pytest.Mon
     export = pytest.importorskip("opentelemetry.sdk.trace.export", reason=why)
     exporters = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason=why)
     pytest.importorskip("opentelemetry.instrumentation.fastapi", reason=why)
-    import httpx2
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    from tests.tiny_server import listening
+    from starlette.testclient import TestClient
 
     kept = InMemorySpanExporter()
     monkeypatch.setattr(exporters, "OTLPSpanExporter", lambda endpoint: kept)
@@ -84,8 +82,7 @@ def test_spans_of_the_real_library_have_route_and_status(monkeypatch: pytest.Mon
         return 1
 
     instrument(app, ENDPOINT)
-    with listening(app) as address:
-        httpx2.post(f"{address}/predict", json="nobody is to read this")
+    TestClient(app).post("/predict", json="nobody is to read this")
     spans = [span for span in kept.get_finished_spans() if span.name == "POST /predict"]
     assert len(spans) == 1 and spans[0].resource.attributes["service.name"] == "llmcache"
     assert "nobody" not in str([(span.attributes, span.events) for span in kept.get_finished_spans()])

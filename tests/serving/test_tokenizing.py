@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from llmcache.serving.refusals import Refusal
-from llmcache.serving.tokenizing import LONG, Side, Tokenizing, Tokens, beginning, is_long
+from llmcache.serving.tokenizing import LONG, Side, Tokenizing, Tokens, is_long
 from tests.generation.test_detokenizer import spaced_tokenizer
-from tests.serving.decoders import tokenizer as byte_tokenizer
-from tests.serving.served import WORDS, tokenizer
+from tests.serving.served import byte_tokenizer, tokenizer
 
 MOST = 24
 TEXT = "where is my card and the cash, please? "
@@ -48,48 +46,6 @@ def test_pieces_are_the_tokenizers_tokens_in_their_places(kind: str) -> None:
             assert one == {"id": one["id"], "text": name, "special": True, "start": None, "stop": None}
         else:
             assert (one["text"], one["special"], one["start"], one["stop"]) == (text[start:stop], False, start, stop)
-
-
-@pytest.mark.parametrize("kind", ["words", "bytes"])
-def test_of_a_long_text_only_a_beginning_is_tokenised(kind: str) -> None:
-    made = MAKERS[kind]()
-    text = TEXT * 2000
-    read = beginning(made.backend_tokenizer, text, MOST)
-    assert text.startswith(read) and len(read) == LONG
-    ids, all_ids = made(read)["input_ids"], made(text)["input_ids"]
-    assert len(ids) > MOST and ids[:MOST] == all_ids[:MOST]
-    tokenizing = Tokenizing(made, MOST, len(made))
-    for item, given in ((text, "more than 24"), ((text, "my"), "more than 24"), (("my", text), "more than 24")):
-        (refused,) = tokenizing.encode([item], False)  # type: ignore[list-item]
-        assert isinstance(refused, Refusal) and str(refused).endswith(f"Given: {given}")
-
-
-@pytest.mark.parametrize(
-    "text", [" " * 50_000 + "card", "x" * 50_000, "card" + " " * 50_000, "[SEP]" * 4 + " " * 50_000]
-)
-def test_a_long_text_of_few_tokens_is_taken(text: str) -> None:
-    made = tokenizer()
-    assert beginning(made.backend_tokenizer, text, MOST) == text
-    (got,) = Tokenizing(made, MOST, len(made)).encode([text], False)
-    assert isinstance(got, Tokens) and list(got.ids) == made(text)["input_ids"]
-
-
-def test_a_tokenizer_that_knows_no_words_has_all_of_it() -> None:
-    text = "time a card " * 3000
-    assert beginning(spaced_tokenizer().backend_tokenizer, text, MOST) == text
-
-
-def test_tokens_near_the_cut_do_not_count() -> None:
-    made = tokenizer()
-    n_words = LONG // 16  # of 16 characters each
-    text = "".join(f"{WORDS[i % len(WORDS)]:16}" for i in range(4 * n_words))
-    n_certain = n_words - 256 // 16
-    assert len(beginning(made.backend_tokenizer, text, n_certain - 1)) == LONG
-    assert len(beginning(made.backend_tokenizer, text, n_certain)) > LONG
-    added = text[: LONG - 2] + "[SEP]" + text[LONG - 2 :]
-    read = beginning(made.backend_tokenizer, added, n_certain - 1)
-    assert made(read)["input_ids"][: n_certain - 1] == made(added)["input_ids"][: n_certain - 1]
-    assert made(read)["input_ids"] != made(added)["input_ids"][: n_words + 2]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import pytest
 import torch
 
 from llmcache import ConfigError, StoreError
+from llmcache.registry import Component
 from llmcache.stores import STORES, Put, StoreKey, disk
 from llmcache.stores.base import FORMAT
 from llmcache.stores.disk import LARGE_BYTES, DiskStore
-from llmcache.registry import Component
 from llmcache.testing import check_store
 from tests.stores.readers import check_readers
 

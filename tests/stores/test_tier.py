@@ -16,7 +16,7 @@ from llmcache.stores.break_even import BreakEven
 from llmcache.stores.seal import Seal
 from llmcache.stores.tier import Tier
 from llmcache.stores.write_behind import NO_NUMBER
-from tests.conformance.outside import Shared
+from tests.stores.shared import Shared
 
 SCOPE = Scope("a", "weights", "float32", "eager")
 
@@ -242,7 +242,7 @@ def test_a_number_that_is_asked_for_during_a_purge_is_not_that_from_before(make:
 
 
 def test_what_is_loaded_is_compared_with_the_store(make: Make) -> None:
-    (one, store, memory), (other, *_) = make(), make()
+    (one, _, memory), (other, *_) = make(), make()
     saved = {name: one.number(name) for name in ("a", "b")}
     other.purge("a")
     late, late_store, late_memory = make(fails=True)

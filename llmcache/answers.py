@@ -1,0 +1,183 @@
+"""Answers of a model as signatures, by which they are kept and compared.
+
+The signature of a class is its number, of scores the scores, of an embedding the vector. An answer has changed if its
+signature has. Signatures are made from the model's output, or by a function that the user gives; those of embeddings
+from the payload, of which the embedding is made.
+
+A forecast is the output that a fingerprint predicts before any layer has run: rough, but for this very request.
+
+Sizes: N requests, n answers, B rows, C logits, S width of a signature.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmcache.arrays import Bools, Floats
+from llmcache.errors import ConfigError
+from llmcache.models.heads import Head
+
+_ALIKE = 0.98  # cosine at which two embeddings are the same answer
+_SHARE_OF_RANGE = 0.05  # by which two scores may differ
+
+
+class Answers(ABC):
+    """A kind of answer. Most need no learning."""
+
+    name: str  # in settings
+    reads_payload = False  # it is made of the state that an entry keeps, not of the model's output
+
+    @abstractmethod
+    def sign(self, output: Tensor) -> Tensor:
+        """Return signatures, float32 (B, S), from the model's output for B rows, or from their payloads."""
+
+    def learn(self, signatures: Floats) -> None:
+        """Learn from signatures (N, S) of the first requests."""
+
+    def state(self) -> dict[str, Floats]:
+        """What was learned."""
+        return {}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up what was learned."""
+
+    @abstractmethod
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
+
+    @abstractmethod
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return how well answers (n, S) fit the forecast of an output (C,), float32 (n,); the larger, the better.
+
+        Where answers are made from payloads, the forecast is of the payload. For the forecast class it is over 0.
+        """
+
+
+class Classes(Answers):
+    """One of C classes: that with the largest logit."""
+
+    name = "class"
+
+    def sign(self, output: Tensor) -> Tensor:
+        return output.argmax(dim=-1, keepdim=True).float()
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = one[..., 0] == other[..., 0]
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return each class's logit minus the largest of the others."""
+        known = signatures[:, 0]
+        classes = np.where(known == known, known, 0).astype(np.int64)  # whatever, where an answer is not known
+        second, first = np.partition(forecast, -2)[-2:]
+        margin: Floats = forecast[classes] - np.where(classes == forecast.argmax(), second, first)
+        return margin
+
+
+class Labels(Answers):
+    """A set of C labels: those with a logit over 0."""
+
+    name = "labels"
+
+    def sign(self, output: Tensor) -> Tensor:
+        return (output > 0).float()
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = (one == other).all(axis=-1)
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return the smallest margin among the labels, negative where one is on the wrong side."""
+        least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
+        return least
+
+
+class Scores(Answers):
+    """Numbers: the same while none differs by more than a twentieth of the range that the first requests spanned."""
+
+    name = "score"
+
+    def __init__(self) -> None:
+        self._most: Floats = np.zeros(1, np.float32)
+
+    def sign(self, output: Tensor) -> Tensor:
+        return output.float().reshape(len(output), -1)
+
+    def learn(self, signatures: Floats) -> None:
+        """Measure the range of the scores."""
+        self._most = (_SHARE_OF_RANGE * np.ptp(signatures, axis=0)).astype(np.float32)
+
+    def state(self) -> dict[str, Floats]:
+        return {"most": self._most}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        self._most = state["most"]
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = (np.abs(one - other) <= self._most).all(axis=-1)
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return the largest difference of a score, negated."""
+        nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
+        return nearness
+
+
+class Embeddings(Answers):
+    """A vector: the same answer at a cosine of 0.98."""
+
+    name = "embedding"
+    reads_payload = True
+
+    def sign(self, output: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(output.float(), dim=-1)
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = np.einsum("...s,...s->...", one, other) >= _ALIKE
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Cosine."""
+        cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
+        return cosine
+
+
+ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, Labels, Scores, Embeddings)}
+
+Reading = Callable[[Any], Tensor]
+
+
+def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
+    """Return a model's kind of answers: a key of `ANSWERS`, or `auto`, which follows the head.
+
+    Under an unknown head, answers are taken for embeddings, the strictest kind.
+    """
+    if name == "auto":
+        config = getattr(model, "config", None)
+        if head.name != "classifier":
+            name = "embedding"
+        elif getattr(config, "num_labels", 2) == 1 or getattr(config, "problem_type", None) == "regression":
+            name = "score"
+        else:
+            name = "labels" if getattr(config, "problem_type", None) == "multi_label_classification" else "class"
+    if name not in ANSWERS:
+        raise ConfigError(f"answer: unknown name {name!r}; known: auto, {', '.join(sorted(ANSWERS))}")
+    return ANSWERS[name]()
+
+
+def read_logits(output: Any) -> Tensor:
+    """Return logits (B, C) from a model's output: the tensor itself, its `logits`, or the first of a tuple."""
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif isinstance(output, tuple):
+        output = output[0]
+    if not isinstance(output, Tensor) or output.ndim != 2 or not output.is_floating_point():
+        raise TypeError(
+            f"the model returned {type(output).__name__}, in which no logits (B, C) were found: give wrap() a function "
+            "that finds the answer, answer_of=lambda output: ..."
+        )
+    return output

@@ -1,0 +1,119 @@
+"""The content gate: refuses a source that differs from the request in words that turn the meaning.
+
+Fingerprints miss them: "turn the light on" and "turn the light off" lie close together. So tokens are compared once a
+source was chosen: negations and opposites, numbers, and words so rare that they may be names.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf, log
+from typing import Any
+
+import numpy as np
+
+from llmcache.arrays import Floats
+
+#: English. "t" is what many tokenizers leave of "don't".
+NEGATIONS = ("no", "not", "never", "none", "nobody", "nothing", "nowhere", "neither", "nor", "cannot", "t", "n't")
+OPPOSITES = (
+    *("on/off", "up/down", "in/out", "before/after", "more/less", "most/least", "first/last", "add/remove"),
+    *("open/close", "opened/closed", "start/stop", "enable/disable", "increase/decrease", "raise/lower"),
+    *("accept/decline", "allow/block", "buy/sell", "send/receive", "lock/unlock", "mute/unmute", "with/without"),
+    *("always/never", "activate/deactivate", "subscribe/unsubscribe"),
+)
+NUMBERS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty"),
+    *("fifty", "sixty", "seventy", "eighty", "ninety", "hundred", "thousand", "million", "billion"),
+)
+_MARKS = "#Ġ▁"  # what tokenizers put before a piece of a word, or of text
+
+
+class ContentGate:
+    """Compares the tokens of two requests. Thread-safe once it has learned."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        dtype: np.dtype[Any],
+        max_idf: float | None = None,
+        negations: Sequence[str] = NEGATIONS,
+        opposites: Sequence[str] = OPPOSITES,
+        numbers: Sequence[str] = NUMBERS,
+    ) -> None:
+        """Sort the vocabulary.
+
+        Args:
+            tokenizer: Of transformers; tells what each id stands for.
+            dtype: Of packed token ids.
+            max_idf: Largest ln((N + 1) / (n + 1)) of a token that only one of the requests may have, where `n` of the
+                `N` requests that were learned from have it; None: any may differ.
+            negations: Words that both must have, or neither.
+            opposites: Pairs "a/b": where one request has a and not b, the other may not have b and not a.
+            numbers: Words that count as numbers, beside tokens with a digit: both must have the same ones.
+        """
+        self._dtype = dtype
+        self._max_idf = inf if max_idf is None else max_idf
+        ids: dict[str, set[int]] = {}
+        for token, number in tokenizer.get_vocab().items():
+            ids.setdefault(token.strip(_MARKS).lower(), set()).add(number)
+        self._negations = _ids_of(ids, negations)
+        digits = [word for word in ids if any(mark.isdigit() for mark in word)]
+        self._numbers = _ids_of(ids, (*numbers, *digits))
+        pairs = [pair.split("/") for pair in opposites]
+        self._opposites = [(_ids_of(ids, pair[:1]), _ids_of(ids, pair[1:])) for pair in pairs]
+        self._idf: dict[int, float] = {}
+        self._unseen = 0.0  # until it has learned, no token is rare
+
+    def learn(self, requests: Iterable[bytes]) -> None:
+        """Count in how many requests, given as packed token ids, each token is."""
+        counts: Counter[int] = Counter()
+        n = 0
+        for ids in requests:
+            counts.update(self._tokens(ids))
+            n += 1
+        self._idf = {token: log((n + 1) / (count + 1)) for token, count in counts.items()}
+        self._unseen = log(n + 1)
+
+    def state(self) -> dict[str, Floats]:
+        """Return the rarity of each token, and of one that was not seen."""
+        tokens = list(self._idf)
+        rarity = [self._idf[token] for token in tokens]
+        return {
+            name: np.array(a, np.float32)
+            for name, a in (("tokens", tokens), ("idf", rarity), ("unseen", [self._unseen]))
+        }
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        self._idf = dict(zip(state["tokens"].astype(int).tolist(), state["idf"].tolist(), strict=True))
+        self._unseen = float(state["unseen"][0])
+
+    def refuses(self, one: bytes, other: bytes) -> str:
+        """Return what forbids one request to serve another, given the packed token ids of both, or ""."""
+        mine, its = self._tokens(one), self._tokens(other)
+        differing = mine ^ its
+        if not differing:
+            return ""
+        if bool(mine & self._negations) != bool(its & self._negations):
+            return "negation"
+        if differing & self._numbers:
+            return "number"
+        for a, b in self._opposites:
+            if _sides(mine, a, b) * _sides(its, a, b) < 0:
+                return "opposite"
+        if any(self._idf.get(token, self._unseen) > self._max_idf for token in differing):
+            return "rare word"
+        return ""
+
+    def _tokens(self, ids: bytes) -> set[int]:
+        return set(np.frombuffer(ids, self._dtype).tolist())
+
+
+def _ids_of(ids: Mapping[str, set[int]], words: Iterable[str]) -> set[int]:
+    """Ids of all tokens that are one of the words."""
+    return {number for word in words for number in ids.get(word, ())}
+
+
+def _sides(tokens: set[int], a: set[int], b: set[int]) -> int:
+    """Return the side of an opposite a/b that a request is on: 1 for a, -1 for b, 0 for both or neither."""
+    return bool(tokens & a) - bool(tokens & b)

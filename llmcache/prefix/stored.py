@@ -1,0 +1,90 @@
+"""Blocks and tails of a pool as values of a store, under their own keys: what it has of a prompt joins the pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmcache.prefix.block import Block, lay_together
+from llmcache.prefix.block_pool import BlockPool
+from llmcache.prefix.slabs import slab_blocks
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Row, Scope
+from llmcache.stores.seal import Opened
+from llmcache.stores.tier import Tier
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What is asked for of one row in one scope: blocks that follow those in memory, and tails that may end it."""
+
+    scope: Scope
+    row: Row
+    chain: Sequence[Link]  # all its full blocks
+    n_held: int  # of these, in memory
+    tails: Sequence[str]  # keys, the best first
+
+
+class StoredBlocks:
+    """What a pool asks of a store. Thread-safe."""
+
+    def __init__(self, tier: Tier, pool: BlockPool) -> None:
+        """Keep the blocks of a pool beyond its memory."""
+        self.tier, self._pool = tier, pool
+
+    def put(self, key: str, block: Block, before: str | None, number: int, kind: Any) -> None:
+        """Have a block or tail written, with the key of the block before it, and of a tail how outputs are made up."""
+        about = {"ids": block.ids.hex(), "layout": block.layout.hex(), "before": before, "kind": kind}
+        self.tier.write(block.scope, block_name(key), block.tensors, about, number)
+
+    def offer_again(self, keys: Sequence[str], blocks: Sequence[Block], number: int, kind: Any) -> None:
+        """Have blocks of one chain, which serve now, written that were dropped when they were put."""
+        if self.tier.has_dropped:
+            for before, key, block in zip([None, *keys], keys, blocks, strict=False):
+                if self.tier.lacks(block.scope, block_name(key)):
+                    self.put(key, block, before, number, kind)
+
+    def recall(self, wanted: Sequence[Wanted], n_purges: int) -> list[Any]:
+        """Hold in memory what the store has of rows, in one read; returns how outputs of their tails are made up."""
+        asked = [[link.key for link in one.chain[one.n_held :]] + [*one.tails] for one in wanted]
+        n_tokens = sum(one.row.n_valid - one.n_held * self._pool.size for one in wanted)
+        names = [(one.scope, block_name(key)) for one, keys in zip(wanted, asked, strict=True) for key in keys]
+        values = iter(self.tier.read(names, n_tokens))
+        kinds = []
+        for one, keys in zip(wanted, asked, strict=True):
+            found = [next(values) for _ in keys]
+            kinds += self._take_in(one, found, n_purges)
+        return kinds
+
+    def _take_in(self, wanted: Wanted, found: Sequence[Opened | None], n_purges: int) -> list[Any]:
+        rest, scope, size = wanted.chain[wanted.n_held :], wanted.scope, self._pool.size
+        blocks: list[Block] = []
+        for link, value in zip(rest, found, strict=False):
+            if value is None or value.about["ids"] != link.ids.hex():
+                break
+            blocks.append(self._block(scope, value, is_tail=False))
+        n = slab_blocks(size)
+        laid = [one for i in range(0, len(blocks), n) for one in lay_together(blocks[i : i + n])[1]]
+        held = wanted.chain[: wanted.n_held + len(laid)]
+        self._pool.put(
+            held, {link.key: one for link, one in zip(held[wanted.n_held :], laid, strict=True)}, n_purges=n_purges
+        )
+        ends = {None: 0} | {link.key: i + 1 for i, link in enumerate(held)}
+        kinds = []
+        for key, value in zip(wanted.tails, found[len(rest) :], strict=True):
+            if value is None or (n_own := ends.get(value.about["before"])) is None:
+                continue
+            tail = self._block(scope, value, is_tail=True)
+            if b"".join(link.ids for link in held[:n_own]) + tail.ids == wanted.row.ids:
+                self._pool.put((*held[:n_own], Link(key, tail.ids)), {key: tail}, n_purges)
+                kinds.append(value.about["kind"])
+        return kinds
+
+    def _block(self, scope: Scope, value: Opened, is_tail: bool) -> Block:
+        tensors = {name: tensor.to(self._pool.device) for name, tensor in value.tensors.items()}
+        ids, layout = bytes.fromhex(value.about["ids"]), bytes.fromhex(value.about["layout"])
+        return Block.of(ids, scope, tensors, is_tail, layout)
+
+
+def block_name(key: str) -> str:
+    """Under which a block lies."""
+    return f"b.{key}"

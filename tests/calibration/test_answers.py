@@ -1,0 +1,103 @@
+"""Signatures of answers: what they are read from, and which are the same."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from llmcache.answers import ANSWERS, Scores, find_answers, read_logits
+from llmcache.errors import ConfigError
+from llmcache.models.adapters import locate
+from llmcache.models.heads import find_head
+from tests.tiny_models import BARE, CLASSIFIERS, build
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other", "is_same"),
+    [
+        ("class", [0.1, 0.9, 0.2], [-3.0, 0.0, -1.0], True),
+        ("class", [0.1, 0.9, 0.2], [0.1, 0.2, 0.9], False),
+        ("labels", [1.0, -1.0], [0.1, -9.0], True),
+        ("labels", [1.0, -1.0], [1.0, 0.1], False),
+        ("embedding", [1.0, 0.0], [5.0, 0.5], True),
+        ("embedding", [1.0, 0.0], [1.0, 0.3], False),
+        ("score", [0.5], [0.5], True),
+        ("score", [0.5], [0.51], False),  # no range is known yet
+    ],
+)
+def test_what_is_the_same_answer(name: str, one: list[float], other: list[float], is_same: bool) -> None:
+    answers = ANSWERS[name]()
+    signed = answers.sign(torch.tensor([one, other])).numpy()
+    assert bool(answers.agree(signed[0], signed[1])) is is_same
+
+
+def test_scores_may_differ_by_a_twentieth_of_their_range() -> None:
+    scores = Scores()
+    scores.learn(np.float32([[-1.0], [3.0], [0.0]]))
+    assert scores.agree(np.float32([1.0]), np.float32([1.19]))
+    assert not scores.agree(np.float32([1.0]), np.float32([1.21]))
+    other = Scores()
+    other.restore(scores.state())
+    assert other.agree(np.float32([1.0]), np.float32([1.19]))
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS))
+def test_all_pairs_are_compared_at_once_and_an_unknown_answer_agrees_with_nothing(name: str) -> None:
+    answers, unknown = ANSWERS[name](), np.full((2, 3), np.nan, np.float32)
+    signed = answers.sign(torch.randn(4, 3)).numpy()
+    together = answers.agree(signed[:, None], signed[None])
+    assert together.shape == (4, 4)
+    assert together.diagonal().all()
+    assert (together == together.T).all()
+    assert not answers.agree(unknown, unknown).any()
+    assert not answers.agree(unknown, np.float32([1.0, 0.0, 0.0])).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "forecast", "signatures", "expected"),
+    [
+        ("class", [1.0, 3.0, 2.5], [[1.0], [2.0], [0.0]], [0.5, -0.5, -2.0]),
+        ("labels", [2.0, -0.5], [[1.0, 0.0], [1.0, 1.0]], [0.5, -0.5]),
+        ("score", [0.5], [[0.5], [0.7]], [0.0, -0.2]),
+        ("embedding", [3.0, 4.0], [[1.0, 0.0], [0.6, 0.8]], [0.6, 1.0]),
+    ],
+)
+def test_what_a_forecast_favours(
+    name: str, forecast: list[float], signatures: list[list[float]], expected: list[float]
+) -> None:
+    favour = ANSWERS[name]().favour(np.float32(forecast), np.float32(signatures))
+    np.testing.assert_allclose(favour, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"num_labels": 5}, "class"),
+        ({"num_labels": 1}, "score"),
+        ({"num_labels": 3, "problem_type": "regression"}, "score"),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "labels"),
+    ],
+)
+def test_the_head_tells_the_kind(config: dict[str, Any], kind: str) -> None:
+    model = build(CLASSIFIERS["bert"])
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    assert find_answers("auto", find_head(model, locate(model)), model).name == kind
+
+
+def test_what_is_not_known_counts_as_an_embedding() -> None:
+    model = build(BARE["bert"])
+    assert find_answers("auto", find_head(model, locate(model)), model).name == "embedding"
+    with pytest.raises(ConfigError, match="answer: unknown name 'colour'; known: auto, class"):
+        find_answers("colour", find_head(model, locate(model)), model)
+
+
+def test_logits_are_found_in_what_models_return() -> None:
+    logits = torch.randn(2, 3)
+    for output in (logits, SequenceClassifierOutput(logits=logits), (logits, None), {"logits": logits}):
+        assert read_logits(output) is logits
+    for strange in (torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.long), {"states": logits}, "text"):
+        with pytest.raises(TypeError, match="answer_of"):
+            read_logits(strange)

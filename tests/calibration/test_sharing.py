@@ -1,0 +1,93 @@
+"""One calibration for all caches on a store: published, taken up, decided alike, and ended for all of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcache import ConfigError, LLMCache
+from tests.contract.streams import batched, classifier, requests
+
+STREAM = requests(60, seed=31)[0]
+
+
+def wrap(folder: Path, **settings: Any) -> LLMCache:
+    given = {"max_drop": 0.05, "auto_bypass": False, "audit": 0, "share_calibration": True, **settings}
+    return LLMCache.wrap(classifier(), store={"name": "disk", "folder": str(folder)}, **given)
+
+
+def begun(cache: LLMCache) -> LLMCache:
+    """A cache that has met a request, and taken up what is there."""
+    cache(input_ids=requests(1, seed=77)[0])
+    cache.drain()
+    return cache
+
+
+def calibrated(folder: Path, **settings: Any) -> LLMCache:
+    cache = wrap(folder, **settings)
+    cache.calibrate(batched(requests(300)[0]))
+    cache.drain()
+    return cache
+
+
+def told(cache: LLMCache) -> list[tuple[str | None, float | None, str | None]]:
+    """By which rung each request of the stream is served, at which risk, and from which source."""
+    found = []
+    for row in STREAM:
+        cache(input_ids=row[None])
+        found.append((cache.last[0].rung, cache.last[0].risk, cache.last[0].source))
+    return found
+
+
+def test_what_one_has_calibrated_all_decide_alike(tmp_path: Path) -> None:
+    """A cache takes up the calibration that another one published, also in place of learning one."""
+    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second, begun(wrap(tmp_path, learn=200)) as third:
+        assert first.calibration == second.calibration == third.calibration is not None
+        decided = told(first)
+        assert {"semantic", None} == {rung for rung, *_ in decided}
+        for other in (second, third):
+            for one, again in zip(decided, told(other), strict=True):
+                assert one == again or (one[0] is None and again[0] == "exact")  # which the first one has stored
+
+
+@pytest.mark.parametrize("settings", [{"max_drop": 0.2}, {"answer": "embedding"}])
+def test_other_settings_share_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A calibration is for those who ask for what it shows, and decide as it does."""
+    with calibrated(tmp_path), begun(wrap(tmp_path, **settings)) as other:
+        assert other.calibration is None
+
+
+def test_a_purge_ends_it_for_all(tmp_path: Path) -> None:
+    """After a purge of the sources' namespace nobody reuses them, and nobody takes them up."""
+    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second:
+        assert second.calibration is not None
+        first.purge(namespace="default")
+        second(input_ids=STREAM[:1])
+        assert first.calibration is None and second.calibration is None
+        with begun(wrap(tmp_path)) as later:
+            assert later.calibration is None
+
+
+def test_a_newer_one_takes_its_place(tmp_path: Path) -> None:
+    """Who calibrates again does so for all."""
+    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second:
+        first.calibrate(batched(requests(320, seed=5)[0]))
+        first.drain()
+        second.drain()
+        assert second.calibration == first.calibration
+
+
+def test_drift_ends_it_for_all(tmp_path: Path) -> None:
+    """Once one cache sees requests unlike those of the calibration, no cache reuses approximately."""
+    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second:
+        made = first.calibration
+        assert made is not None and first.calibrated is not None
+        first.calibrated.drifted(made)
+        begun(first)
+        begun(second)
+        assert second.calibration is not None and second.calibration.has_drifted
+
+
+def test_it_needs_a_store() -> None:
+    with pytest.raises(ConfigError, match="share_calibration"):
+        LLMCache.wrap(classifier(), share_calibration=True)

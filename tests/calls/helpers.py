@@ -1,0 +1,78 @@
+"""Wrapped models beside the same without a cache, and what both put out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcache import LLMCache
+from tests.tiny_models import CLASSIFIERS, build, padded, states
+
+Make = Callable[[], nn.Module]
+X = padded([6, 4])
+
+
+def wrapped(make: Make, **settings: Any) -> LLMCache:
+    """The cache of a new model."""
+    return LLMCache.wrap(build(make), **settings)
+
+
+def pair(make: Make, **settings: Any) -> tuple[LLMCache, nn.Module]:
+    """The cache of a new model, and the same model without one."""
+    return wrapped(make, **settings), build(make)
+
+
+def one_layer() -> nn.Module:
+    """A classifier of one layer: compiled soonest."""
+    model: Any = CLASSIFIERS["bert"]()
+    del model.bert.encoder.layer[1:]
+    return model
+
+
+def quietly(model: nn.Module, **inputs: Any) -> Any:
+    """What a model puts out in inference mode."""
+    with torch.inference_mode():
+        return model(**inputs)
+
+
+def run(model: nn.Module, **inputs: Any) -> Tensor:
+    """Its logits or last states."""
+    return states(quietly(model, **inputs))
+
+
+def assert_close(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:
+    """Logits as they are, states at valid tokens."""
+    where = slice(None) if mask is None or found.ndim < 3 else mask.bool()
+    torch.testing.assert_close(found[where], expected[where], atol=1e-5, rtol=1e-5)
+
+
+def agree(cache: LLMCache, alone: nn.Module, **inputs: Any) -> Any:
+    """Assert that a wrapped model answers as the one without a cache does; what it puts out."""
+    output = cache(**inputs)
+    assert_close(states(output), run(alone, **inputs), inputs.get("attention_mask"))
+    return output
+
+
+def rungs(cache: LLMCache) -> list[str | None]:
+    """Of the rows of the last call, by which each was served."""
+    return [outcome.rung for outcome in cache.last]
+
+
+def attributes(model: nn.Module) -> list[dict[str, Any]]:
+    """Every module's `__dict__`, containers copied one level deep."""
+    return [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in module.__dict__.items()}
+        for module in model.modules()
+    ]
+
+
+def once(do: Callable[[], Any]) -> Callable[..., None]:
+    """A hook that does something the first time."""
+    left = [do]
+
+    def hook(*_: Any) -> None:
+        if left:
+            left.pop()()
+
+    return hook

@@ -1,0 +1,126 @@
+"""A part that breaks costs speed: the answer is right, the failure counted and logged once, later calls are fine."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmcache.counters import Counters, Share, is_told
+from tests.calls.helpers import agree, pair, rungs
+from tests.tiny_models import CLASSIFIERS, GENERATORS, padded, tokens
+
+BERT = CLASSIFIERS["bert"]
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("not today")
+
+
+BREAKS = {
+    "policy puts": ("policies.lru.LRU", "on_put", "store a call"),
+    "policy hits": ("policies.lru.LRU", "on_hit", "look up a call"),
+    "policy removes": ("policies.lru.LRU", "on_remove", "store a call"),
+    "policy chooses": ("policies.lru.LRU", "victim", "store a call"),
+    "entries are taken": ("request.packing.Packing", "take", "store a call"),
+    "outputs are joined": ("request.packing.Packing", "join", "serve a call"),
+    "rows are taken out": ("models.arguments.Arguments", "replace", "serve a call"),
+    "arguments are read": ("request.reading.RequestReader", "read", "read a call"),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_part_costs_speed_only(
+    what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, method, step = BREAKS[what]
+    cache, alone = pair(BERT, max_entries=4)
+    agree(cache, alone, input_ids=tokens(4, 5))
+    with monkeypatch.context() as broken:
+        broken.setattr(f"llmcache.{owner}.{method}", fail)
+        for seeds in ((0, 1), (0, 0), (2, 0), (3, 4)):  # hits beside misses, hits, and misses that have others evicted
+            agree(cache, alone, input_ids=torch.cat([tokens(1, 5, seed=seed) for seed in seeds]))
+    stats = cache.stats()
+    assert stats.errors > 0 and {failure.split(":")[0] for failure in stats.health.failures} == {step}
+    told = [text for text in caplog.messages if "failed to" in text]
+    assert len(told) == len(stats.health.failures) == 1
+    assert stats.n_requests == 4 + 4 * 2  # each counted once
+    for seed in (10, 11, 12, 13):
+        for _ in range(2):
+            agree(cache, alone, input_ids=tokens(2, 5, seed=seed))
+    healed = cache.stats()
+    assert (healed.errors, healed.n_hits) == (stats.errors, stats.n_hits + 4 * 2)
+    assert healed.n_stored == healed.n_entries[3] <= 4
+
+
+def test_a_prefix_that_cannot_be_served_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, alone = pair(GENERATORS["llama"], prefix_block=4)
+    text = tokens(1, 20)
+    cache(text[:, :12])
+    with monkeypatch.context() as broken:
+        broken.setattr("llmcache.prefix.prefix.Prefix._fill", fail)
+        agree(cache, alone, input_ids=text)
+    agree(cache, alone, input_ids=text)
+    assert (rungs(cache), cache.stats().errors) == (["exact"], 1)
+
+
+def test_a_model_error_is_the_models() -> None:
+    cache, alone = pair(BERT)
+    cache(input_ids=tokens(1, 5))
+    for wrong in (torch.full((1, 4), 10_000), torch.cat([tokens(1, 5), torch.full((1, 5), 10_000)])):
+        with pytest.raises(IndexError):
+            cache(input_ids=wrong)
+    assert (cache.stats().n_stored, cache.last) == (1, ())
+    agree(cache, alone, input_ids=tokens(1, 5))
+    assert rungs(cache) == ["exact"]
+
+
+def test_rungs_and_classes_of_ones_own_that_raise() -> None:
+    class Rung:
+        name, is_lossless = "mine", False
+
+        def look_up(self, call: Any, rows: Any) -> None:
+            raise RuntimeError("not today")
+
+    cache, alone = pair(BERT, rungs=[lambda bank: Rung()])
+    for seed in (0, 1, 1):
+        agree(cache, alone, **padded([6, 4], seed))
+    assert cache.stats().health.failures == {"look up a call: RuntimeError": 1}
+    assert (cache.stats().n_misses, cache.stats().hits) == (4, {"exact": 2})
+
+
+# -- how failures are counted ------------------------------------------------------------------------------------------
+
+
+def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    counters = Counters()
+    for _ in range(1497):
+        counters.look(ValueError("no"))
+    for _ in range(5):
+        counters.error("store", ValueError("no"))
+    assert [text for text in caplog.messages if "store" in text] == ["llmcache failed to store; computing instead"]
+    assert len([text for text in caplog.messages if "audit" in text]) == 4
+    assert [n for n in range(1, 2000) if is_told(n)] == [1, 10, 100, 1000]
+    assert counters.snapshot().errors == 1502
+
+
+def test_a_share_turns_at_a_tenth_and_back_at_half_of_that() -> None:
+    share = Share()
+    turns = [(n, share.is_large) for n in range(40) if share.add(n < 10)]
+    assert turns == [(1, True)]
+    quiet = next(n for n in range(1, 200) if share.add(False))
+    assert 20 < quiet < 120 and not share.is_large
+    seldom = Share()
+    assert not any(seldom.add(n % 20 == 0) for n in range(5000))
+
+
+def test_failures_in_one_call_count_as_one() -> None:
+    counters = Counters()
+    for _ in range(8):
+        counters.error("store", ValueError("no"))
+    for _ in range(20):
+        counters.done((), 1, 0.0, 0.0, 0)
+    assert not counters.is_failing
+    for _ in range(8):
+        counters.error("read", ValueError("no"))
+        counters.bypass("error", 1)
+    assert counters.is_failing

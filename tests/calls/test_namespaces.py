@@ -1,0 +1,159 @@
+"""No hit crosses a namespace, in either direction, by any rung."""
+
+import gc
+import types
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmcache import ConfigError, LLMCache
+from llmcache.request.rows import Scope
+from tests.calls.helpers import rungs, wrapped
+from tests.tiny_models import CLASSIFIERS, padded
+from tests.topics import batched, classifier, requests
+
+ONE, TWO = padded([6], seed=1), padded([6], seed=2)
+
+
+@pytest.fixture
+def cache() -> LLMCache:
+    return wrapped(CLASSIFIERS["bert"])
+
+
+@pytest.mark.parametrize(
+    "pair", [("a", "a "), ("a", "A"), ("", "default"), ("1", "'1'"), ("a|b", "a"), ("ä", "a\u0308")]
+)
+def test_names_are_told_apart(cache: LLMCache, pair: tuple[str, str]) -> None:
+    for name in pair:
+        with cache.namespace(name):
+            cache(**ONE)
+    assert cache.stats().n_hits == 0
+
+
+class Masked(str):
+    """A name that passes for another one in every way that its class can decide."""
+
+    def __repr__(self) -> str:
+        return "'victim'"
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return hash("victim")
+
+
+class Tenant(StrEnum):
+    """Plain by intention; refused all the same, with what to do."""
+
+    VICTIM = "victim"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *(
+            (name, "give a plain str")
+            for name in (Masked("attacker"), Tenant.VICTIM, np.str_("victim"), b"victim", 1, None)
+        ),
+        *((name, "is no Unicode text: character [01]") for name in ("\ud800", "a\udcff", "\ud83d\ude00")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_name_that_is_no_plain_text_is_refused(cache: LLMCache, name: Any, why: str) -> None:
+    with cache.namespace("victim"):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match=f"namespace: .*{why}"), cache.namespace(name):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match=f"namespace: .*{why}"):
+        cache.purge(namespace=name)
+    assert (cache.stats().n_requests, cache.stats().n_stored, cache.stats().n_hits) == (1, 1, 0)
+
+
+def test_a_scope_is_hashed_by_its_characters() -> None:
+    """Nothing within gets another class; if it ever does, its methods are not asked."""
+    names = ["victim", "attacker", Masked("attacker"), "a', 'b", "\ud800", "\\ud800", "\x00"]
+    keys = [Scope(name, "w", "d", "a").key for name in names]
+    assert len(set(keys)) == len(names) - 1 and keys[1] == keys[2]
+    assert Scope("a", "b", "c", "d").key == b"('a', 'b', 'c', 'd')"  # as saved caches have it
+
+
+def test_purge_forgets_one_namespace_whole() -> None:
+    cache = wrapped(CLASSIFIERS["bert"])
+    both = padded([6, 5], seed=4)
+    for name in ("a", "b"):
+        with cache.namespace(name):
+            cache(**{key: value[:1] for key, value in both.items()})
+    before = cache.stats()
+    assert [cache.purge(namespace=name) for name in ("a", "a", "never used")] == [1, 0, 0]
+    after = cache.stats()
+    assert (after.n_stored, after.nbytes) == (1, before.nbytes // 2)
+    for name, n_hits in (("a", 0), ("b", 1)):
+        with cache.namespace(name):
+            cache(**both)
+        assert cache.stats().n_hits == n_hits
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.99}])
+def test_clear_forgets_all_and_keeps_counters(settings: dict[str, object]) -> None:
+    cache = wrapped(CLASSIFIERS["bert"], **settings)
+    with cache.namespace("a"):
+        cache(**ONE)
+    for _ in range(2):
+        cache(**ONE)
+    cache.clear()
+    cache.clear()
+    stats = cache.stats()
+    assert (stats.n_stored, stats.nbytes, stats.n_hits, stats.n_misses) == (0, 0, 1, 2)
+    assert set(stats.n_entries.values()) == {0}
+    for _ in range(2):
+        cache(**ONE)
+    assert cache.stats().n_hits == 2
+
+
+def held_within(root: object, wanted: set[str]) -> set[str]:
+    """Which of these strings the cache's own objects and containers hold, from one of them on."""
+    found: set[str] = set()
+    seen, waiting = {id(root)}, [root]
+    while waiting:
+        for other in gc.get_referents(waiting.pop()):
+            kind = type(other)
+            if id(other) in seen or kind is type or kind.__module__.split(".")[0] not in _ENTERED:
+                continue
+            seen.add(id(other))
+            if kind is str and other in wanted:
+                found.add(other)
+            elif kind not in (types.FunctionType, types.ModuleType):
+                waiting.append(other)
+    return found
+
+
+_ENTERED = ("builtins", "collections", "functools", "llmcache")
+
+
+@pytest.mark.slow
+def test_a_purge_leaves_no_key_of_the_namespace() -> None:
+    """Neither of what was stored, nor of what was compared, noted, audited or learned from."""
+    asked = requests(300, seed=7)[0]
+    with LLMCache.wrap(classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, audit_in_background=False) as cache:
+        with cache.namespace("tenant"):
+            cache.calibrate(batched(requests(500)[0]))
+            keys = {source.key for source in cache.calibrated.fitter.sources}
+            for few in batched([*asked, *asked[:40]], size=5):
+                cache(**few)
+                keys |= {outcome.key for outcome in cache.last}
+        cache.drain()
+        with cache.namespace("other"):
+            for few in batched(asked[:20], size=5):
+                cache(**few)
+            kept = cache.last[0].key
+        keys.discard("")  # of bypassed calls
+        assert held_within(cache, keys)
+        cache.purge(namespace="tenant")
+        assert held_within(cache, keys) == set()
+        assert held_within(cache, {kept})
+        with cache.namespace("other"):
+            cache(**asked[0])
+        assert rungs(cache) == ["exact"]

@@ -1,0 +1,104 @@
+"""Sentence-transformers of which one vector a text is kept: where states of all tokens are owed, and other pooling."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmcache import LLMCache
+from tests.tiny_models import BARE, build, tokenizer
+
+TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    """A mean of BERT's states."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    build(BARE["bert"]).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    parts = [modules.Transformer(str(tmp_path)), modules.Pooling(32, pooling_mode="mean")]
+    return SentenceTransformer(modules=parts, device="cpu")
+
+
+def check(model: Any, expected: Any, **how: Any) -> None:
+    """Assert that texts are embedded as expected."""
+    for ours, theirs in zip(model.encode(TEXTS, **how), expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), atol=1e-5, rtol=1e-5)
+
+
+def dense(model: Any) -> Any:
+    from sentence_transformers.base.modules import Dense
+
+    return Dense(32, 32, module_input_name="token_embeddings")
+
+
+def test_states_of_tokens_that_are_not_kept_are_computed_where_they_are_owed(model: Any) -> None:
+    plain, tokens = model.encode(TEXTS), model.encode(TEXTS, output_value="token_embeddings")
+    features = model.preprocess(TEXTS)
+    with torch.inference_mode():
+        states = model[0](dict(features))["token_embeddings"]
+    with LLMCache.wrap(model, payload="mean") as cache:
+        for _ in range(2):
+            check(model, plain)
+        assert cache.stats().hits == {"exact": len(TEXTS)}
+        check(model, tokens, output_value="token_embeddings")
+        with torch.inference_mode():  # a module called by itself
+            torch.testing.assert_close(model[0](dict(features))["token_embeddings"], states)
+        assert (cache.stats().bypassed, cache.stats().errors) == ({"token_states": len(TEXTS)}, 0)
+
+
+def test_a_module_that_reads_tokens_gets_all_of_them(model: Any) -> None:
+    model.insert(1, dense(model).eval())
+    plain = model.encode(TEXTS)
+    with LLMCache.wrap(model) as cache:
+        assert cache.payload == "sequence"
+        for _ in range(2):
+            check(model, plain)
+        assert cache.stats().n_hits > 0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "mode": lambda model: setattr(model[1], "pooling_mode", "cls"),
+    "prompt": lambda model: setattr(model[1], "include_prompt", False),
+    "another pooling": lambda model: model.__setitem__(1, type(model[1])(32, pooling_mode="max")),
+    "one more": lambda model: model.append(type(model[1])(32, pooling_mode="max")),
+    "one between": lambda model: model.insert(1, dense(model)),
+}
+
+
+@pytest.mark.parametrize("payload", ["mean", "sequence"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_pooling_after_wrapping_is_computed(model: Any, change: str, payload: str) -> None:
+    with LLMCache.wrap(model, payload=payload) as cache:
+        model.encode(TEXTS)
+        CHANGES[change](model)
+        with cache.disabled():
+            plain = model.encode(TEXTS)
+        n_hits = cache.stats().n_hits
+        check(model, plain)
+        # Also with all tokens kept: those that pooling layers mask were left out of the key.
+        assert cache.stats().bypassed.get("other_pooling") == len(TEXTS)
+        assert cache.stats().n_hits == n_hits
+
+
+@pytest.mark.slow
+def test_they_are_calibrated_on_texts(model: Any) -> None:
+    rng = np.random.default_rng(0)
+    subjects = rng.integers(5, 90, (12, 12))  # a text is about one of them, and has two words of its own
+    words = [[*subjects[rng.integers(12)], *rng.integers(5, 90, 2)] for _ in range(800)]
+    texts = [" ".join(f"w{word}" for word in rng.permutation(row)) for row in words]
+    with LLMCache.wrap(model, tokenizer=tokenizer(), payload="mean") as cache:
+        found = cache.calibrate(texts[:700], max_drop=0.05)
+        assert found.chosen is not None and found.chosen.hit_rate > 0 and found.n_sources + found.n_tested == 700
+        served = model.encode(texts[700:], batch_size=8)
+        assert cache.stats().hits["semantic"] > 0
+        with cache.disabled():
+            own = model.encode(texts[700:], batch_size=8)
+        cosine = (served * own).sum(axis=1) / np.linalg.norm(served, axis=1) / np.linalg.norm(own, axis=1)
+        assert (cosine < 0.98).mean() <= 0.15 and cache.stats().errors == 0

@@ -1,0 +1,107 @@
+"""Many threads and async tasks on one wrapped model."""
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from llmcache import LLMCache
+from tests.calls.helpers import X, agree, assert_close, once, pair, quietly, run, wrapped
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, padded, tokens
+
+N_THREADS = 8
+
+
+def in_threads(work: Callable[[int], Any]) -> list[Any]:
+    """What each of several threads makes of its number; all begin at once."""
+    barrier = threading.Barrier(N_THREADS)
+
+    def begin(seed: int) -> Any:
+        barrier.wait()
+        return work(seed)
+
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        return list(pool.map(begin, range(N_THREADS)))
+
+
+def ask_in_threads(settings: dict[str, Any], n_calls: int, tolerance: float) -> LLMCache:
+    """A cache whose threads asked some of 12 rows again and again, which were answered as the plain model does."""
+    cache, alone = pair(BARE["bert"], **settings)
+    rows = padded([3, 4, 5, 6, 7, 8, 5, 6, 3, 8, 4, 7], seed=11)
+    valid, expected = rows["attention_mask"].bool(), run(alone, **rows)
+
+    def work(seed: int) -> int:
+        chance = random.Random(seed)
+        n = 0
+        for _ in range(n_calls):
+            picked = chance.sample(range(12), chance.choice([1, 2, 3, 5]))
+            output = cache(**{name: value[picked] for name, value in rows.items()}).last_hidden_state
+            found, wanted = output[valid[picked]], expected[picked][valid[picked]]
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+            n += len(picked)
+        return n
+
+    n_rows = sum(in_threads(work))
+    stats = cache.stats()
+    assert stats.n_requests == n_rows == stats.n_hits + stats.n_misses + stats.n_revalidated
+    assert stats.n_hits > 0
+    assert (stats.errors, stats.bypassed) == (0, {})
+    return cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_entries", [None, 5])
+def test_eight_threads_get_the_plain_answers(max_entries: int | None) -> None:
+    stats = ask_in_threads({"max_entries": max_entries}, n_calls=12, tolerance=1e-5).stats()
+    assert stats.n_stored <= 12
+    assert all(n <= (max_entries or 12) for n in stats.n_entries.values())
+
+
+def test_wrong_inputs_of_one_thread_do_not_disturb_the_others() -> None:
+    cache, alone = pair(CLASSIFIERS["bert"])
+
+    def work(seed: int) -> None:
+        for i in range(10):
+            if seed % 2 and i % 2:
+                with pytest.raises(IndexError):
+                    cache(input_ids=torch.full((1, 4), 10_000))
+            else:
+                agree(cache, alone, **X)
+
+    in_threads(work)
+
+
+def test_weights_that_change_while_threads_run_are_followed() -> None:
+    cache = wrapped(CLASSIFIERS["bert"])
+    for _ in range(3):
+        with torch.no_grad():
+            cache.model.bert.encoder.layer[0].output.dense.weight.mul_(1.1)
+        with cache.disabled():
+            expected = cache(**X).logits
+        for answer in in_threads(lambda _: cache(**X).logits):
+            assert_close(answer, expected)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("n_known", [0, 4, 6])
+def test_a_call_during_which_the_cache_is_taken_off_ends_right(kind: str, n_known: int) -> None:
+    """With what was found so far, and K/V that a decode step continues."""
+    cache, alone = pair(GENERATORS["llama"], prefix_block=2)
+    ids, step = tokens(2, 6), tokens(2, 1, seed=5)
+    if n_known:
+        cache(ids[:, :n_known])
+    make = {"dynamic": tf.DynamicCache, "static": lambda: tf.StaticCache(config=alone.config, max_cache_len=10)}
+    head: Any = cache.model.lm_head
+    head.register_forward_pre_hook(once(cache.unwrap))
+    output = quietly(cache.model, input_ids=ids, past_key_values=make.get(kind, lambda: None)())
+    first, kv_cache = output.logits, output.past_key_values
+    assert int(kv_cache.get_seq_length()) == 6
+    after = run(cache.model, input_ids=step, past_key_values=kv_cache)
+    whole = run(alone, input_ids=torch.cat([ids, step], dim=1))
+    assert_close(first, whole[:, :6])
+    assert_close(after[:, -1], whole[:, -1])

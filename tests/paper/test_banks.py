@@ -1,0 +1,354 @@
+"""What banks keep and let go, by public names: fingerprints, indexes, codecs, policies, checks, and saving."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from llmcache import CODECS, FINGERPRINTS, POLICIES, ConfigError, LLMCache, UnsafeReuseError
+from llmcache.paper.build import build as build_layerwise
+from tests.conformance.outside import MostRecent, Scan
+from tests.paper.reference import assert_close, plain, run, served, wrapped
+from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, states, tokens
+
+ONE, TWO = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
+
+
+def changed(ids: Tensor, n: int) -> Tensor:
+    """The same request with its last tokens changed."""
+    other = ids.clone()
+    other[0, -n:] = 5 + (other[0, -n:] + 17) % 91
+    return other
+
+
+# -- fingerprints and indexes ------------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "per layer": {"fingerprint": {"name": "mean", "per_layer": True}},
+    "simhash": {"fingerprint": {"name": "simhash", "bits": 4096}, "tau": 0.885},
+    "simhash per layer": {"fingerprint": {"name": "simhash", "bits": 4096, "per_layer": True}, "tau": 0.885},
+    "minhash": {"fingerprint": "minhash", "tau": 0.5},
+    "attention": {"fingerprint": "attention"},
+    "attention ahead": {"fingerprint": "attention", "layers": "last"},
+    "hnsw": {"index": "hnsw"},
+    "flat": {"index": {"name": "flat"}},
+    "auto, inverted": {"index": {"name": "auto", "switch": 4}},
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_near_requests_hit_and_far_ones_do_not(name: str) -> None:
+    cache = wrapped("bert", **{"tau": 0.983, **WAYS[name]})
+    stored = tokens(12, 12)
+    cache(input_ids=stored)
+    near = torch.cat([changed(row[None], 1) for row in stored[:6]])
+    assert_close(cache(input_ids=near).logits, plain(cache, input_ids=stored[:6]))
+    cache(input_ids=near)
+    assert served(cache) == [True] * 6
+    far = torch.cat([changed(row[None], 11) for row in stored[:6]])
+    assert_close(cache(input_ids=far).logits, plain(cache, input_ids=far))
+    assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+def test_a_fingerprint_that_is_fitted_finds_also_what_came_before(layers: str) -> None:
+    cache = wrapped("bert", tau=0.95, layers=layers, fingerprint={"name": "pca", "dim": 8, "fit_on": 6})
+    asked = [tokens(2, 6, seed=seed) for seed in range(3)]
+    for number, ids in enumerate((*asked[:2], *asked[:2], asked[2], *asked)):
+        cache(input_ids=ids)
+        assert served(cache) == [number > 4] * 2  # fitted with the sixth request that was stored
+    assert cache.stats().errors == 0
+
+
+def test_registered_components_are_used_as_the_librarys_own() -> None:
+    class Length(FINGERPRINTS["mean"]):  # type: ignore[misc]
+        def project(self, features: Any) -> Any:
+            return np.ones((len(features), 8), np.float32) / np.float32(8**0.5)
+
+    for registry, name, made in ((FINGERPRINTS, "length", Length), (POLICIES, "recent", MostRecent)):
+        registry.register(name, made)
+    from llmcache import INDEXES
+
+    INDEXES.register("scan", Scan)
+    try:
+        cache = wrapped("bert", tau=1.0, fingerprint="length", policy="recent", index="scan", max_entries=1)
+        for ids, hit in ((ONE, False), (TWO, True), (tokens(1, 5), False), (TWO, False)):
+            cache(input_ids=ids)
+            assert served(cache) == [hit]
+        assert cache.stats().errors == 0
+    finally:
+        del FINGERPRINTS["length"], POLICIES["recent"], INDEXES["scan"]
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize(
+    ("compression", "error", "share"),
+    [
+        ("none", 0.0, 1.0),
+        ("fp16", 1e-2, 0.5),
+        ("int8", 0.1, 0.3),
+        ({"name": "pca", "dim": 31, "fit_on": 33}, 2.0, 0.5),
+        ({"name": "autoencoder", "dim": 8, "fit_on": 33, "epochs": 2}, np.inf, 0.2),
+    ],
+    ids=lambda one: str(one)[:20],
+)
+def test_what_codecs_keep_and_lose(compression: Any, error: float, share: float, layers: str) -> None:
+    cache = wrapped("bert", tau=0.9999, layers=layers, payload="sequence", compression=compression)
+    first, later = tokens(8, 6), tokens(24, 6, seed=3)
+    for ids in (first, later):  # the first are packed once the codec is fitted
+        assert_close(cache(input_ids=ids).logits, plain(cache, input_ids=ids))
+    stats, n_banks = cache.stats(), 4 if layers == "all" else 1
+    assert stats.nbytes <= share * n_banks * 32 * 6 * 32 * 4 and stats.errors == 0
+    for ids in (first, later):
+        found = cache(input_ids=ids).logits
+        assert served(cache) == [True] * len(ids)
+        assert float((found - plain(cache, input_ids=ids)).abs().max()) <= error
+    lost = [one for one in stats.reconstruction_error.values() if one is not None]
+    assert len(lost) == (0 if compression == "none" else n_banks) and all(one > 0 for one in lost)
+
+
+def test_codecs_pack_kv_and_those_that_are_fitted_leave_it() -> None:
+    for compression, atol in (("fp16", 1e-2), ({"name": "pca", "dim": 31, "fit_on": 40}, 1e-4)):
+        cache = wrapped(TOKEN_HEADS["causal"], tau=0.9999, allow_unsafe=True, compression=compression)
+        ids = tokens(8, 6)
+        expected = cache(input_ids=ids, use_cache=True).past_key_values
+        found = cache(input_ids=ids, use_cache=True).past_key_values
+        assert served(cache) == [True] * 8
+        for ours, theirs in zip(found.layers, expected.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys, atol=atol, rtol=1e-2)
+
+
+def test_other_weights_have_a_codec_of_their_own() -> None:
+    cache = wrapped("bert", tau=0.9999, layers="last", compression={"name": "pca", "dim": 4, "fit_on": 8})
+    cache(input_ids=tokens(8, 6))
+    cache(input_ids=tokens(3, 6, seed=5))
+    before = cache.stats().nbytes
+    with torch.no_grad():
+        cache.model.bert.embeddings.word_embeddings.weight.mul_(2)
+    cache(input_ids=tokens(3, 6, seed=5))
+    assert cache.stats().nbytes == before + 3 * 32 * 4  # plain until it is fitted
+    assert cache.stats().errors == 0
+
+
+def test_entries_too_large_while_plain_are_learned_from_and_fit_afterwards() -> None:
+    cache = wrapped("bert", tau=0.9999, layers="last", payload="sequence", max_bytes=6 * 32 * 2,
+                    compression={"name": "pca", "dim": 4, "fit_on": 12})  # fmt: skip
+    for seed in (1, 2, 2):
+        cache(input_ids=tokens(1, 6, seed=seed))
+    assert (cache.stats().n_too_large, cache.stats().n_stored, served(cache)) == (1, 1, [True])
+
+
+def test_nothing_is_learned_from_what_was_purged() -> None:
+    for settings in (
+        {"compression": {"name": "pca", "dim": 2, "fit_on": 4}},
+        {"fingerprint": {"name": "pca", "fit_on": 4}},
+    ):
+        cache = wrapped("bert", tau=0.9999, layers="last", **settings)
+        with cache.namespace("tenant"):
+            cache(input_ids=tokens(3, 6))
+        cache.purge(namespace="tenant")
+        cache(input_ids=tokens(1, 6, seed=9))
+        cache(input_ids=tokens(1, 6, seed=9))
+        assert served(cache) == ["compression" in settings]
+        assert cache.stats().nbytes == 32 * 4  # not packed
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [("lru", 1), ("lfu", 1), ("fifo", 2), ("s3_fifo", 1), ("gdsf", 1), ({"name": "staleness", "half_life_s": 9}, 1)],
+    ids=str,
+)
+def test_policies_decide_who_leaves_a_full_bank(policy: Any, kept: int) -> None:
+    cache = wrapped("bert", tau=0.9999, max_entries=2, policy=policy)
+    for seed in (1, 2, 1, 1, 3):
+        cache(input_ids=tokens(1, 6, seed=seed))
+    cache(input_ids=tokens(1, 6, seed=kept))
+    assert served(cache) == [True] and cache.stats().errors == 0
+
+
+def test_ttl_lets_entries_go_at_their_age() -> None:
+    now = [0.0]
+    cache = wrapped("bert", tau=-1.0, policy={"name": "ttl", "ttl_s": 10.0, "now": lambda: now[0]})
+    for second, hit in ((0, False), (9, True), (11, False)):
+        now[0] = second
+        cache(input_ids=ONE)
+        assert served(cache) == [hit]
+    assert cache.stats().n_expelled == dict.fromkeys(range(4), 1)
+
+
+def checked(rate: float = 1.0, limit: float = 2.0, make: Any = "bert", **settings: Any) -> LLMCache:
+    """A cache that serves anything similar to anything, and checks it."""
+    policy = {"name": "divergence", "check_rate": rate, "limit": limit, "weight": 1.0}
+    return wrapped(make, **{"tau": -1.0, "policy": policy, **settings})
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers": "last"}, {"layers": [1]}], ids=str)
+def test_a_checked_row_gets_its_own_answer_and_is_counted_apart(settings: dict[str, Any]) -> None:
+    cache = checked(**settings)
+    cache(input_ids=ONE)
+    assert_close(cache(input_ids=TWO).logits, plain(cache, input_ids=TWO))
+    stats = cache.stats()
+    assert (stats.n_requests, stats.n_hits, stats.n_misses, stats.n_revalidated) == (3, 0, 1, 1)
+    assert (stats.n_stored, stats.n_layers_skipped, stats.bypassed) == (1, 0, {"disabled": 1})
+
+
+@pytest.mark.parametrize("compression", ["none", {"name": "pca", "dim": 2, "fit_on": 6}], ids=str)
+def test_an_entry_leaves_by_how_far_the_fresh_state_is_from_its_own(compression: Any) -> None:
+    """By 1 - cosine, of what compression leaves of both. Repeats are not checked: they would show nothing."""
+    first, second = (run(build(BARE["bert"]), input_ids=ids)[0] for ids in (ONE, TWO))
+    distance = 1 - float(torch.nn.functional.cosine_similarity(first, second).mean())
+    limits = {0.9 * distance: 1, 1.1 * distance: 0} if compression == "none" else {1e-5: 1}
+    for limit, n_expelled in limits.items():
+        cache = checked(limit=limit, make=BARE["bert"], layers="last", payload="sequence", compression=compression)
+        for _ in range(2):
+            cache(input_ids=ONE)
+        assert cache.stats().n_expelled == {3: 0}
+        assert cache.stats().n_hits == 1
+        cache(input_ids=TWO)
+        assert cache.stats().n_expelled == {3: n_expelled} and cache.stats().n_revalidated == 1
+
+
+def test_each_layer_keeps_its_own_account() -> None:
+    """The first layer that would be reused is checked; after that the row is computed, and compared nowhere else."""
+    cache = checked(limit=1e-6, tau={1: -1.0, 3: -1.0})
+    cache(input_ids=ONE)
+    cache(input_ids=TWO)
+    stats = cache.stats()
+    assert (stats.n_entries, stats.n_expelled) == ({1: 0, 3: 1}, {1: 1, 3: 0})
+
+
+def test_rows_of_a_batch_are_checked_one_by_one() -> None:
+    cache = checked(rate=0.5, tau=0.983)
+    stored = tokens(12, 12)
+    cache(input_ids=stored)
+    near = torch.cat([*(changed(row[None], 1) for row in stored[:8]), changed(stored[8:9], 11)])
+    found, own, earlier = cache(input_ids=near).logits, plain(cache, input_ids=near), plain(cache, input_ids=stored)
+    stats = cache.stats()
+    assert stats.n_hits + stats.n_revalidated == 8 and stats.n_hits > 0 < stats.n_revalidated
+    assert (stats.n_misses, stats.n_stored) == (13, 13)
+    for row in range(9):
+        expected = (own[row], earlier[row]) if row < 8 else (own[row],)
+        assert any(torch.allclose(found[row], one, atol=1e-4) for one in expected)
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+SAVED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "last": {"layers": "last"},
+    "kv": {"make": TOKEN_HEADS["causal"], "allow_unsafe": True},
+    "int8": {"compression": "int8"},
+    "fitted codec": {"compression": {"name": "pca", "dim": 4, "fit_on": 5}},
+    "fitted fingerprint": {"fingerprint": {"name": "pca", "dim": 4, "fit_on": 3}},
+    "fingerprint that waits": {"fingerprint": {"name": "pca", "dim": 4, "fit_on": 5}},
+    "minhash": {"fingerprint": "minhash", "tau": 0.9},
+    "model's device": {"device": "model", "index": "hnsw"},
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_state_gives_another_cache_serves(name: str) -> None:
+    from llmcache import CacheConfig
+
+    settings = dict(SAVED[name])
+    make = settings.pop("make", CLASSIFIERS["bert"])
+    config = CacheConfig.make({"tau": 0.9999, **settings})
+    models = [build(make) for _ in range(3)]
+    one, two, wider = (build_layerwise(model, config) for model in models)
+    inputs = padded([6, 4, 6, 5])
+    first = run(models[0], **inputs)
+    meta, tensors = one.state()
+    two.restore(json.loads(json.dumps(meta)), {name: tensor.clone() for name, tensor in tensors.items()})
+    if name == "fingerprint that waits":
+        run(models[1], **padded([6], seed=30))
+    found = run(models[1], **inputs)
+    assert [outcome.rung for outcome in two.last] == ["paper"] * 4
+    torch.testing.assert_close(found, run(models[0], **inputs) if name != "fingerprint that waits" else first)
+    assert two.stats().errors == 0
+    with torch.no_grad():
+        next(models[0].parameters()).mul_(2)
+    meta, tensors = one.state()  # of other weights nothing is left
+    assert not any(meta["banks"].values())
+    wider.restore(meta, tensors)
+    for layerwise in (one, two, wider):
+        layerwise.close()
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"exact": True},
+        {"prefix": True},
+        {"gate": True},
+        {"auto_bypass": True},
+        {"store": "disk"},
+        {"learn": 1000},
+        {"audit": 0.1},
+        {"recalibrate": 5},
+        {"share_calibration": True},
+        {"max_drop": 0.01},
+        {"fingerprint": "learned"},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_what_tau_does_not_do_is_refused_with_its_cure(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}.*leave .*out") as raised:
+        wrapped("bert", tau=0.9, **setting)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "paper"}, "mode: unknown setting"),
+        ({"fingerprint_per_layer": True}, "fingerprint_per_layer: unknown setting"),
+        ({"decide": "risk"}, "decide: unknown setting"),
+        ({"fingerprint": "simhash", "index": "flat"}, "go together"),
+        ({"fingerprint": "minhash", "tau": -0.5}, "Jaccard"),
+        ({"tau": 1.5}, "tau"),
+        ({"tau": {}}, "no layer is named"),
+        ({"index": {"name": "flat", "probes": 3}}, "index"),
+        ({"compression": "zip"}, f"known: .*{'.*'.join(sorted(CODECS))}"),
+        ({"policy": "ttl"}, "ttl_s"),
+    ],
+)
+def test_settings_that_are_wrong_are_told(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wrapped("bert", **{"tau": 0.9, **settings})
+
+
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+def test_heads_that_answer_token_by_token_are_refused(head: str) -> None:
+    with pytest.raises(UnsafeReuseError, match=r"tau=0\.9"):
+        LLMCache.wrap(build(TOKEN_HEADS[head]), tau=0.9)
+    LLMCache.wrap(build(TOKEN_HEADS[head]), tau=0.9, allow_unsafe=True).unwrap()
+
+
+def test_what_a_calibrated_cache_does_is_refused() -> None:
+    cache = wrapped("bert", tau=0.9)
+    for act in (lambda: cache.calibrate([]), lambda: cache.observe([]), cache.compile):
+        with pytest.raises(ConfigError, match=r"tau=0\.9"):
+            act()
+    assert cache.calibration is None and cache.drain() == 0 and "paper" in repr(cache)
+
+
+def test_settings_that_say_off_are_taken() -> None:
+    cache = wrapped("bert", tau=-1.0, exact=False, prefix=False, auto_bypass=False, audit=0.0, store="memory")
+    for ids in (ONE, ONE, TWO):
+        states(cache(input_ids=ids))
+    assert cache.stats().hits == {"paper": 2}
+    cache.restart_stats()
+    assert (cache.stats().n_requests, cache.stats().hits_by_layer, cache.stats().n_stored) == (0, {}, 1)

@@ -1,0 +1,378 @@
+"""Calls of a model with `tau`: when they bypass the cache, what no hit may survive, and what fails within."""
+
+import copy
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcache import FINGERPRINTS, INDEXES, POLICIES, LLMCache, NotCachedError, WrapError
+from tests.paper.reference import assert_close, plain, run, served, wrapped
+from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, states, tokens
+
+X = padded([6, 4])
+IDS = tokens(1, 6, seed=70)
+BOTH = pytest.mark.parametrize("settings", [{}, {"layers": "last"}], ids=["all", "last"])
+
+
+class Within:
+    """Does something once within a forward of a kind of module, after it or before, when it is armed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, path: str) -> None:
+        """Patch the class before a model is wrapped: to the cache, a change of code is one of weights."""
+        self.do: Callable[[], Any] | None = None
+        kind = type(build(CLASSIFIERS["bert"]).get_submodule(path))
+        forward = kind.forward
+
+        @functools.wraps(forward)
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output, do, self.do = forward(module, *args, **kwargs), self.do, None
+            if do is not None:
+                do()
+            return output
+
+        patch.setattr(kind, "forward", run)
+
+
+@pytest.fixture
+def within_embeddings(monkeypatch: pytest.MonkeyPatch) -> Within:
+    return Within(monkeypatch, "bert.embeddings")
+
+
+@pytest.fixture
+def within_encoder(monkeypatch: pytest.MonkeyPatch) -> Within:
+    return Within(monkeypatch, "bert.encoder")
+
+
+def hook(model: Any) -> None:
+    model.bert.encoder.layer[2].attention.register_forward_hook(lambda *_: None)
+
+
+BYPASSES: dict[str, tuple[Callable[[LLMCache], Any], str]] = {
+    "gradients": (lambda cache: cache.model(**X), "gradients"),
+    "training": (lambda cache: (cache.model.train(), cache(**X), cache.model.eval()), "training"),
+    "embeddings": (lambda cache: cache(inputs_embeds=torch.ones(2, 5, 32)), "inputs_embeds"),
+    "attentions": (lambda cache: cache(**X, output_attentions=True), "output_attentions"),
+    "states": (lambda cache: cache(**X, output_hidden_states=True), "output_hidden_states"),
+    "hooks": (lambda cache: (hook(cache.model), cache(**X)), "hooked"),
+    "a float mask": (lambda cache: cache(X["input_ids"], attention_mask=X["attention_mask"] * 0.5), "mask_values"),
+    "padding on the left": (lambda cache: cache(**padded([6, 4], left=True)), "head_reads_padding"),
+    "nothing but padding": (lambda cache: cache(torch.zeros(2, 4, dtype=torch.int64)), "no_content"),
+    "a compiled layer": (lambda cache: (cache.model.bert.encoder.layer[1].compile(backend="eager"), cache(**X)),
+                         "compiled_layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_what_the_cache_cannot_serve_is_computed_and_counted(name: str) -> None:
+    cache = wrapped("bert", tau=-1.0, layers="last")
+    BYPASSES[name][0](cache)
+    stats = cache.stats()
+    assert set(stats.bypassed) == {BYPASSES[name][1]} and stats.errors == 0
+    if name != "padding on the left":
+        assert stats.n_stored == 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: layers.__setitem__(3, build(BARE["bert"], seed=8).encoder.layer[3]),
+        lambda layers: layers.extend([layers.pop(2), layers.pop(2)][::-1]),
+        lambda layers: layers.pop(3),
+        lambda layers: layers[2].__dict__.pop("forward", None),
+    ],
+    ids=["replaced", "swapped", "deleted", "forward lost"],
+)
+@BOTH
+def test_layers_that_are_no_longer_those_that_were_wrapped(change: Any, settings: dict[str, Any]) -> None:
+    cache, alone = wrapped("bert", tau=-1.0, **settings), build(CLASSIFIERS["bert"])
+    cache(**X)
+    for model in (cache.model, alone):
+        change(model.bert.encoder.layer)
+    assert torch.equal(cache(**X).logits, run(alone, **X))
+    assert cache.stats().bypassed == {"other_layers": 2}
+    assert not any("forward" in vars(module) for module in cache.unwrap().modules())
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@BOTH
+def test_a_layer_whose_forward_goes_past_ours(family: str, number: int, settings: dict[str, Any]) -> None:
+    """Nothing shows it in advance: rows skip layers, and the state that stands for them is never put in."""
+    cache, alone = wrapped(BARE[family], tau=-1.0, **settings), build(BARE[family])
+    cache(**X)
+    layer = (cache.model.encoder.layer if family == "bert" else cache.model.h)[number]
+    original = layer.forward.original
+    layer.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    for _ in range(2):
+        output = cache(**X)
+        assert_close(states(output), run(alone, **X), X["attention_mask"])
+        assert family == "bert" or {one.get_seq_length() for one in output.past_key_values.layers} == {6}
+    assert cache.stats().bypassed == {"other_layers": 4}
+
+
+def edit(model: Any) -> None:
+    with torch.no_grad():
+        model.bert.encoder.layer[1].output.dense.weight.mul_(2)
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "in place": edit,
+    "embeddings": lambda model: model.bert.embeddings.word_embeddings.weight.data.mul_(3),
+    "state dict": lambda model: model.load_state_dict(build(CLASSIFIERS["bert"], seed=5).state_dict()),
+    "dtype": lambda model: model.double(),
+    "setting": lambda model: setattr(model.bert.encoder.layer[0].intermediate, "intermediate_act_fn", nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@BOTH
+def test_no_hit_survives_an_edit_of_the_weights(name: str, settings: dict[str, Any]) -> None:
+    cache = wrapped("bert", tau=-1.0, **settings)
+    cache(**X)
+    EDITS[name](cache.model)
+    assert torch.equal(cache(**X).logits, plain(cache, **X))
+    assert served(cache) == [] or cache.last[0].bypassed == "disabled"
+    cache(**X)
+    assert served(cache) == [True, True]
+
+
+def test_nothing_is_stored_of_a_call_in_which_the_weights_are_edited(within_encoder: Within) -> None:
+    cache = wrapped("bert", tau=-1.0)
+    within_encoder.do = lambda: edit(cache.model)
+    cache(**X)
+    assert (cache.stats().n_stored, cache.stats().bypassed) == (0, {"weights_changed": 2})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantised_rows_affect_each_other_and_are_computed() -> None:
+    cache = wrapped("bert", tau=-1.0)
+    cache(**X)
+    torch.ao.quantization.quantize_dynamic(cache.model.bert.encoder.layer[1].output, inplace=True)
+    for _ in range(2):
+        assert torch.equal(cache(**X).logits, plain(cache, **X))
+    assert cache.stats().bypassed["coupled_rows"] == 4 and cache.stats().n_hits == 0
+
+
+@BOTH
+def test_namespaces_never_meet_and_are_purged_alone(settings: dict[str, Any]) -> None:
+    cache = wrapped("bert", tau=-1.0, **settings)
+    for name in ("north", "south"):
+        with cache.namespace(name):
+            cache(**X)
+            assert served(cache) == [False, False]
+    assert cache.purge(namespace="north") == 2
+    for name, hit in (("south", True), ("north", False)):
+        with cache.namespace(name):
+            cache(input_ids=IDS)
+            assert served(cache) == [hit]
+    cache.clear()
+    assert (cache.stats().n_stored, cache.stats().nbytes, cache.stats().index_nbytes) == (0, 0, 0)
+
+
+def test_a_purge_during_a_call_forgets_what_the_call_computes(within_embeddings: Within) -> None:
+    cache = wrapped("bert", tau=-1.0)
+    within_embeddings.do = lambda: cache.purge(namespace="default")
+    cache(**X)
+    assert (cache.stats().n_stored, cache.stats().n_misses) == (0, 2)
+
+
+@BOTH
+def test_only_if_cached_answers_hits_and_raises_for_the_rest(settings: dict[str, Any]) -> None:
+    cache = wrapped("bert", tau=0.9999, **settings)
+    with cache.only_if_cached(), pytest.raises(NotCachedError) as raised:
+        cache(**X)
+    assert raised.value.rows == (0, 1) and cache.stats().n_requests == 0
+    expected = cache(**X).logits
+    with cache.only_if_cached():
+        assert_close(cache(**X).logits, expected)
+        with pytest.raises(NotCachedError) as raised:
+            cache(input_ids=torch.cat([X["input_ids"], tokens(1, 6, seed=9)])[:, :6])
+        assert raised.value.rows is not None and 2 in raised.value.rows
+        with pytest.raises(NotCachedError):
+            cache(**X, output_attentions=True)
+    assert cache.stats().n_requests == 4
+
+
+@BOTH
+def test_unwrap_leaves_the_model_exactly_as_before(settings: dict[str, Any]) -> None:
+    model = build(BARE["llama"])
+    before = [{name: copy.copy(value) for name, value in vars(module).items()} for module in model.modules()]
+    cache = LLMCache.wrap(model, tau=0.9, payload="mean" if settings else "auto", **settings)
+    with pytest.raises(WrapError, match="already wrapped"):
+        LLMCache.wrap(model, tau=0.9)
+    twin = copy.deepcopy(model)
+    cache(input_ids=IDS)
+    assert cache.unwrap() is model and cache.unwrap() is model
+    assert [{name: copy.copy(value) for name, value in vars(one).items()} for one in model.modules()] == before
+    assert torch.equal(run(twin, input_ids=IDS), run(model, input_ids=IDS))
+    LLMCache.wrap(model, tau=0.9).unwrap()
+
+
+@BOTH
+def test_threads_get_their_own_answers_also_while_the_cache_is_taken_off(settings: dict[str, Any]) -> None:
+    cache, alone = wrapped("bert", tau=0.9999, max_entries=20, **settings), build(CLASSIFIERS["bert"])
+    asked = [padded([6, 4, 6], seed=seed) for seed in range(12)]
+    expected, wrong, errors = [run(alone, **inputs) for inputs in asked], list[int](), list[Exception]()
+
+    def work(first: int) -> None:
+        try:
+            for number in range(40):
+                which = (first + number) % len(asked)
+                with torch.inference_mode():
+                    found = cache.model(**asked[which]).logits
+                if not torch.allclose(found, expected[which], atol=1e-4):
+                    wrong.append(which)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    while cache.stats().n_requests < 200 and any(thread.is_alive() for thread in threads):
+        time.sleep(0.01)
+    assert cache.stats().errors == 0 and cache.stats().n_hits > 0
+    cache.unwrap()
+    for thread in threads:
+        thread.join()
+    assert (wrong, errors) == ([], [])
+
+
+def test_a_call_within_a_call_is_its_own(within_embeddings: Within) -> None:
+    cache, inner = wrapped("bert", tau=0.9999), list[Tensor]()
+    for hits in (0, 3):
+        within_embeddings.do = lambda: inner.append(cache(input_ids=IDS).logits)
+        assert_close(cache(**X).logits, plain(cache, **X))
+        assert_close(inner[-1], plain(cache, input_ids=IDS))
+        assert cache.stats().n_hits == hits
+    assert len(inner) == 2
+
+
+@pytest.mark.parametrize("layers", ["all", "last", [1]], ids=str)
+def test_autocast_is_a_scope_of_its_own(layers: Any) -> None:
+    cache, alone = wrapped("bert", tau=0.9999, layers=layers), build(CLASSIFIERS["bert"])
+    cache(**X)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(alone, **X)
+        for hit in (False, True):
+            found = cache(**X).logits
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+            assert served(cache) == [hit, hit]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fingerprint", ["mean", {"name": "mean", "per_layer": True}, "minhash", "attention"], ids=str)
+def test_repeats_are_found_on_a_model_in_half_precision(fingerprint: Any, dtype: torch.dtype) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]).to(dtype), tau=0.99, fingerprint=fingerprint)
+    first = cache(**X).logits
+    assert torch.allclose(cache(**X).logits.float(), first.float(), atol=0.05)
+    assert served(cache) == [True, True] and cache.stats().errors == 0
+
+
+def test_states_that_are_not_finite_have_no_fingerprint() -> None:
+    cache = wrapped("bert", tau=-1.0)
+    with torch.no_grad():
+        cache.model.bert.embeddings.word_embeddings.weight[7] = torch.inf
+    ids = torch.cat([IDS, IDS])
+    ids[1, 2] = 7
+    for _ in range(2):
+        cache(input_ids=ids)
+    assert (cache.stats().n_hits, cache.stats().bypassed) == (1, {"not_finite": 2})
+
+
+def test_tokens_that_the_model_refuses_raise_as_without_a_cache() -> None:
+    cache, alone = wrapped("bert", tau=-1.0), build(CLASSIFIERS["bert"])
+    cache(**X)
+    for inputs in ({"input_ids": torch.tensor([[5, 96]])}, {"input_ids": tokens(1, 80)}):
+        raised = []
+        for model in (cache.model, alone):
+            with pytest.raises(Exception) as error, torch.inference_mode():
+                model(**inputs)
+            raised.append((type(error.value), str(error.value)))
+        assert raised[0] == raised[1]
+    cache(**X)
+    assert served(cache) == [True, True]
+
+
+# -- what fails within -------------------------------------------------------------------------------------------------
+
+
+def breaking(registry: Any, name: str, method: str) -> type:
+    """A component whose method raises while `is_broken`."""
+
+    def fail(self: Any, *args: Any) -> Any:
+        if made.is_broken:
+            raise MemoryError(f"{method} is broken")
+        return getattr(registry[name], method)(self, *args)
+
+    made: Any = type("Broken", (registry[name],), {method: fail, "is_broken": False})
+    return made
+
+
+PARTS = [
+    *((INDEXES, "index", "flat", method) for method in ("add", "search", "remove")),
+    *((POLICIES, "policy", "lru", method) for method in ("on_put", "on_hit", "on_remove", "victim", "expired")),
+    *((FINGERPRINTS, "fingerprint", "mean", method) for method in ("features", "project")),
+]
+
+
+@pytest.mark.parametrize(
+    ("registry", "setting", "name", "method"), PARTS, ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_a_part_that_breaks_costs_speed_only(registry: Any, setting: str, name: str, method: str) -> None:
+    broken: Any = breaking(registry, name, method)
+    registry["breaks"] = broken
+    try:
+        cache = wrapped("bert", tau=0.9999, max_entries=4, **{setting: "breaks"})
+        asked = [padded([6, 4], seed=seed) for seed in range(0, 8, 2)]
+        for inputs in asked:
+            cache(**inputs)
+        broken.is_broken = True
+        for inputs in (*asked, asked[-1], *asked):
+            assert_close(cache(**inputs).logits, plain(cache, **inputs))
+        assert cache.stats().errors > 0
+        broken.is_broken = False
+        for inputs in (*asked, asked[-1]):
+            assert_close(cache(**inputs).logits, plain(cache, **inputs))
+        errors = cache.stats().errors
+        with cache.disabled():
+            pass
+        cache(**asked[-1])
+        assert served(cache) == [True, True] and cache.stats().errors == errors
+        assert max(cache.stats().n_entries.values()) <= 4
+    finally:
+        del registry["breaks"]
+
+
+def test_an_exception_of_the_model_is_the_callers_and_leaves_nothing(within_encoder: Within) -> None:
+    cache = wrapped("bert", tau=-1.0)
+
+    def fail() -> None:
+        raise RuntimeError("of the model")
+
+    within_encoder.do = fail
+    with pytest.raises(RuntimeError, match="of the model"):
+        cache(**X)
+    assert (cache.stats().n_stored, cache.last) == (0, ())
+    cache(**X)
+    assert served(cache) == [False, False]
+
+
+def test_what_was_handed_out_may_be_changed_by_its_owner() -> None:
+    cache = wrapped(TOKEN_HEADS["causal"], tau=0.9999, allow_unsafe=True)
+    expected = cache(input_ids=IDS, use_cache=True).logits.clone()
+    for _ in range(2):
+        output = cache(input_ids=IDS, use_cache=True)
+        assert_close(output.logits, expected)
+        with torch.inference_mode():
+            output.logits.zero_()
+            for layer in output.past_key_values.layers:
+                layer.keys.zero_()
+                layer.values.zero_()

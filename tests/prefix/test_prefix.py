@@ -1,0 +1,273 @@
+"""Prompts that share a beginning: what is served is what the plain model computes, whatever the batch and the cache."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from llmcache.errors import ConfigError
+from llmcache.prefix.prefix import Prefix
+from tests.prefix.prompts import (
+    CACHES,
+    FAMILIES,
+    branch,
+    close,
+    fail_once,
+    plainly,
+    run,
+    wrapped,
+)
+from tests.tiny_models import CLASSIFIERS, batch, build, tokens
+
+STEM = tokens(1, 24)
+ASKED = branch(STEM, 20, 24)
+ROWS = [branch(STEM, n, length, seed) for seed, (n, length) in enumerate([(20, 22), (9, 15), (16, 16), (12, 24)])]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return build(FAMILIES[request.param])
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build(FAMILIES["llama"])
+
+
+@pytest.fixture
+def gpt2() -> Any:
+    return build(FAMILIES["gpt2"])
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_logits_at_all_positions(model: nn.Module, return_dict: bool) -> None:
+    second = branch(STEM, 13, 21)
+    plain = [run(model, ids, return_dict=return_dict)[0] for ids in (STEM, second)]
+    cache = wrapped(model)
+    assert torch.equal(cache(STEM, return_dict=return_dict)[0], plain[0])  # cold is bit-equal
+    output = cache(second, return_dict=return_dict)
+    close(output[0], plain[1])
+    assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 13)
+    assert output[1].get_seq_length() == 21
+    close(cache(second, logits_to_keep=3).logits, plain[1][:, -3:])
+    assert cache.last[0].n_prefix == 20  # its own blocks were stored as well
+    assert cache.stats().errors == 0
+
+
+def test_prefixes_of_another_namespace_serve_where_they_may_and_reach_further(model: nn.Module) -> None:
+    second, third = branch(ASKED, 24, 30, 2), branch(ASKED, 24, 32, 3)
+    plain = [run(model, ids).logits for ids in (second, third)]
+    cache = wrapped(model)
+    with cache.namespace("public"):
+        cache(STEM)
+
+    def served(name: str, ids: Tensor, prefixes_from: str | None = "public") -> int:
+        with cache.namespace(name, prefixes_from=prefixes_from):
+            close(cache(ids).logits, plain[0] if ids is second else plain[1])
+        return cache.last[0].n_prefix
+
+    assert served("closed", second, None) == 0
+    assert served("a", second) == 20
+    assert served("b", third) == 20  # of what "a" has stored nothing is seen
+    assert served("a", third) == 24  # its own reaches further
+    assert cache.purge(namespace="public") == 1 and cache.stats().errors == 0
+    assert served("c", third) == 0  # nothing was written there, which would still serve
+    assert served("b", third) == 31  # what it has stored has a copy of what was shared
+    with pytest.raises(ConfigError, match="surrogate"), cache.namespace("a", prefixes_from="\ud800"):
+        pass
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_rows_with_different_prefixes_and_padding(model: nn.Module, left: bool) -> None:
+    inputs = batch(ROWS, left)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    plain = run(model, **inputs, position_ids=positions).logits
+    cache = wrapped(model, STEM)
+    close(cache(**inputs, position_ids=positions).logits, plain)
+    # Padding on the left is computed, and so is all that follows it.
+    assert [outcome.n_prefix for outcome in cache.last] == ([0, 0, 0, 0] if left else [9, 9, 9, 9])
+    cache.clear()
+    cache(STEM)
+    close(cache(**inputs, position_ids=positions, logits_to_keep=1).logits, plain[:, -1:])
+    # Known are 20, 9, 16 and 12 tokens; with padding on the left they end in columns 22, 18, 24 and 12.
+    assert [outcome.n_prefix for outcome in cache.last] == ([10, 3, 4, 12] if left else [9, 9, 9, 9])
+    assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("asked", ["loss", "all logits", "two logits", "the trunk"])
+@pytest.mark.parametrize("left", [True, False])
+def test_columns_with_padding_are_cut_only_where_nobody_reads_them(llama: Any, asked: str, left: bool) -> None:
+    inputs = batch([branch(STEM, 20, 22, seed=0), STEM[:, :16]], left)
+    more: dict[str, Any] = {"loss": {"labels": inputs["input_ids"]}, "two logits": {"logits_to_keep": 2}}.get(asked, {})
+    called = llama.model if asked == "the trunk" else llama
+    plain = run(called, **inputs, **more)
+    with wrapped(llama, STEM) as cache:
+        run(llama, **batch([tokens(1, 5)], left), logits_to_keep=1)  # is not to be taken for what the next call asks
+        served = run(called, **inputs, **more)
+        assert cache.stats().errors == 0
+    for name in ("loss", "logits", "last_hidden_state"):
+        if name in plain and plain[name] is not None:
+            close(served[name], plain[name])
+
+
+@pytest.mark.parametrize("who", ["a hook of the head", "a hook of the trunk"])
+def test_padding_is_computed_where_others_than_the_head_read_it(llama: Any, who: str) -> None:
+    prompts = [tokens(1, 16), tokens(1, 8, seed=5)]
+    inputs = batch(prompts, left=True)
+    plain = run(llama.model, **inputs).last_hidden_state
+    seen: list[Tensor] = []
+    with wrapped(llama, *prompts) as cache:
+        if who == "a hook of the head":
+            hook = llama.register_forward_pre_hook(lambda *_: seen.append(llama.model(**inputs).last_hidden_state))
+        else:
+            hook = llama.model.register_forward_hook(lambda *given: seen.append(given[-1].last_hidden_state))
+        cache(**inputs, logits_to_keep=1)
+        hook.remove()
+    close(seen[0], plain)
+
+
+def test_a_row_that_is_known_as_a_whole_does_not_hold_the_others_up(model: nn.Module) -> None:
+    inputs = batch([STEM[:, :8], ASKED], left=False)
+    plain = run(model, **inputs).logits
+    cache = wrapped(model, STEM)
+    close(cache(**inputs, logits_to_keep=4).logits, plain[:, -4:])
+    assert [outcome.n_prefix for outcome in cache.last] == [8, 20]
+    cache.clear()
+    cache(STEM)
+    close(cache(**inputs).logits, plain)
+    assert [outcome.n_prefix for outcome in cache.last] == [8, 8]  # padding that may be read is computed
+
+
+def test_a_mask_that_is_not_causal_is_left_to_the_model(llama: Any) -> None:
+    stem, causal = tokens(1, 12), torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    seen = causal.clone()
+    seen[..., 5, 3] = False
+    cache = wrapped(llama, stem)
+    plain = plainly(cache, stem, attention_mask=seen, past_key_values=DynamicCache()).logits
+    assert torch.equal(cache(stem, attention_mask=seen, past_key_values=DynamicCache()).logits, plain)
+    assert cache.last[0].bypassed == "mask_4d"
+    cache(stem, attention_mask=causal, past_key_values=DynamicCache())
+    assert cache.last[0].rung == "exact"
+
+
+def test_positions_that_differ_do_not_share(gpt2: Any) -> None:
+    """Without position_ids a model counts columns, padding included."""
+    stem = tokens(1, 12)
+    cache = wrapped(gpt2, stem)
+    holes = torch.cat([torch.arange(6), torch.arange(7, 13)])[None]
+    for inputs in (batch([stem, tokens(1, 14, seed=1)], left=True), {"input_ids": stem, "position_ids": holes}):
+        assert torch.equal(cache(**inputs).logits, plainly(cache, **inputs).logits)
+        assert cache.stats().n_prefix_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "n"), [(24, 12, 11), (24, 10, 9), (12, 24, 12), (10, 24, 10), (24, 3, 0), (3, 24, 0)]
+)
+def test_a_prompt_within_another_and_around_it(model: nn.Module, stored: int, asked: int, n: int) -> None:
+    cache = wrapped(model, STEM[:, :stored])
+    close(cache(STEM[:, :asked]).logits, plainly(cache, STEM[:, :asked]).logits)
+    assert cache.stats().n_prefix_tokens == n
+
+
+def test_no_prefix_where_it_cannot_serve(gpt2: Any) -> None:
+    reads_one_row = build(CLASSIFIERS["gpt2"])  # and is run without K/V
+    for model, settings, more in (
+        (reads_one_row, {}, {}),
+        (gpt2, {"prefix": False}, {}),
+        (gpt2, {}, {"use_cache": False}),  # makes no K/V to keep
+        (gpt2, {}, {"token_type_ids": STEM}),
+    ):
+        with wrapped(model, **settings) as cache:
+            cache(STEM, **more)
+            assert cache.stats().n_blocks == 0
+
+
+def test_bytes_that_blocks_keep_are_counted(gpt2: Any) -> None:
+    cache = wrapped(gpt2, tokens(1, 22))
+    held = [x for block in cache._core.blocks._held.values() for x in (block.keys, block.values, block.states)]
+    assert not any(x.is_inference() or x.requires_grad for x in held)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    assert sum(storages.values()) == cache.stats().prefix_nbytes
+
+
+@pytest.mark.slow
+def test_evictions_never_change_an_answer(llama: Any) -> None:
+    stems = [tokens(1, 24, seed) for seed in range(4)]
+    draw = random.Random(1)
+    cache = wrapped(llama, max_bytes=20_000)
+    for seed in range(40):
+        prompt = branch(draw.choice(stems), draw.randint(0, 24), 28, seed)
+        close(cache(prompt).logits, plainly(cache, prompt).logits)
+        assert cache.stats().held_nbytes <= 20_000
+    stats = cache.stats()
+    assert stats.n_blocks_evicted > 20
+    assert stats.hits["prefix"] > 7
+    assert stats.errors == 0
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "kv"),
+    [
+        ("llama", torch.cat([STEM[:, :20], torch.tensor([[10**6]])], dim=1), DynamicCache),
+        ("gpt2", branch(STEM, 24, 68), DynamicCache),  # of a context of 64
+        ("llama", STEM[:, :0], DynamicCache),
+        ("llama", ASKED, lambda config: StaticCache(config=config, max_cache_len=22)),
+    ],
+    ids=["an id out of range", "beyond the context", "an empty prompt", "a static cache that is too small"],
+)
+def test_what_the_model_refuses_is_refused_as_without_a_cache(
+    family: str, prompt: Tensor, kv: Callable[..., Any]
+) -> None:
+    model: Any = build(FAMILIES[family])
+    cache, told = wrapped(model, STEM), []
+    for ask in (cache, lambda *args, **kwargs: plainly(cache, *args, **kwargs)):
+        kv_cache = kv(config=model.config)
+        with pytest.raises((IndexError, RuntimeError)) as error:
+            ask(prompt, past_key_values=kv_cache)
+        told.append((type(error.value), str(error.value), int(kv_cache.get_seq_length())))
+    assert told[0] == told[1]
+    assert (cache.stats().n_prefix_tokens, cache.stats().errors) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("broken", "ids"),
+    [
+        ((tf.Cache, "update", 2), ASKED),
+        ((tf.Cache, "update", 3), STEM),
+        ((LlamaMLP, "__call__", 2), ASKED),  # no forward, which is watched
+        ((Prefix, "_fill", 1), ASKED),
+    ],
+    ids=["while K/V is filled", "while all of it is filled", "in a layer", "while the output is completed"],
+)
+def test_what_fails_leaves_no_past(
+    llama: Any,
+    broken: tuple[Any, str, int],
+    ids: Tensor,
+    error: type[BaseException],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, kv = wrapped(llama), CACHES[kind](llama.config)
+    cache(STEM, past_key_values=CACHES[kind](llama.config))
+    plain = plainly(cache, ids).logits
+    with monkeypatch.context() as patch:
+        fail_once(patch, *broken, error)
+        if error is RuntimeError:  # computed around; what is the model's own comes again, and is raised then
+            close(cache(ids, past_key_values=kv).logits, plain)
+            assert (cache.stats().errors, kv.get_seq_length()) == (1, 24)
+            return
+        with pytest.raises(error):
+            cache(ids, past_key_values=kv)
+    assert (kv.get_seq_length(), cache.stats().hits) == (0, {})
+    close(cache(ids, past_key_values=kv).logits, plain)

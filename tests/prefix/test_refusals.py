@@ -1,0 +1,80 @@
+"""Prompts whose states hang on more than their tokens: no prefix of another one serves them."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from tests.prefix.prompts import branch, run, wrapped
+from tests.tiny_models import GENERATORS, build, llama, tokens
+
+ORIGINAL = 24  # tokens from which frequencies change
+TEXT = tokens(1, 60)
+
+of_each_rope = pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+
+
+def rotary(kind: str) -> nn.Module:
+    """A Llama whose RoPE hangs on the length."""
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+        parameters |= {"original_max_position_embeddings": ORIGINAL, **factors}
+    longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    return build(lambda: tf.LlamaForCausalLM(llama(max_position_embeddings=longest, rope_parameters=parameters)))
+
+
+@pytest.fixture
+def model() -> Any:
+    return build(GENERATORS["llama"])
+
+
+@of_each_rope
+def test_a_prompt_beyond_the_original_length_is_computed(kind: str) -> None:
+    model, reference = rotary(kind), rotary(kind)
+    # longrope makes frequencies in its first call, which is not stored.
+    cache = wrapped(model, tokens(1, 12, seed=9))
+    served, long = [], None
+    for length in (12, 20, 50, 22, 23, 21):
+        expected = run(reference, TEXT[:, :length]).logits
+        torch.testing.assert_close(cache(TEXT[:, :length]).logits, expected)
+        served.append(cache.last[0].n_prefix)
+        # The first short call after the long one may put the frequencies back while it runs, and is not stored then.
+        allowed = ["rope_by_length"] if length >= ORIGINAL else [None, "weights_changed"] if length == 22 else [None]
+        assert cache.last[0].bypassed in allowed
+        if length == 50:
+            long = expected
+    # Short calls after a long one find its frequencies, which are weights like others, and then their own anew.
+    assert (served[:3], served[-1]) == ([0, 12, 0], 20)
+    assert not torch.allclose(expected, long[:, :21], atol=1e-3)  # else all this shows nothing
+
+
+def test_positions_decide_where_they_are_given() -> None:
+    cache = wrapped(rotary("dynamic"))
+    for first, bypassed in ((ORIGINAL, "rope_by_length"), (0, None)):
+        cache(tokens(1, 8), position_ids=torch.arange(8)[None] + first)
+        assert cache.last[0].bypassed == bypassed
+
+
+@pytest.mark.parametrize("where", ["layers.1", "embed_tokens", "layers.0.mlp"])
+def test_hooks_see_all_tokens(model: Any, where: str) -> None:
+    cache, seen = wrapped(model, TEXT[:, :16]), []
+    handle = model.model.get_submodule(where).register_forward_hook(lambda _, __, made: seen.append(made.shape[1]))
+    cache(TEXT[:, :30])
+    assert (seen, cache.last[0].n_prefix) == ([30], 0)
+    handle.remove()
+    cache(branch(TEXT, 16, 24))
+    assert cache.last[0].n_prefix == 16
+
+
+def test_an_id_below_the_vocabulary_is_left_to_the_model() -> None:
+    """With 65,536 tokens, -1 would take as many bytes as the last one."""
+    config = GENERATORS["gpt2"]().config.to_dict() | {"vocab_size": 2**16}
+    ids = torch.cat([tokens(1, 7), torch.tensor([[2**16 - 1]])], dim=1)
+    cache = wrapped(build(lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**config))), ids)
+    ids[0, -1] = -1
+    with pytest.raises(IndexError):
+        cache(branch(ids, 8, 12))
+    assert cache.stats().n_prefix_tokens == 0

@@ -1,0 +1,338 @@
+"""What stands before the routes: keys and their namespaces, limits, hostile bodies, ids, clients that go, the stop."""
+
+import base64
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi.routing import iter_route_contexts
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from llmcache.serving.front import OPEN
+from llmcache.serving.keys import add_key
+from llmcache.serving.server import Server
+from tests.serving.served import client_of, figure, listening, make_server, model_held
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+#: No routes, and spellings of open ones that are not theirs.
+UNKNOWN = ("/nothing", "/v1/nothing", "/health/", "//health", "/health/../info", "/%68ealth/x", "/HEALTH", "/admin/x")
+SECRET = "the patient is called Mildred"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A file of keys, and headers by name."""
+    path, infer = tmp_path / "keys.yaml", ("infer",)
+    made = {
+        "ann": add_key(path, "ann", "a", infer, max_concurrent=1),
+        "bob": add_key(path, "bob", "b", infer),
+        "boss": add_key(path, "boss", "public", (*infer, "admin")),
+    }
+    return path, {name: f"Bearer {key}" for name, key in made.items()}
+
+
+@pytest.fixture
+def server(models: Path) -> Server:
+    return make_server(models / "classifier", max_concurrent_requests=2, payload_limit=1_000_000, body_timeout_s=0.5)
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[TestClient]:
+    with client_of(server) as made:
+        yield made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if is_so():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came to be so")
+
+
+def routes_of(client: Any) -> set[tuple[str, str]]:
+    """Method and path of each route."""
+    found = set()
+    for route in iter_route_contexts(client.app.routes):
+        path = re.sub(r"{[^}]*}", "x", str(route.path))
+        found |= {(method, path) for method in route.methods or METHODS}
+    return found
+
+
+@pytest.mark.hostile("keys, paths and origins")
+@pytest.mark.parametrize("kind", ["classifier", "decoder"])
+def test_every_route_but_liveness_needs_a_key(kind: str, models: Path, keys: tuple[Path, dict[str, str]]) -> None:
+    with client_of(make_server(models / kind, keys=keys[0])) as client:
+        asked = routes_of(client) | {(method, path) for method in METHODS for path in (*UNKNOWN, "/health", "/healthz")}
+        assert len(asked) > 60
+        for method, path in sorted(asked):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic d3Jvbmc="}):
+                answer = client.request(method, path, headers=headers)
+                assert (answer.status_code == 401) != ((method, path) in OPEN), f"{method} {path}: {answer.status_code}"
+        assert client.get("/metrics").headers.get_list("www-authenticate")[1].startswith("Basic")
+        assert isinstance(client.get("/v1/models").json()["error"], dict)
+        assert client.get("/info").json()["error_type"] == "Validation"
+
+
+def test_a_key_decides_the_namespace_and_public_is_read_by_all(models: Path, keys: tuple[Path, dict[str, str]]) -> None:
+    path, of = keys
+    server = make_server(models / "classifier", keys=path, reveal_hits=True)
+    with client_of(server) as client:
+
+        def hit(name: str, text: str, **more: Any) -> str:
+            told = {"Authorization": of[name]}
+            answer = client.post("/predict", json={"inputs": text, **more}, headers=told)
+            assert answer.status_code == 200, answer.text
+            return str(answer.headers["x-cache"])
+
+        assert [hit("ann", "my card"), hit("ann", "my card"), hit("bob", "my card")] == ["MISS", "HIT", "MISS"]
+        assert [hit("boss", "the rate"), hit("ann", "the rate"), hit("bob", "the rate")] == ["MISS", "HIT", "HIT"]
+        assert hit("bob", "lost cash", namespace="a", cache_salt="a") == "MISS"
+        assert hit("ann", "lost cash") == "MISS"
+        as_password = base64.b64encode(f"me:{of['ann'].removeprefix('Bearer ')}".encode()).decode()
+        basic = {"Authorization": f"Basic {as_password}"}
+        assert client.post("/predict", json={"inputs": "my card"}, headers=basic).headers["x-cache"] == "HIT"
+        purge = {"namespace": "a"}
+        assert client.post("/admin/purge", json=purge, headers={"Authorization": of["ann"]}).status_code == 403
+        assert client.get("/metrics", headers={"Authorization": of["bob"]}).status_code == 403
+        done = client.post("/admin/purge", json=purge, headers={"Authorization": of["boss"]})
+        assert done.json() == {"purged": 2} and hit("ann", "my card") == "MISS"
+        two = [("Authorization", of["ann"]), ("Authorization", of["bob"])]
+        assert client.post("/predict", json={"inputs": "my card"}, headers=httpx2.Headers(two)).status_code == 401
+        assert figure(server, "http_requests_total", route="/predict", status="401") == 1
+        with pytest.raises(WebSocketDisconnect, check=lambda error: error.code == 1008), client.websocket_connect("/"):
+            pass
+
+
+@pytest.mark.hostile("keys, paths and origins")
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "http://127.0.0.1:8080"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:8080"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://evil.example:8080", "Host": "evil.example:8080"}, 403),  # its name leads here
+        ({"Sec-Fetch-Site": "same-origin", "Host": "evil.example:8080"}, 403),
+    ],
+)
+def test_pages_of_other_origins_change_nothing(client: TestClient, headers: dict[str, str], status: int) -> None:
+    before = {"Host": "127.0.0.1:8080"}
+    for path in ("/admin/disable", "/admin/enable"):
+        assert client.post(path, headers=before | headers).status_code == status
+    if "Host" not in headers:
+        assert client.post("/predict", json={"inputs": "my"}, headers=before | headers).status_code == status
+    assert client.get("/admin/stats", headers=before | headers).status_code == 200
+
+
+@pytest.mark.parametrize("given", ["abc-1.2_3", "a" * 128, "a" * 129, "a b", "", "\xe4"])
+def test_ids_of_requests(client: TestClient, given: str) -> None:
+    answer = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
+    (found,) = answer.headers.get_list("x-request-id")
+    is_fit = re.fullmatch(r"[A-Za-z0-9._-]{1,128}", given) is not None
+    assert (found == given) == is_fit and (is_fit or len(found) == 32)
+
+
+@pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
+@pytest.mark.parametrize("path", ["/predict", "/v1/classify"])
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "body"),
+        (b'{"inputs": NaN}', "inputs"),
+        (b'{"inputs": "\\ud800"}', "no valid Unicode"),
+        (b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"inputs": [' + b'"a",' * 200_000 + b'"a"]}', "inputs|allowed batch size"),
+        (b'{"inputs": "' + b"a " * 400_000 + b'"}', "at most 32 tokens"),
+        (b'{"inputs": "' + b"a" * 3_000_000 + b'"}', "more than 1,000,000 bytes"),
+        (b'{"inputs": -1}', "inputs"),
+        (b'{"input_s": "Mildred"}', "inputs: Field required"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"", "body"),
+    ],
+    ids=lambda one: f"{one[:16]!r} of {len(one)}",
+)
+def test_hostile_bodies_are_refused_in_the_routes_dialect(
+    client: TestClient, path: str, body: bytes, told: str
+) -> None:
+    if path == "/v1/classify":
+        body, told = body.replace(b'"inputs"', b'"input"'), told.replace("inputs", "input")
+    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert 400 <= answer.status_code < 500, answer.text
+    error = answer.json()["error"]
+    text = error if path == "/predict" else error["message"]
+    assert re.search(told, text) and "aaaa" not in text and "Mildred" not in text and len(text) < 500
+    assert client.get("/health").status_code == 200
+
+
+def test_other_refusals_have_the_routes_dialect(client: TestClient) -> None:
+    for path, method, status in (
+        ("/nothing", "GET", 404),
+        ("/v1/nothing", "GET", 404),
+        ("/predict", "GET", 405),
+        ("/embed", "POST", 424),
+        ("/v1/embeddings", "POST", 400),
+    ):
+        answer = client.request(method, path, json={"inputs": "a", "input": "a"} if method == "POST" else None)
+        assert answer.status_code == status
+        assert isinstance(answer.json()["error"], dict if path.startswith("/v1") else str)
+    wrong = client.post("/predict", content=b"inputs=a")
+    assert wrong.status_code == 422 and "Content-Type: application/json" in wrong.text
+
+
+def test_a_failure_is_logged_once_by_its_type_and_told_by_its_id(
+    client: TestClient, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError(SECRET)
+
+    monkeypatch.setattr(server, "needs", fails)
+    for path, status in (("/predict", 424), ("/v1/classify", 500)):
+        body = {"inputs": SECRET, "input": SECRET}
+        answer = client.post(path, json=body, headers={"X-Request-Id": "mine"})
+        assert answer.status_code == status and "mine" in answer.text and SECRET not in answer.text
+    assert caplog.text.count("ZeroDivisionError in request mine") == 2 and SECRET not in caplog.text
+    assert figure(server, "http_requests_total", route="/predict", status="424") == 1
+
+
+def test_above_the_limits_requests_are_refused_and_liveness_and_operators_are_not(
+    models: Path, keys: tuple[Path, dict[str, str]], pool: ThreadPoolExecutor
+) -> None:
+    path, of = keys
+    server = make_server(models / "classifier", keys=path, max_concurrent_requests=2)
+    with client_of(server) as client:
+
+        def ask(name: str, text: str) -> Any:
+            return client.post("/predict", json={"inputs": text}, headers={"Authorization": of[name]})
+
+        with model_held(server):
+            first = pool.submit(ask, "ann", "my card")
+            until(lambda: figure(server, "concurrent_requests") == 1)
+            late = ask("ann", "my cash")
+            assert (late.status_code, late.headers["retry-after"]) == (429, "1") and "this key" in late.text
+            second = pool.submit(ask, "bob", "my card")
+            until(lambda: figure(server, "concurrent_requests") == 2)
+            late = ask("boss", "my cash")
+            assert late.status_code == 429 and "the server" in late.text
+            assert client.get("/health").status_code == 200
+            assert client.get("/metrics", headers={"Authorization": of["boss"]}).status_code == 200
+        assert first.result().status_code == second.result().status_code == 200
+        assert figure(server, "concurrent_requests") == 0 and ask("ann", "my rate").status_code == 200
+
+
+def raw(url: str, content: bytes, more: Callable[[socket.socket], None] = lambda _: None) -> bytes:
+    """All that a server sends for some bytes."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(content)
+        more(connection)
+        found = b""
+        while part := connection.recv(65_536):
+            found += part
+            if b"\r\n\r\n" in found and b"connection: close" not in found.lower():
+                break
+        return found
+
+
+def post(body: bytes, length: int | None = None, path: str = "/predict") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+@pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
+def test_over_a_socket(server: Server, pool: ThreadPoolExecutor) -> None:
+    body = json.dumps({"inputs": "my card"}).encode()
+    with listening(server) as (_, url):
+        assert b" 200 OK" in raw(url, post(body))
+        assert b" 413 " in raw(url, post(b"{", 10**9))  # by its length, before it comes
+        assert b" 408 " in raw(url, post(b"{", 100))  # and does not come
+        chunked = b"POST /predict HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert b" 413 " in raw(url, chunked + b"ffff0\r\n" + b"a" * 0xFFFF0 + b"\r\nffff\r\n" + b"a" * 0xFFFF)
+        before = figure(server, "requests_cancelled_total")
+        with model_held(server):
+            first = pool.submit(raw, url, post(body.replace(b"card", b"cash")))
+            until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+            host, port = url.removeprefix("http://").split(":")
+            gone = socket.create_connection((host, int(port)))
+            gone.sendall(post(body.replace(b"card", b"rate")))
+            until(lambda: server.n_waiting == 1)
+            gone.close()
+            until(lambda: server.n_waiting == 0 and figure(server, "concurrent_requests") == 1)
+        assert b" 200 OK" in first.result()
+        assert figure(server, "requests_cancelled_total") == before + 1
+        assert figure(server, "http_requests_total", status="499") == 1
+
+
+@pytest.mark.parametrize("kind", ["classifier", "decoder"])
+def test_a_server_that_is_told_to_stop_finishes_what_runs_and_refuses_the_rest(
+    kind: str, models: Path, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(models / kind, max_streams=1)
+    path = "/predict" if kind == "classifier" else "/v1/completions"
+
+    def ask(text: str) -> Any:
+        body = {"inputs": text, "prompt": text, "max_tokens": 4, "temperature": 0}
+        return httpx2.post(url + path, json=body, timeout=20)
+
+    with listening(server) as (uvicorn, url):
+        ask("the")
+        with model_held(server):
+            first = pool.submit(ask, "my card")
+            until(lambda: figure(server, "concurrent_requests") == 1)
+            second = pool.submit(ask, "the card")
+            until(lambda: figure(server, "concurrent_requests") == 2)
+            until(lambda: server.n_waiting == 1 or kind == "classifier")
+            uvicorn.handle_exit(signal.SIGTERM, None)
+            if kind == "decoder":  # what has no place may be long
+                assert (second.result().status_code, second.result().headers["retry-after"]) == (503, "1")
+        assert first.result().status_code == 200
+        assert kind == "decoder" or second.result().status_code == 200
+    assert server.phase == "stopped"
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("kind", ["classifier", "decoder"])
+def test_what_outlasts_the_grace_is_told_so(kind: str, models: Path, pool: ThreadPoolExecutor) -> None:
+    server = make_server(models / kind, grace_s=0.1)
+    path = "/predict" if kind == "classifier" else "/v1/completions"
+    with listening(server) as (uvicorn, url):
+        body = {"inputs": "my card", "prompt": "the", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        release = threading.Event()
+        server.thread.submit(lambda: release.wait(20))
+        asked = pool.submit(httpx2.post, url + path, json=body, timeout=20)
+        until(lambda: figure(server, "concurrent_requests") == 1)
+        uvicorn.handle_exit(signal.SIGTERM, None)
+        answer = asked.result()
+        release.set()
+    assert answer.status_code == 503 and "stopping" in answer.text
+
+
+def test_without_keys_an_address_that_others_reach_is_warned_of(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    from llmcache.serving.running import Uvicorn
+
+    for host, is_told in (("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)):
+        caplog.clear()
+        Uvicorn(server, host, 0)
+        assert ("without keys" in caplog.text) == is_told

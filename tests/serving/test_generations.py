@@ -1,0 +1,432 @@
+"""`/v1/completions` and `/v1/chat/completions`: the model's own tokens, whole or streamed, in OpenAI's shapes.
+
+Generations take turns; equal ones in flight are computed once; nothing is computed for nobody.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from llmcache.generation import Generation, Sampling, generate
+from llmcache.serving.keys import add_key
+from llmcache.serving.server import Server
+from tests.serving.served import CONTEXT, byte_tokenizer, client_of, decoder, figure, listening, make_server, model_held
+
+PROMPT = "where is my card"
+CHAT = [{"role": "system", "content": "the cash"}, {"role": "user", "content": PROMPT}]
+GREEDY = {"temperature": 0, "max_tokens": 12}
+DRAWN = {"temperature": 2.0, "top_p": 0.9, "top_k": 40, "seed": -3, "repetition_penalty": 1.2, "max_tokens": 12}
+LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+BLOCKS = {"prefix_block": 8}
+ROUTES = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The model without a cache."""
+    return decoder()
+
+
+@pytest.fixture(scope="module")
+def shared(models: Path) -> Iterator[tuple[Server, TestClient]]:
+    server = make_server(models / "decoder", BLOCKS, reveal_hits=True)
+    with client_of(server) as client:
+        yield server, client
+
+
+@pytest.fixture
+def server(shared: tuple[Server, TestClient]) -> Server:
+    """With nothing stored."""
+    shared[0].cache.clear()
+    return shared[0]
+
+
+@pytest.fixture
+def client(shared: tuple[Server, TestClient], server: Server) -> TestClient:
+    return shared[1]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(12) as made:
+        yield made
+
+
+def ids_of(prompt: Any) -> list[int]:
+    if not isinstance(prompt, str):
+        prompt = byte_tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(byte_tokenizer()(prompt)["input_ids"])
+
+
+def own(plain: Any, ids: list[int], **sampling: Any) -> Generation:
+    return generate(plain, torch.tensor([ids]), Sampling(**{"max_new_tokens": 12, **sampling}))
+
+
+def text_of(tokens: Any) -> str:
+    return str(byte_tokenizer().decode(list(tokens), skip_special_tokens=True))
+
+
+def ask(client: Any, route: str = "/v1/completions", **body: Any) -> Any:
+    answer = client.post(route, json={**ROUTES[route], **GREEDY, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def complete(client: Any, **body: Any) -> str:
+    return str(ask(client, **body)["choices"][0]["text"])
+
+
+def streamed(client: Any, route: str, **body: Any) -> list[dict[str, Any]]:
+    """Chunks of a stream, which ends as it should."""
+    answer = client.post(route, json={**ROUTES[route], **GREEDY, **body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    *told, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(one.removeprefix("data: ")) for one in told]
+
+
+def piece_of(chunk: dict[str, Any]) -> str:
+    """The text of a chunk."""
+    choice = chunk["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(4000):
+        if is_so():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came to be so")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_answers_are_the_models_own_cached_or_not_streamed_or_not(
+    route: str, client: TestClient, server: Server, plain: Any
+) -> None:
+    ids = ids_of(CHAT if "chat" in route else PROMPT)
+    expected = own(plain, ids)
+    n_made, shapes = len(expected.tokens), []
+    for n_cached in (0, len(ids)):
+        chunks = streamed(client, route, stream_options={"include_usage": True})
+        *pieces, usage = chunks
+        assert "".join(map(piece_of, pieces)) == text_of(expected.tokens)
+        reasons = [one["choices"][0]["finish_reason"] for one in pieces]
+        assert reasons == [None] * (len(pieces) - 1) + [expected.stopped_by]
+        assert usage["choices"] == [] and all(one["usage"] is None for one in pieces)
+        assert usage["usage"] == {
+            "prompt_tokens": len(ids),
+            "completion_tokens": n_made,
+            "total_tokens": len(ids) + n_made,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
+        }
+        assert len({(one["id"], one["created"], one["model"], one["object"]) for one in chunks}) == 1
+        shapes.append([one["choices"] for one in chunks])
+    assert shapes[0] == shapes[1]
+    told = ask(client, route)
+    (choice,) = told["choices"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    assert (text, choice["finish_reason"]) == (text_of(expected.tokens), expected.stopped_by)
+    assert told["usage"] == usage["usage"] and told["created"] > 1e9
+    prefix, kinds = (
+        ("chatcmpl", ["chat.completion.chunk", "chat.completion"])
+        if "chat" in route
+        else (
+            "cmpl",
+            ["text_completion"] * 2,
+        )
+    )
+    assert re.fullmatch(f"{prefix}-[0-9a-f]{{32}}", told["id"])
+    assert [chunks[0]["object"], told["object"]] == kinds
+    assert "usage" not in streamed(client, route)[-1]
+    assert server.cache.stats().errors == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "sampling"),
+    [
+        (
+            DRAWN,
+            {"do_sample": True, "seed": 2**63 - 3, **{k: DRAWN[k] for k in [*DRAWN][:3]}, "repetition_penalty": 1.2},
+        ),
+        ({"temperature": 0.7, "seed": 1}, {"do_sample": True, "temperature": 0.7, "seed": 1}),
+        ({"presence_penalty": 2}, {"presence_penalty": 2}),
+        ({"frequency_penalty": -1.5}, {"frequency_penalty": -1.5}),
+        ({"max_tokens": 3}, {"max_new_tokens": 3}),
+        ({"max_tokens": None}, {"max_new_tokens": 16}),
+    ],
+)
+def test_settings_of_a_request(client: TestClient, plain: Any, body: Any, sampling: Any) -> None:
+    for _ in range(2):
+        assert complete(client, **body) == text_of(own(plain, ids_of(PROMPT), **sampling).tokens)
+
+
+def test_several_prompts_and_answers(client: TestClient, plain: Any) -> None:
+    texts = [PROMPT, "the cash"]
+    ids = list(map(ids_of, texts))
+    expected = [text_of(own(plain, one).tokens) for one in ids]
+    for prompt in (texts, ids):
+        told = ask(client, prompt=prompt)
+        assert [(one["index"], one["text"]) for one in told["choices"]] == [*enumerate(expected)]
+        assert told["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert complete(client, prompt=ids[1]) == expected[1]
+    alone = [complete(client, prompt=one, **{**DRAWN, "seed": seed}) for one in texts for seed in (5, 6)]
+    told = ask(client, prompt=texts, **{**DRAWN, "seed": 5}, n=2)
+    assert [one["text"] for one in told["choices"]] == alone
+    assert told["usage"]["prompt_tokens"] == sum(map(len, ids))
+    chunks = streamed(client, "/v1/completions", prompt=PROMPT, **{**DRAWN, "seed": 5}, n=2)
+    for index in range(2):
+        assert "".join(piece_of(one) for one in chunks if one["choices"][0]["index"] == index) == alone[index]
+    assert len({complete(client, temperature=None) for _ in range(5)}) == 5  # drawn, and each time otherwise
+
+
+def test_a_chat_goes_on_to_the_end_of_the_context_unless_told(client: TestClient) -> None:
+    def n_made(**body: Any) -> int:
+        return int(ask(client, "/v1/chat/completions", **body)["usage"]["completion_tokens"])
+
+    assert n_made(max_tokens=None, ignore_eos=True) == CONTEXT - len(ids_of(CHAT))
+    assert n_made(max_tokens=5, max_completion_tokens=4, ignore_eos=True) == 4
+    parts = [{"role": "user", "content": [{"type": "text", "text": one} for one in "ab"], "name": "me"}]
+    told = ask(client, "/v1/chat/completions", messages=parts)
+    assert told["usage"]["prompt_tokens"] == len(ids_of([{"role": "user", "content": "a\nb"}]))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_stop_texts_and_tokens_end_an_answer_wherever_tokens_begin(route: str, client: TestClient, plain: Any) -> None:
+    def told(**body: Any) -> tuple[str, str]:
+        asked = {"max_tokens": 40, "ignore_eos": True, **body}
+        (choice,) = ask(client, route, **asked)["choices"]
+        chunks = streamed(client, route, **asked)
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert text == "".join(map(piece_of, chunks))
+        assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+        return text, choice["finish_reason"]
+
+    whole, reason = told()
+    assert reason == "length"
+    for at in range(5, 20, 5):
+        stop = whole[at : at + 4]
+        assert told(stop=[stop, "never there"]) == (whole[: whole.index(stop)], "stop")
+    tokens = own(plain, ids_of(CHAT if "chat" in route else PROMPT), stop_ids=()).tokens
+    assert told(stop_token_ids=[tokens[6]]) == (text_of(tokens[: tokens.index(tokens[6])]), "stop")
+
+
+def test_log_probabilities(client: TestClient, plain: Any) -> None:
+    more: dict[str, Any] = {"ignore_eos": True}
+    expected = own(plain, ids_of(PROMPT), n_logprobs=4, stop_ids=())
+    found = ask(client, logprobs=4, **more)["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert found["tokens"] == [byte_tokenizer().decode([one]) for one in expected.tokens]
+    assert [max(top.values()) for top in found["top_logprobs"]] == pytest.approx(found["token_logprobs"])
+    chunks = [one["choices"][0]["logprobs"] for one in streamed(client, "/v1/completions", logprobs=4, **more)]
+    for name in ("tokens", "text_offset"):
+        assert [one for chunk in chunks for one in chunk[name]] == found[name]
+    route = "/v1/chat/completions"
+    more |= {"logprobs": True, "top_logprobs": 4}
+    expected = own(plain, ids_of(CHAT), n_logprobs=4, stop_ids=())
+    content = ask(client, route, **more)["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in content] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert [len(one["top_logprobs"]) for one in content] == [4] * 12
+    text = b"".join(bytes(one["bytes"]) for one in content)
+    assert text.decode(errors="replace") == byte_tokenizer().decode(expected.tokens)
+    chunks = [one["choices"][0]["logprobs"] for one in streamed(client, route, **more)[1:]]
+    assert [one for chunk in chunks for one in chunk["content"]] == content
+
+
+@pytest.mark.hostile("fields of the dialects")
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"model": "gpt-9"}, "model"),
+        *(({"prompt": one}, "prompt") for one in ("", [], [[]], [PROMPT, ""], [10**9], "card " * CONTEXT)),
+        *(({"max_tokens": one}, "max_tokens") for one in (CONTEXT, 0, -1, True)),
+        *(({"temperature": one}, "temperature") for one in (-0.1, "1", float("nan"), float("inf"))),
+        *(({name: one}, name) for name, one in (("top_p", 0), ("top_k", -2), ("presence_penalty", 2.1))),
+        *(({"repetition_penalty": one}, "repetition_penalty") for one in (0, 5e-324, 1e308)),
+        *(({name: one}, name) for name, one in (("n", 33), ("logprobs", 21), ("stop_token_ids", [10**9]))),
+        *(({"stop": one}, "stop") for one in (["a"] * 5, "")),
+        *(({name: one}, name) for name, one in (("echo", True), ("suffix", "b"), ("best_of", 3))),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        *(({"messages": one}, "messages") for one in ([], [{"role": "odd", "content": "secret"}])),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "card " * CONTEXT}]}, "messages"),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_fields_that_are_refused(client: TestClient, body: dict[str, Any], param: str) -> None:
+    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    content = json.dumps({**ROUTES[route], **GREEDY, **body})
+    answer = client.post(route, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == {"model": 404, "n": 413}.get(param, 400), answer.text
+    error = answer.json()["error"]
+    assert error["param"].startswith(param) and error["code"] == answer.status_code and error["message"]
+    assert "secret" not in answer.text
+
+
+def test_fields_that_are_not_known_are_accepted(client: TestClient) -> None:
+    more = {"user": "me", "store": True, "metadata": {"a": 1}, "tools": [], "tool_choice": "auto", "min_p": 0}
+    more |= {"response_format": {"type": "text"}, "cache_salt": "x", "namespace": "other", "documents": []}
+    assert ask(client, "/v1/chat/completions", **more, add_generation_prompt=True)["choices"]
+    assert ask(client, best_of=1, echo=False, suffix=None)["choices"]
+
+
+def test_what_fails_is_told_in_the_stream_once_it_has_begun(
+    client: TestClient, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls, before = 0, figure(server, "model_failures_total")
+
+    def fails(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 8:
+            raise RuntimeError("of what was asked")
+
+    handle = server.cache.model.register_forward_pre_hook(fails)
+    try:
+        body = {"prompt": PROMPT, **LONG, "stream": True}
+        begun = client.post("/v1/completions", json=body)
+        calls = 8
+        refused = client.post("/v1/completions", json=body)
+    finally:
+        handle.remove()
+    kind, data = begun.text.split("\n\n")[-2].split("\n")
+    error = json.loads(data.removeprefix("data: "))["error"]
+    assert (kind, begun.status_code) == ("event: error", 200)
+    assert error["message"] == "the model failed on this request" and error["code"] == 500
+    assert refused.status_code == 500 and refused.json()["error"] == error
+    assert "of what was asked" not in caplog.text and "a generation failed: RuntimeError at" in caplog.text
+    assert figure(server, "model_failures_total") == before + 2
+
+
+def test_equal_requests_in_flight_are_computed_once(
+    client: TestClient, server: Server, plain: Any, pool: ThreadPoolExecutor
+) -> None:
+    before, n_before = figure(server, "generation_tokens_total"), figure(server, "requests_total", rung="in_flight")
+    with model_held(server):
+        asked = [pool.submit(complete, client, ignore_eos=True) for _ in range(4)]
+        until(lambda: figure(server, "concurrent_requests") == 4)
+        time.sleep(0.05)
+    expected = text_of(own(plain, ids_of(PROMPT), stop_ids=()).tokens)
+    assert {one.result() for one in asked} == {expected}
+    assert figure(server, "generation_tokens_total") - before == 12
+    assert figure(server, "requests_total", rung="in_flight") - n_before == 3
+
+
+@pytest.mark.parametrize("chunk", [0, 7, 64])
+def test_many_at_once_with_prompts_in_chunks(chunk: int, models: Path, plain: Any, pool: ThreadPoolExecutor) -> None:
+    long = [20 + i % 200 for i in range(150)]
+    prompts = [[30 + i, *long[: 30 * i + 5]] for i in range(5)] + [long, long, [*long, 50, 51, 52]]
+    server = make_server(models / "decoder", BLOCKS, max_streams=3, prefill_chunk=chunk)
+    with client_of(server) as client:
+        answers = list(pool.map(lambda one: complete(client, prompt=one, ignore_eos=True), prompts))
+        assert answers == [text_of(own(plain, one, stop_ids=()).tokens) for one in prompts]
+        stats = server.cache.stats()
+        assert stats.errors == 0 and stats.n_prefix_tokens + stats.hits.get("exact", 0) >= 0
+        assert complete(client, prompt=[*long, 60], ignore_eos=True)
+        assert figure(server, "num_requests_running") == 0 and server.n_waiting == 0
+
+
+def test_a_short_request_is_not_held_up_by_a_long_one(
+    client: TestClient, server: Server, pool: ThreadPoolExecutor
+) -> None:
+    before = figure(server, "generation_tokens_total")
+    long = pool.submit(complete, client, **LONG)
+    until(lambda: figure(server, "generation_tokens_total") > before)
+    complete(client, prompt="the cash")
+    assert not long.done()
+    long.result()
+
+
+def test_who_waits_too_long_is_refused_and_who_has_gone_takes_no_place(
+    models: Path, plain: Any, pool: ThreadPoolExecutor
+) -> None:
+    server = make_server(models / "decoder", max_streams=1, max_queue_s=0.2)
+    with listening(server) as (_, url), httpx2.Client(base_url=url, timeout=20) as client:
+        with model_held(server):
+            first = pool.submit(complete, client)
+            until(lambda: figure(server, "num_requests_running") == 1)
+            late = client.post("/v1/completions", json={"prompt": "the", **GREEDY})
+            assert late.status_code == 429 and late.headers["retry-after"] == "1"
+            assert "answering 1 requests" in late.text
+            with pytest.raises(httpx2.TimeoutException):
+                client.post("/v1/completions", json={"prompt": "is", **GREEDY}, timeout=0.05)
+            until(lambda: server.n_waiting == 0)
+        assert first.result() == text_of(own(plain, ids_of(PROMPT)).tokens)
+        for more in ({}, {"stream": True}):
+            n_made = figure(server, "generation_tokens_total")
+            with pytest.raises(httpx2.TimeoutException), model_held(server):
+                client.post("/v1/completions", json={"prompt": "my", **LONG, **more}, timeout=0.1)
+            until(lambda: figure(server, "num_requests_running") == 0)
+            assert figure(server, "generation_tokens_total") - n_made < 100
+        assert complete(client) == first.result()
+        assert figure(server, "requests_cancelled_total") >= 2
+
+
+def test_a_public_prefix_serves_all_and_nothing_else_does(models: Path, tmp_path: Path, plain: Any) -> None:
+    path = tmp_path / "keys.yaml"
+    of = {name: f"Bearer {add_key(path, name, name, ('infer',))}" for name in ("a", "b")}
+    of["public"] = f"Bearer {add_key(path, 'boss', 'public', ('infer', 'admin'))}"
+    known = [*range(20, 36)]
+    longer, mine = [*known, *range(50, 58)], [*known, 60]
+    server = make_server(models / "decoder", BLOCKS, reveal_hits=True, keys=path)
+    n_cached = []
+    with client_of(server) as client:
+        asked = (("public", known), ("a", longer), ("b", longer), ("b", longer), ("public", mine), ("a", mine))
+        for name, prompt in asked:
+            client.headers["Authorization"] = of[name]
+            told = ask(client, prompt=prompt)
+            assert told["choices"][0]["text"] == text_of(own(plain, prompt).tokens)
+            n_cached.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+        client.headers["Authorization"] = of["public"]
+        done = client.post("/admin/purge", json={"namespace": "public"}).json()
+    assert n_cached == [0, 16, 16, 23, 16, 16]  # of its own blocks all but the last token
+    assert done["purged"] >= 1 and "copies" in done["note"]
+
+
+@pytest.mark.parametrize("forget", [("purge", {"namespace": "default"}), ("clear", None)], ids=lambda one: one[0])
+def test_what_an_operator_has_forgotten_is_computed_anew(client: TestClient, forget: tuple[str, Any]) -> None:
+    def n_cached() -> int:
+        return int(ask(client)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [n_cached(), n_cached()] == [0, len(ids_of(PROMPT))]
+    client.post(f"/admin/{forget[0]}", json=forget[1]).raise_for_status()
+    assert n_cached() == 0
+
+
+@pytest.mark.slow
+def test_the_openai_client(models: Path, plain: Any) -> None:
+    openai = pytest.importorskip("openai")
+    server = make_server(models / "decoder", BLOCKS, reveal_hits=True)
+    expected = text_of(own(plain, ids_of(CHAT)).tokens)
+    asked = {"model": "decoder", "messages": CHAT, "temperature": 0, "max_tokens": 12}
+    with listening(server) as (_, url), openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        whole = client.chat.completions.create(**asked)
+        assert whole.choices[0].message.content == expected
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == expected
+        assert chunks[-1].usage.prompt_tokens_details.cached_tokens == len(ids_of(CHAT))
+        with client.chat.completions.stream(**asked) as events:
+            assert "".join(event.delta for event in events if event.type == "content.delta") == expected
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt-9", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.completions.create(model="decoder", prompt="card " * CONTEXT)
+        long = client.completions.create(model="decoder", prompt="the", max_tokens=200, stream=True)
+        next(long)
+        long.close()
+        until(lambda: figure(server, "num_requests_running") == 0)

@@ -1,0 +1,411 @@
+"""What an operator sees and may have done: figures for Prometheus, the page, and the routes below /admin."""
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from llmcache import LLMCache
+from llmcache.errors import StoreError
+from llmcache.serving.history import History, Interval
+from llmcache.serving.keys import add_key
+from llmcache.serving.page import count, duration, percent, size
+from llmcache.serving.server import Server
+from llmcache.stats import AuditStats, Health, Stats
+from tests.serving.served import client_of, listening, make_server, model_held
+from tests.serving_browser import SIZES, open_browser
+
+#: What dashboards for vLLM and text-embeddings-inference read, behind another prefix; and our own.
+FAMILIES = {
+    *("prompt_tokens", "generation_tokens", "request_success", "prefix_cache_queries", "prefix_cache_hits"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *(f"request_{part}_time_seconds" for part in ("queue", "prefill", "decode", "inference")),
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("request_count", "request_success", "request_failure", "request_duration", "request_queue_duration"),
+    *("request_tokenization_duration", "request_inference_duration", "queue_size"),
+    *("batch_next_size", "batch_next_tokens"),
+    *("http_requests", "http_request_duration_seconds", "requests", "prompt_tokens_cached", "requests_cancelled"),
+    *("model_failures", "concurrent_requests", "hits", "misses", "bypassed", "bank_bytes", "bank_max_bytes"),
+    *("prefix_bytes", "index_bytes", "max_bytes", "entries", "evicted", "audit_rate", "audit_rate_lower"),
+    *("audit_rate_upper", "audit_status", "alarms", "quarantined", "errors", "failing"),
+}
+NAMESPACE = {"namespace": "default"}
+
+
+@pytest.fixture
+def server(models: Path, tmp_path: Path) -> Server:
+    return make_server(models / "classifier", save=tmp_path / "saved")
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[TestClient]:
+    with client_of(server) as made:
+        yield made
+
+
+def ask(client: Any, text: str = "my card") -> Any:
+    answer = client.post("/predict", json={"inputs": text})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def done(answer: Any) -> Any:
+    return answer.raise_for_status().json()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if is_so():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came to be so")
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_for_prometheus(client: TestClient) -> None:
+    for text in ("my card", "my card", "my cash"):
+        ask(client, text)
+    client.get("/v1/models/classifier"), client.get("/v1/models/a/b"), client.get("/x"), client.get("/y?z=1")
+    client.get("/predict"), client.post("/predict", json={"inputs": 1})
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {one.name.removeprefix("llmcache_"): one for one in text_string_to_metric_families(answer.text)}
+    assert families.keys() >= FAMILIES | {"process_resident_memory_bytes", "python_info"}
+
+    def told(name: str) -> dict[tuple[str, ...], float]:
+        samples = [one for family in families.values() for one in family.samples if one.name == f"llmcache_{name}"]
+        assert all(one.labels["model_name"] == "classifier" for one in samples)
+        return {tuple(v for k, v in one.labels.items() if k != "model_name"): one.value for one in samples}
+
+    assert told("requests_total") == {("computed",): 2, ("exact",): 1}
+    assert told("hits_total") == {("exact",): 1} and told("misses_total") == {(): 2}
+    assert told("prompt_tokens_total") == {(): 12} and told("prompt_tokens_cached_total") == {(): 4}
+    assert told("request_count") == {(): 4} and told("request_failure") == {(): 1}
+    assert told("request_duration_count") == told("e2e_request_latency_seconds_count") == {(): 3}
+    assert told("http_requests_total") == {
+        ("/predict", "200"): 3,
+        ("/predict", "405"): 1,
+        ("/predict", "422"): 1,
+        ("/v1/models/{name:path}", "200"): 1,
+        ("/v1/models/{name:path}", "404"): 1,
+        ("unknown", "404"): 2,
+    }
+    assert told("request_queue_time_seconds_count") == {(): 2} and told("audit_rate") == {}
+    assert sum(told("bank_bytes").values()) > 0 and "z=1" not in answer.text
+
+
+def test_figures_of_the_audit(server: Server, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = AuditStats("certified", n_recomputed=40, n_changed=1, rate=0.002, lower=0.0004, upper=0.0123)
+    monkeypatch.setattr(server.cache, "stats", lambda: Stats(audit=audit, lookup_ms=250.0))
+    text = client.get("/metrics").text
+    for name, value in (("audit_rate", 0.002), ("audit_rate_upper", 0.0123), ("lookup_seconds_total", 0.25)):
+        assert f'llmcache_{name}{{model_name="classifier"}} {value}\n' in text
+    assert 'llmcache_audit_status{model_name="classifier",status="certified"} 1.0' in text
+
+
+# -- admin -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_namespace_is_purged_a_request_forgotten_and_the_rest_cleared(
+    server: Server, client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "llmcache")
+    for text in ("my card", "my cash"):
+        ask(client, text)
+    assert done(client.post("/admin/forget", json={"inputs": "my card"})) == {"forgotten": 1}
+    assert done(client.post("/admin/purge", json={"namespace": "another"})) == {"purged": 0}
+    assert done(client.post("/admin/purge", json=NAMESPACE)) == {"purged": 1}
+    ask(client)
+    assert done(client.post("/admin/clear")) == {"cleared": True} and server.cache.stats().n_stored == 0
+    does = ("forgets requests", "purges a namespace", "purges a namespace", "clears the cache")
+    assert [one for one in caplog.messages if "anyone" in one] == [f"llmcache: anyone {one}" for one in does]
+
+
+@pytest.mark.parametrize("body", ["", "{}", "[]", '{"namespace": 1}', '{"namespace": "\\ud800"}', "{"])
+def test_a_purge_that_names_no_namespace_is_refused(client: TestClient, body: str) -> None:
+    ask(client)
+    answer = client.post("/admin/purge", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422 and done(client.get("/admin/stats"))["n_stored"] == 1
+
+
+def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(server: Server, client: TestClient) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        with model_held(server):
+            asked = pool.submit(ask, client)
+            until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+            purging = pool.submit(client.post, "/admin/purge", json=NAMESPACE)
+            time.sleep(0.05)
+        assert asked.result().status_code == purging.result().status_code == 200
+    assert server.cache.stats().n_stored == 0
+
+
+def test_the_cache_is_disabled_and_enabled_and_told_in_plain_values(
+    server: Server, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(client)
+    assert done(client.post("/admin/disable")) == {"enabled": False}
+    ask(client)
+    assert server.cache.stats().n_hits == 0 and done(client.get("/admin/stats"))["enabled"] is False
+    assert done(client.post("/admin/enable")) == {"enabled": True}
+    ask(client)
+    assert server.cache.stats().hits == {"exact": 1}
+    values = {"nan": float("nan"), "inf": (float("-inf"), 1.5), "n": {3: 4}}
+    monkeypatch.setattr(Stats, "to_dict", lambda self: values)
+    told = json.loads(client.get("/admin/stats").text, parse_constant=pytest.fail)
+    assert told == {"enabled": True, "phase": "ready", "under_way": 0, "nan": None, "inf": [None, 1.5], "n": {"3": 4}}
+
+
+def test_saving(
+    server: Server, client: TestClient, models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(client)
+    assert done(client.post("/admin/save")) == {"saved": True}
+    loaded = make_server(models / "classifier", save=server.settings.save)
+    assert loaded.cache.stats().n_stored == 1
+    loaded.cache.unwrap()
+
+    def fail(folder: Path) -> None:
+        raise StoreError(f"no space left at {folder}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.cache, "save", fail)
+        answer = client.post("/admin/save")
+    assert answer.status_code == 424 and "log says why" in answer.json()["error"]
+    assert str(server.settings.save) not in answer.text and str(server.settings.save) in caplog.text
+    with client_of(make_server(models / "classifier")) as without:
+        answer = without.post("/admin/save")
+    assert answer.status_code == 422 and "--save" in answer.json()["error"]
+
+
+def test_others_are_answered_while_an_operator_waits(
+    server: Server, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_under_way, may_end = threading.Event(), threading.Event()
+
+    def drain() -> int:
+        is_under_way.set()
+        assert may_end.wait(30)
+        return 7
+
+    monkeypatch.setattr(server.cache, "drain", drain)
+    with ThreadPoolExecutor(1) as pool:
+        operator = pool.submit(client.post, "/admin/audit")
+        assert is_under_way.wait(30)
+        ask(client)
+        may_end.set()
+        assert done(operator.result()) == {"audited": 7}
+
+
+def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(server: Server, client: TestClient) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with model_held(server):
+            under_way = pool.submit(ask, client)
+            until(lambda: server.metrics.n_under_way == 1 and server.encoder is not None and len(server.encoder) == 1)
+            assert done(client.post("/admin/drain")) == {"phase": "draining", "under_way": 1}
+            refused = client.post("/predict", json={"inputs": "my card"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"] == "the server is draining"
+            assert client.post("/v1/classify", json={"input": "my card"}).json()["error"]["code"] == 503
+            assert client.get("/health").status_code == client.head("/health").status_code == 503
+            assert client.get("/metrics").status_code == client.get("/").status_code == 200
+        assert under_way.result().status_code == 200
+    assert done(client.post("/admin/resume")) == {"phase": "ready", "under_way": 0}
+    ask(client)
+    server.refuse_waiting()  # told to stop
+    assert done(client.post("/admin/resume"))["phase"] == done(client.post("/admin/drain"))["phase"] == "stopping"
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Texts(HTMLParser):
+    """What a page shows, element by element; and which elements it is made of."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_data(self, data: str) -> None:
+        text = data.replace("\N{NO-BREAK SPACE}", " ").strip()
+        self.texts += [text] if text else []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+
+def shown(client: Any) -> str:
+    return " ".join(Texts(client.get("/admin/figures").raise_for_status().text).texts)
+
+
+def test_the_page_shows_figures_of_the_cache(server: Server, client: TestClient) -> None:
+    for text in ("my card", "my card", "my card", "my cash"):
+        ask(client, text)
+    text = shown(client)
+    assert "Hit rate 50.0 % of 4 requests" in text and "2 requests known" in text and "bank of layer 2" in text
+    assert "/predict 4" in text and "Health good ready" in text and "Nothing is reused approximately" in text
+    client.post("/admin/disable")
+    server.phase = "draining"
+    assert "The cache is disabled: all requests are computed." in shown(client)
+    assert "The server is draining." in shown(client)
+
+
+@pytest.mark.parametrize(
+    ("audit", "told"),
+    [
+        (
+            AuditStats("certified", 900, 40, 37, rate=0.0, upper=0.136, bound=0.0091, allowed=0.01),
+            ["≤ 0.91 % certified; allowed 0.50 %. Audit: still measuring: 0 of 37 changed", "0 of 37 changed"],
+        ),
+        (
+            AuditStats("drifted", 900, 40, 40, n_changed=1, rate=0.002, lower=0.0004, upper=0.004, allowed=0.005),
+            [
+                "no bound drifted",
+                "measured 0.20% (0.04% to 0.40%): 1 of 40 changed",
+                "Nothing is reused approximately:",
+            ],
+        ),
+    ],
+    ids=lambda one: getattr(one, "status", ""),
+)
+def test_the_page_and_the_stats_show_the_bound_and_then_what_the_audit_found(
+    server: Server, client: TestClient, audit: AuditStats, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = Health(True, 0.25, 0.0, {"search: OSError": 3})
+    stats = Stats(n_requests=1000, hits={"semantic": 400, "<mine>": 100}, audit=audit, health=health, errors=3)
+    monkeypatch.setattr(server.cache, "stats", lambda: stats)
+    for one in (Stats(), stats):
+        server.history.add(one)
+    html = client.get("/").text
+    text = " ".join(Texts(html).texts)
+    assert all(one in text for one in told)
+    assert "The cache is failing: 25% of calls" in text and "search: OSError (3)" in text
+    assert "<mine>" not in html and "<mine>: 10.0 % since the start" in text
+    of_stats = str(stats)
+    assert ("at most 0.91% changed (certified, allowed 1.00%)" in of_stats) == (audit.status == "certified")
+    assert f"audit: {audit.measure}" in of_stats
+
+
+def test_nothing_is_loaded_from_elsewhere_and_everything_is_escaped(models: Path) -> None:
+    server = make_server(models / "classifier", model='<script>alert("x")</script>')
+    with client_of(server) as client:
+        first, second, part = client.get("/"), client.get("/"), client.get("/admin/figures")
+    policies = [answer.headers["content-security-policy"] for answer in (first, second)]
+    nonces = [re.findall(r"'nonce-([^']+)'", policy) for policy in policies]
+    assert len({*nonces[0], *nonces[1]}) == 2 and "default-src 'none'" in policies[0]
+    assert "unsafe" not in policies[0] and "frame-ancestors 'none'" in policies[0]
+    page = Texts(first.text)
+    for tag, attributes in page.tags:
+        assert "style" not in attributes and not any(name.startswith("on") for name in attributes), tag
+        assert not attributes.keys() & {"src", "action"} and attributes.get("href", "data:,") == "data:,"
+        assert tag not in ("script", "style") or attributes["nonce"] == nonces[0][0]
+    assert '<script>alert("x")</script>' in page.texts and first.text.count("<script") == 1
+    assert "nonce" not in part.headers["content-security-policy"] and "<script" not in part.text
+    assert first.headers["cache-control"] == part.headers["cache-control"] == "no-store"
+
+
+def test_history_is_bounded_and_tells_shares_of_each_interval() -> None:
+    now = 0.0
+    history = History(lambda: now)
+    assert history.samples() == [] and history.intervals() == []
+    for n in range(2000):
+        now = 5.0 * n
+        history.add(Stats(n_requests=10 * n, hits={"exact": 4 * n, "semantic": 2 * n, "prefix": 0}))
+    samples, intervals = history.samples(), history.intervals()
+    assert samples[-1].at_s == 9995.0 and samples[0].at_s >= 9995.0 - 3600 and len(samples) <= 121
+    assert set(map(str, intervals)) == {str(Interval(30.0, 60, {"exact": 0.4, "semantic": 0.2}))}
+
+
+def test_a_sample_that_fails_ends_nothing_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    n_read, history = iter(range(1000)), History()
+
+    def read() -> Stats:
+        if next(n_read) < 3:
+            raise OSError("not now")
+        return Stats()
+
+    async def keep() -> None:
+        async with history.kept(read, 0.01):
+            while not history.samples():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(keep(), 30))
+    told = [one for one in caplog.records if one.getMessage() == "no sample was taken"]
+    assert len([one for one in told if one.levelno == logging.WARNING]) == 1
+
+
+def test_figures_are_written_with_their_unit() -> None:
+    made = {
+        count(12345): "12,345",
+        **{percent(value): text for value, text in ((0.0, "0 %"), (0.00456, "0.46 %"), (0.634, "63.4 %"))},
+        **{size(value): text for value, text in ((0, "0 B"), (999, "999 B"), (2**30, "1.1 GB"), (None, "-"))},
+        **{duration(value): text for value, text in ((0.00123, "1.23 ms"), (0.9996, "1 s"), (90, "2 min"))},
+        duration(7200): "2.0 h",
+    }
+    assert [one.replace("\N{NO-BREAK SPACE}", " ") for one in made] == list(made.values())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as browser:
+        if browser is None:
+            pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+        yield browser
+
+
+@pytest.mark.slow
+def test_in_a_browser(browser: Any, models: Path, tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys.yaml", "boss", "public", ("infer", "admin"))
+    server = make_server(models / "classifier", keys=tmp_path / "keys.yaml", save=tmp_path / "saved")
+    with listening(server) as (_, address):
+        for size_name in SIZES:
+            browser.show(address.replace("//", f"//boss:{key}@"), size_name)
+            assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
+            buttons = "[...document.querySelectorAll('button:not([hidden])')]"
+            small = f"{buttons}.filter(b => b.offsetParent && b.offsetHeight < 44)"
+            assert browser.run(f"return {small}.length") == 0
+            for scheme in ("light", "dark"):
+                browser.prefer(scheme)
+                assert browser.least_contrast() >= 4.5, scheme
+        for action, told in (
+            ("disable", "The cache is disabled."),
+            ("enable", "The cache is enabled."),
+            ("audit", "Done: 0 jobs of the audit."),
+            ("drain", "The server is draining; 0 requests are under way."),
+            ("resume", "The server is ready."),
+            ("save", "Saved."),
+        ):
+            until(lambda action=action: browser.shows(action))
+            browser.press(action, "go")
+            until(lambda told=told: browser.told() == told)
+        browser.press("purge", "go", namespace="<b>another</b>")
+        until(lambda: browser.told() == "Purged 0 requests of namespace <b>another</b>.")
+        assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_calibrated_is_served_with_its_bound(models: Path) -> None:
+    server = make_server(models / "classifier", {"max_drop": 0.2})
+    with client_of(server) as client:
+        texts = [f"my card w{i % 60} w{i % 7} w{i % 11}" for i in range(700)]
+        cache: LLMCache = server.cache
+        cache.calibrate([server.tokenizer(one, return_tensors="pt") for one in texts])
+        text = shown(client)
+        assert cache.calibration is not None and cache.calibration.chosen is not None
+        bound = percent(cache.calibration.chosen.bound).replace("\N{NO-BREAK SPACE}", " ")
+        assert f"≤ {bound}" in text and "still measuring: 0 of 0 changed" in text
+        ask(client, "my card w3 w4 w5")

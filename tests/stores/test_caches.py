@@ -1,0 +1,331 @@
+"""Caches on a store: a restart serves what was there, processes share it, a purge reaches all, trouble costs speed."""
+
+import logging
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcache import ConfigError, LLMCache
+from llmcache.stores.disk import DiskStore
+from llmcache.stores.seal import SECRET
+from tests.contract.judge import check_same
+from tests.contract.test_stores import wide
+from tests.prefix.prompts import BLOCK, branch
+from tests.redis_server import RedisServer, redis_server, wait_until
+from tests.tiny_models import CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, build, tokens
+
+ROOT = Path(__file__).parents[2]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bert": CLASSIFIERS["bert"],
+    "roberta": CLASSIFIERS["roberta"],
+    "classifying gpt2": CLASSIFIERS["gpt2"],
+    "gpt2": GENERATORS["gpt2"],
+    "llama": GENERATORS["llama"],
+    "qwen3": STRANGE_GENERATORS["qwen3"],
+    "wide": wide,
+}
+Start = Callable[..., LLMCache]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts a process anew, as it were: another model of the same weights, and one folder."""
+    started = []
+
+    def act(family: str = "bert", **settings: Any) -> LLMCache:
+        store = {"name": "disk", "folder": str(folder)}
+        settings = {"store": store, "store_least_tokens": 0, "prefix_block": BLOCK, **settings}
+        started.append(LLMCache.wrap(build(MODELS[family]), **settings))
+        return started[-1]
+
+    yield act
+    for cache in started:
+        cache.unwrap()
+
+
+def served(cache: LLMCache, ids: Tensor, **inputs: Any) -> list[Any]:
+    """The rung of each row, or how many tokens a prefix served; the answer has to be right."""
+    found = cache(input_ids=ids, **inputs)
+    outcomes = [one.n_prefix or one.rung for one in cache.last]
+    with cache.disabled():
+        check_same(found[0], cache(input_ids=ids, **inputs)[0])
+    return outcomes
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("payload", ["auto", "sequence"])
+@pytest.mark.parametrize("family", list(MODELS)[:-1])
+def test_a_restart_serves_repeats(start: Start, family: str, payload: str) -> None:
+    """The first call of a process is served as well, each row by itself, padding as it was."""
+    ids, inputs = tokens(3, 9), {}
+    if "bert" in family:
+        inputs["attention_mask"] = torch.tensor([[1] * 5 + [0] * 4, [1] * 9, [1] * 9])
+    first = start(family, payload=payload)
+    assert served(first, ids, **inputs) == [None] * 3
+    first.drain()
+    again = start(family, payload=payload)
+    assert served(again, ids, **inputs) == ["exact"] * 3
+    if inputs:
+        others, ones = torch.cat([ids[1:], tokens(1, 9, 7)]), torch.ones_like(ids)
+        assert served(again, others, attention_mask=ones) == ["exact", "exact", None]
+    assert first.stats().errors == again.stats().errors == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_a_restart_serves_beginnings(start: Start, family: str) -> None:
+    ids = tokens(1, 17)
+    longer = torch.cat([ids, tokens(1, 7, seed=2)], dim=1)
+    start(family)(input_ids=ids)
+    for prompt, n_known in ((ids, "exact"), (branch(ids, 14, 20), 12), (longer, 16), (branch(longer, 24, 30), 24)):
+        cache = start(family)
+        cache.drain()
+        assert served(cache, prompt) == [n_known]  # whole blocks
+        cache.unwrap()
+    model: Any = start(family).model
+    plain: Any = build(MODELS[family])
+    how = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(longer, **how), plain.generate(longer, **how))
+
+
+def test_prefixes_that_another_namespace_shares_come_from_the_store(start: Start) -> None:
+    stem = tokens(1, 24)
+    first = start("llama")
+    with first.namespace("public"):
+        first(input_ids=stem)
+    first.drain()
+    cache = start("llama")
+    with cache.namespace("a"):
+        assert served(cache, branch(stem, 18, 26, 1)) == [None]
+    with cache.namespace("b", prefixes_from="public"):
+        assert served(cache, branch(stem, 18, 26, 2)) == [16]
+    first.purge(namespace="public")
+    with cache.namespace("c", prefixes_from="public"):
+        assert served(cache, branch(stem, 18, 26, 3)) == [None]
+
+
+def test_another_model_or_namespace_is_served_nothing(start: Start) -> None:
+    ids = tokens(1, 9)
+    first = start()
+    first(input_ids=ids)
+    first.drain()
+    with first.namespace("other"):
+        assert served(first, ids) == [None]
+    other = start()
+    with torch.no_grad():
+        next(other.model.parameters()).add_(1e-3)
+    assert served(other, ids) == [None]
+
+
+def test_what_leaves_memory_comes_back_from_the_store(start: Start) -> None:
+    asked = [tokens(1, 9, seed) for seed in range(4)]
+    cache = start(max_entries=1)
+    for ids in asked:
+        cache(input_ids=ids)
+    cache.drain()
+    assert [served(cache, ids) for ids in asked] == [["exact"]] * 4
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+ONE = """
+import sys, torch
+from llmcache import LLMCache
+from tests.contract.test_stores import wide
+from tests.tiny_models import build, tokens
+torch.set_num_threads(1)
+cache = LLMCache.wrap(build(wide), store=eval(sys.argv[1]))
+for seed in range(200):
+    cache(input_ids=tokens(1, 40, seed))
+cache.drain()
+print(cache.stats().n_hits, cache.stats().store.n_values)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_what_one_process_computed_the_next_one_finds(kind: str, folder: Path, request: pytest.FixtureRequest) -> None:
+    """A process computes 200 texts with the defaults, and ends; all are found. (A busy machine may be late.)"""
+    store = {"name": "disk", "folder": str(folder)}
+    if kind == "redis":
+        store = {"name": "redis", "url": request.getfixturevalue("server").url, "timeout_ms": 5_000.0}
+    told = []
+    for _ in range(2):
+        command = [sys.executable, "-c", ONE, repr(store)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        told.append(tuple(map(int, done.stdout.split())))
+    (_, n_written), (n_hits, _) = told
+    assert told[0][0] == 0 and n_written == 200
+    assert n_hits >= 198  # a read that takes a second is late
+
+
+@pytest.mark.slow
+def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> None:
+    """Within ten seconds what one cache computes another one is served again, however long the server was away."""
+
+    def wrapped() -> LLMCache:
+        store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0}
+        return LLMCache.wrap(build(MODELS["bert"]), store=store, store_least_tokens=0)
+
+    with wrapped() as one, wrapped() as other:
+        one(input_ids=tokens(1, 9))
+        one.drain()
+        wait_until(lambda: served(other, tokens(1, 9)) == ["exact"])
+        server.kill()
+        end = time.monotonic() + 5  # long enough for the longest rest
+        while time.monotonic() < end:
+            for cache in (one, other):
+                served(cache, tokens(1, 9, int(end - time.monotonic())))
+            time.sleep(0.05)
+        server.start()
+        began, seed = time.monotonic(), 100
+        while True:
+            seed += 1
+            served(one, tokens(1, 9, seed))
+            one.drain()
+            if served(other, tokens(1, 9, seed)) == ["exact"]:
+                break
+            time.sleep(0.05)
+        assert time.monotonic() - began < 10
+
+
+def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.kill()
+    store = {"name": "redis", "url": f"redis://:secret@127.0.0.1:{server.port}", "timeout_ms": 1_000.0}
+    with LLMCache.wrap(build(MODELS["bert"]), store=store) as cache:
+        assert served(cache, tokens(1, 9)) == [None] and served(cache, tokens(1, 9)) == ["exact"]
+        assert "is computed until it answers" in caplog.text and "secret" not in caplog.text
+
+
+# -- purges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "shares"), [("bert", None), ("llama", None), ("llama", "public")])
+def test_what_was_read_before_a_purge_is_kept_nowhere(
+    start: Start, monkeypatch: pytest.MonkeyPatch, family: str, shares: str | None
+) -> None:
+    """Of a purge that comes while a call reads the store, that call is the last one that may be served."""
+    cache, other, ids = start(family), start(family), tokens(1, 20)
+    name = shares or "default"
+    with other.namespace(name):
+        other(input_ids=ids)
+    other.drain()
+    read = DiskStore.get_many
+
+    def read_and_purge(store: DiskStore, *args: Any) -> Any:
+        found = read(store, *args)
+        monkeypatch.setattr(DiskStore, "get_many", read)
+        other.purge(namespace=name)
+        return found
+
+    monkeypatch.setattr(DiskStore, "get_many", read_and_purge)
+    with cache.namespace("mine" if shares else name, prefixes_from=shares):
+        served(cache, ids)
+    cache.drain()
+    with cache.namespace("yours" if shares else name, prefixes_from=shares):
+        assert served(cache, ids) == [None]
+    again = start(family)
+    with again.namespace(name):
+        assert served(again, ids) == ([None] if shares else ["exact"])  # computed after the purge
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["wide", "llama"])
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x", None])
+def test_damaged_values_are_computed_and_counted(start: Start, folder: Path, family: str, damage: Any) -> None:
+    """A file that was cut, changed or removed is a miss."""
+    ids, settings = tokens(1, 60), {"payload": "sequence", "prefix_block": 64}
+    first = start(family, **settings)
+    first(input_ids=ids)
+    first.unwrap()
+    (file,) = (folder / "values").iterdir()
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    cache = start(family, **settings)
+    assert served(cache, ids) == [None]
+    stats = cache.stats()
+    assert stats.errors == 0 and stats.store is not None
+    assert stats.store.n_mismatched == ({} if damage is None else {"damaged": 1})
+
+
+def test_values_of_another_secret_are_computed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = start()
+    first(input_ids=tokens(1, 9))
+    first.drain()
+    monkeypatch.setenv(SECRET, "another")
+    other = start()
+    assert served(other, tokens(1, 9)) == [None]
+    stats = other.stats().store
+    assert stats is not None and stats.n_mismatched == {"damaged": 1}
+
+
+def test_a_store_that_fails_costs_speed_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises is counted and told in one line; the next call works."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("not today")
+
+    cache = start()
+    with monkeypatch.context() as patch:
+        for name in ("get_many", "purges", "put_many", "numbers"):
+            patch.setattr(DiskStore, name, fail)
+        with caplog.at_level(logging.WARNING):
+            assert [served(cache, tokens(1, 9, seed)) for seed in (1, 1, 2)] == [[None], ["exact"], [None]]
+        assert cache.stats().errors > 0
+    wait_until(lambda: cache.stats().store.is_answering)  # type: ignore[union-attr]
+    assert served(cache, tokens(1, 9, 3)) == [None] and served(cache, tokens(1, 9, 3)) == ["exact"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": {"name": "ttl", "ttl_s": 60.0}}, "come back from the store"),
+        ({"store": {"name": "memory", "folder": "x"}}, "takes no options"),
+        ({"store": "cloud"}, "unknown name 'cloud'"),
+    ],
+)
+def test_settings_that_could_serve_nothing_rightly_are_refused(
+    start: Start, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(**settings)
+
+
+def test_a_folder_of_the_old_code_is_refused_in_one_line(start: Start, folder: Path) -> None:
+    start().unwrap()
+    index = sqlite3.connect(folder / "index.sqlite")
+    index.execute("PRAGMA user_version = 2")
+    index.close()
+    with pytest.raises(ConfigError, match="in format 2, this version of llmcache reads 3: name another folder") as told:
+        start()
+    assert "\n" not in str(told.value)
+    shutil.rmtree(folder)
+    start()

@@ -1,0 +1,268 @@
+"""Saving and loading: hits survive a restart, and nothing that does not fit is ever served."""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from llmcache import BankFileError, CacheConfig, ConfigError, LLMCache, StoreError, UnfitBankError, __version__, save
+from tests.contract.judge import check_same
+from tests.saves import accept, edit_manifest, read_manifest
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bert": BARE["bert"],
+    "classifier": CLASSIFIERS["bert"],
+    "gpt2": BARE["gpt2"],
+    "llama": GENERATORS["llama"],
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"payload": "sequence", "policy": "s3_fifo", "device": "model"}], ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+def test_hits_survive_a_restart(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """Also of the first call, in each namespace, with padding as it was, though the files are gone by then."""
+    inputs, names = padded([19, 4, 19, 7]), ("default", "other")
+    with LLMCache.wrap(build(MODELS[kind]), **settings) as cache:
+        for name in names:
+            with cache.namespace(name):
+                expected = cache(**inputs)
+        before = cache.stats()
+        cache.save(tmp_path)
+    with LLMCache.load(build(MODELS[kind]), tmp_path) as again:
+        assert again.config == cache.config
+        for path in tmp_path.glob("*.safetensors"):
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        for name in names:
+            with again.namespace(name):
+                check_same(again(**inputs)[0], expected[0])
+        after = again.stats()
+        assert after.n_hits == 8 and (after.n_stored, after.held_nbytes) == (before.n_stored, before.held_nbytes)
+        assert again.purge(namespace="other") == before.n_stored // 2
+
+
+def test_generation_survives_a_restart(tmp_path: Path) -> None:
+    inputs, how = padded([7, 4], left=True), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    model: Any = build(GENERATORS["llama"])
+    with LLMCache.wrap(model) as cache:
+        expected = model.generate(**inputs, **how)
+        cache.save(tmp_path)
+    model = build(GENERATORS["llama"])
+    with LLMCache.load(model, tmp_path) as cache:
+        assert torch.equal(model.generate(**inputs, **how), expected) and cache.stats().hits == {"exact": 2}
+
+
+def test_a_nightly_pass_finds_what_did_not_change(tmp_path: Path) -> None:
+    """With the defaults a second pass over 200 texts, 95 % of them unchanged, hits 95 %."""
+    for offset in (0, 10):
+        found = LLMCache.load if offset else LLMCache.wrap
+        with found(build(BARE["bert"]), *([tmp_path] if offset else [])) as cache:  # type: ignore[operator]
+            for seed in range(offset, 200 + offset):
+                cache(input_ids=tokens(1, 12, seed))
+            cache.save(tmp_path)
+    assert cache.stats().hits == {"exact": 190} and not cache.stats().bypassed
+
+
+def put(path: Path, **settings: Any) -> None:
+    """Save a cache of one request of a bare BERT."""
+    with LLMCache.wrap(build(BARE["bert"]), **settings) as cache:
+        cache(**padded([5]))
+        cache.save(path)
+
+
+def refused(path: Path, match: str) -> None:
+    """A save is not loaded, the error is one line, and the model is left as it was."""
+    model = build(BARE["bert"])
+    with pytest.raises(BankFileError, match=match) as error:
+        LLMCache.load(model, path)
+    assert "\n" not in str(error.value)
+    LLMCache.wrap(model).unwrap()
+
+
+def test_saving_again_replaces_and_leaves_no_litter(tmp_path: Path) -> None:
+    with LLMCache.wrap(build(BARE["bert"])) as cache:
+        for length in (5, 6):
+            cache.save(tmp_path)
+            cache(**padded([length]))
+        cache.save(tmp_path)
+    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == [".llmcache.lock", "bank", "manifest.json"]
+    with LLMCache.load(build(BARE["bert"]), tmp_path) as cache:
+        assert cache.stats().n_stored == 2
+
+
+@pytest.mark.parametrize("make", [CLASSIFIERS["bert"], GENERATORS["gpt2"], lambda: build(BARE["bert"], seed=1)])
+def test_another_model_is_refused_for_its_weights(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    with LLMCache.wrap(make()) as cache:
+        cache.save(tmp_path)
+    refused(tmp_path, "other weights")
+
+
+def test_another_tokenizer_or_payload_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, tokenizer=SimpleNamespace(all_special_ids=[0, 7]))
+    refused(tmp_path, "special tokens")
+    LLMCache.load(build(BARE["bert"]), tmp_path, tokenizer=SimpleNamespace(all_special_ids=[7, 0])).unwrap()
+    for saved, now in (("mean", "sequence"), ("sequence", "mean"), ("cls", "mean")):
+        put(tmp_path, payload=saved)
+        edit_manifest(tmp_path, config=read_manifest(tmp_path)["config"] | {"payload": now})
+        refused(tmp_path, rf"saved with payload '{saved}'.* served by '{now}'")
+
+
+def test_entries_of_earlier_weights_are_not_saved(tmp_path: Path) -> None:
+    model: Any = build(BARE["bert"])
+    with LLMCache.wrap(model) as cache:
+        cache(**padded([5]))
+        with torch.no_grad():
+            model.embeddings.word_embeddings.weight.add_(1.0)
+        cache(**padded([6]))
+        cache.save(tmp_path)
+    with LLMCache.load(copy.deepcopy(model), tmp_path) as again:
+        assert again.stats().n_stored == 1
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "flip": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+    "gone": lambda path: path.unlink(),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "no safetensors": lambda path: (path.write_text("{}"), accept(path)),
+    "other tensors": lambda path: (save_file({"ids": torch.ones(3, dtype=torch.bfloat16)}, path), accept(path)),
+}
+TOLD = {"no safetensors": "not readable", "other tensors": "do not fit"}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+    put(tmp_path)
+    DAMAGE[damage](next(tmp_path.glob("bank-*")))
+    refused(tmp_path, TOLD.get(damage, "missing|cut short"))
+
+
+def test_another_format_is_refused_in_one_line_and_replaced_by_the_next_save(tmp_path: Path) -> None:
+    put(tmp_path)
+    edit_manifest(tmp_path, format=1, written_by=None)
+    refused(tmp_path, rf"format 1; this version \({__version__}\) reads format {save.FORMAT}: save the cache again")
+    edit_manifest(tmp_path, format=99, written_by="2.0.1", something="new")
+    refused(tmp_path, r"format 99, written by llmcache 2\.0\.1; this version")
+    put(tmp_path)
+    LLMCache.load(build(BARE["bert"]), tmp_path).unwrap()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", ["../bank-0123456789ab.safetensors", "/etc/passwd", "bank.safetensors", "\x00"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    put(tmp_path)
+    edit_manifest(tmp_path, files={name: next(iter(read_manifest(tmp_path)["files"].values()))})
+    refused(tmp_path, "names other files")
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "y/" + "x" * 256 + "/z", "a\0b", "file", "file/folder", "link"])
+def test_a_path_that_cannot_be_a_folder_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with LLMCache.wrap(build(BARE["bert"])) as cache, pytest.raises(StoreError, match="could not save") as saving:
+        cache.save(tmp_path / name)
+    assert "\n" not in str(saving.value)
+    refused(tmp_path / name, r"manifest|cache\.save")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{}".encode("utf-16"),
+        b'{"format": 11, "weights": "\xe9"}',
+        b"[" * 100_000,
+        b'{"format": ' + b"1" * 5000 + b"}",
+        b"",
+        b"[]",
+        b'{"format": 11}',
+        b'{"format": "five"}',
+    ],
+    ids=range(8),
+)
+def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(data)
+    refused(tmp_path, r"manifest\.json: ")
+    with LLMCache.wrap(build(BARE["bert"])) as cache, pytest.raises(StoreError, match="not written by"):
+        cache.save(tmp_path)
+    assert (tmp_path / "manifest.json").read_bytes() == data
+
+
+def test_settings_may_change_where_they_say_nothing_of_what_is_kept(tmp_path: Path) -> None:
+    with LLMCache.wrap(build(BARE["bert"]), max_entries=10) as cache:
+        for length in (5, 6, 7):
+            cache(**padded([length]))
+        cache.save(tmp_path)
+    with LLMCache.load(build(BARE["bert"]), tmp_path, config={"max_entries": 2, "policy": "fifo"}) as cache:
+        assert cache.stats().n_stored == 2
+    with pytest.raises(ConfigError, match=r"prefix_block is 4, and was 16\. Leave the settings out"):
+        LLMCache.load(build(BARE["bert"]), tmp_path, config={"prefix_block": 4})
+    for config in ({"nosuch": 1}, {"max_bytes": -1}, {"policy": "nosuch"}):
+        edit_manifest(tmp_path, config=config)
+        with pytest.raises(UnfitBankError) as error:
+            LLMCache.load(build(BARE["bert"]), tmp_path)
+        assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("budget", ["max_bytes", "max_entries"])
+def test_a_calibration_keeps_the_room_that_it_needs(budget: str) -> None:
+    def choose(saved: int | None, given: int | None) -> CacheConfig:
+        before, now = ({} if one is None else {budget: one} for one in (saved, given))
+        return save.choose_settings(before, CacheConfig.make(now), True, "folder")
+
+    assert choose(10, 11) == CacheConfig.make({budget: 11})
+    with pytest.raises(ConfigError, match=f"{budget} is 9, and was 10"):
+        choose(10, 9)
+    if budget == "max_entries":
+        assert choose(10, None).max_entries is None
+        with pytest.raises(ConfigError, match="was None"):
+            choose(None, 10)
+
+
+@pytest.mark.slow
+def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other save comes between the manifest and the files that it names."""
+    cache = LLMCache.wrap(build(BARE["bert"]))
+    cache(**padded([5]))
+    cache.save(tmp_path)
+    saves, read_checked = iter([True, True, False]), save._read_checked
+
+    def read_late(path: Path, sha: str) -> Any:
+        if next(saves):
+            cache(**padded([6], seed=cache.stats().n_stored))
+            cache.save(tmp_path)
+        return read_checked(path, sha)
+
+    monkeypatch.setattr(save, "_read_checked", read_late)
+    with LLMCache.load(build(BARE["bert"]), tmp_path) as again:
+        assert again.stats().n_stored == 3
+    monkeypatch.setattr(save, "_read_checked", lambda *of: cache.save(tmp_path) or read_checked(*of))
+    refused(tmp_path, "replaced 10 times while it was being read")
+
+
+@pytest.mark.slow
+def test_processes_that_save_at_once_or_are_killed_leave_a_whole_save(tmp_path: Path) -> None:
+    """In a process of its own, which forks: three that save and one that loads, then some that are killed."""
+    script = Path(__file__).with_name("saving.py")
+    command = [sys.executable, "-W", "ignore", script, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    n_killed, n_left = map(int, done.stdout.split())
+    assert n_killed == 10 and n_left >= 1  # some were killed while they were writing, or this shows nothing
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_save_is_readable_without_the_library(tmp_path: Path) -> None:
+    """One JSON manifest and safetensors, no pickle."""
+    put(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["format"] == save.FORMAT and all(name.endswith(".safetensors") for name in manifest["files"])

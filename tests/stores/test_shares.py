@@ -1,0 +1,102 @@
+"""Each namespace has a share of the budget of its own, and who holds less never loses anything to another one."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llmcache import LLMCache
+from llmcache.call import DISABLE
+from llmcache.policies import LRU
+from llmcache.policies.shares import Shares
+from tests.contract.judge import check_same
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokens
+
+KINDS = {"bert": BARE["bert"], "gpt2": GENERATORS["gpt2"]}
+
+
+def ask(cache: LLMCache, name: str, ids: Tensor) -> str | None:
+    with cache.namespace(name):
+        cache(input_ids=ids)
+    return cache.last[0].rung
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_tenant_cannot_evict_another(kind: str) -> None:
+    """A tenant that asks for much keeps losing its own requests; those of a quiet one stay."""
+    quiet = [tokens(1, 12, seed) for seed in range(3)]
+    with LLMCache.wrap(build(KINDS[kind])) as cache:
+        ask(cache, "quiet", quiet[0])
+        nbytes = cache.stats().held_nbytes
+    budget = {"max_bytes": 10 * nbytes * (2 if kind == "gpt2" else 1)}
+    with LLMCache.wrap(build(KINDS[kind]), **budget) as cache:
+        for ids in quiet:
+            ask(cache, "quiet", ids)
+        for seed in range(100, 160):
+            ask(cache, "loud", tokens(1, 12, seed))
+        stats = cache.stats()
+        assert stats.n_evicted_total >= 30 and stats.held_nbytes <= budget["max_bytes"]
+        assert [ask(cache, "quiet", ids) for ids in quiet] == ["exact"] * 3
+        assert ask(cache, "loud", tokens(1, 12, 159)) == "exact"
+
+
+def test_a_tenant_that_is_alone_may_fill_the_budget_and_gives_way() -> None:
+    with LLMCache.wrap(build(BARE["bert"]), max_entries=10) as cache:
+        for seed in range(20):
+            ask(cache, "first", tokens(1, 5, seed))
+        assert cache.stats().n_stored == 10
+        for seed in range(10):
+            ask(cache, "second", tokens(1, 5, seed))
+        known = {
+            name: sum(ask(cache, name, tokens(1, 5, seed)) == "exact" for seed in some)
+            for name, some in (("first", range(15, 20)), ("second", range(5, 10)))
+        }
+        assert known == {"first": 5, "second": 5}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), max_size=80))
+def test_who_is_below_its_share_loses_nothing_to_others(puts: list[tuple[str, int]]) -> None:
+    shares, held, max_bytes = Shares(LRU), dict[str, tuple[str, int]](), 100
+    for number, (name, nbytes) in enumerate(puts):
+        while sum(n for _, n in held.values()) + nbytes > max_bytes:
+            leaving = shares.victim(name, nbytes)
+            owner, n_left = held.pop(leaving)
+            n_own = n_left + sum(n for other, n in held.values() if other == owner)
+            n_names = len({owner, name, *(other for other, _ in held.values())})
+            assert owner == name or n_own >= max_bytes / n_names
+            shares.remove(owner, leaving)
+        key = f"{number}"
+        held[key] = name, nbytes
+        shares.add(name, key, nbytes)
+        shares.of(name).on_put(key, nbytes)
+
+
+def test_a_bank_in_which_nothing_stays_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What leaves before it is ever hit is told of with what to set; a bank with hits is not complained of."""
+    for seeds, n_told in ((range(100), 1), ([0, 1, 0, 1] * 20, 0)):
+        caplog.clear()
+        with LLMCache.wrap(build(BARE["bert"]), max_entries=3) as cache, caplog.at_level(logging.WARNING):
+            for seed in seeds:
+                cache(input_ids=tokens(1, 5, seed))
+        told = [one.getMessage() for one in caplog.records if "for lack of room" in one.getMessage()]
+        assert len(told) == n_told and all("max_bytes" in one and "s3_fifo" in one for one in told)
+
+
+@pytest.mark.parametrize("kind", [BARE["bert"], CLASSIFIERS["bert"], GENERATORS["gpt2"]])
+def test_a_variable_turns_every_cache_off(kind: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LLMCACHE_DISABLE=1`: models are wrapped, and each call is computed and counted as bypassed."""
+    monkeypatch.setenv(DISABLE, "1")
+    model, ids = build(kind), tokens(2, 9)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        expected = model(input_ids=ids)
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            check_same(cache(input_ids=ids), expected, exact=True)
+        assert cache.stats().bypassed == {"disabled": 4} and cache.stats().n_stored == 0
+    monkeypatch.setenv(DISABLE, "0")
+    with LLMCache.wrap(model) as cache:
+        assert [ask(cache, "default", ids) for _ in range(2)] == [None, "exact"]
