@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from llmcache.answers import Reading, read_logits
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Reading, read_logits
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import Requests

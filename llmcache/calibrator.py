@@ -11,23 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmcache.answers import Reading, find_answers
 from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Recomputer
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Reading, find_answers
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
-from llmcache.calibration.content_gate import ContentGate
 from llmcache.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
 from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
 from llmcache.calibration.risk_target import Sources as Growth
 from llmcache.calibration.sharing import SharedCalibration
+from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.call import CachedForward, ModelForward
 from llmcache.config import CacheConfig
+from llmcache.content_gate import ContentGate
 from llmcache.counters import Counters
 from llmcache.decide import NeighbourChooser, Semantic
 from llmcache.errors import CalibrationError, ConfigError, WrapError
@@ -38,7 +39,6 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed
 from llmcache.models.payloads import Payload
-from llmcache.models.token_vectors import TokenVectors
 from llmcache.models.twin import make_replicas, run_unseen
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation

@@ -34,7 +34,6 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
 from llmcache.models.kinds import Kinds
-from llmcache.models.packing import Packing, parts_of
 from llmcache.models.payloads import Payload
 from llmcache.models.sentences import Compute, later
 from llmcache.models.weights import Weights
@@ -46,6 +45,7 @@ from llmcache.request.bypass import find_reason_now
 from llmcache.request.call import Call, Hit, Rung
 from llmcache.request.forms import Forms
 from llmcache.request.outcome import Outcome
+from llmcache.request.packing import Packing, parts_of
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
 from llmcache.request.variables import is_switched_off, setting
@@ -420,7 +420,8 @@ class CachedForward(Swap):
         """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
         chunks = self.chunks.get()
         if chunks is None or call.is_activated or not chunks.fit(self.arguments, args, kwargs):
-            return self.original(*args, **kwargs)
+            assert call.engine is not None and call.prefill is not None
+            return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in call.prefill.whole])
         with setting(self.chunks, None):  # others may be let in, and call the model for themselves
             return chunks.run(self.original, self.arguments, args, kwargs)
 

@@ -12,8 +12,8 @@ import transformers
 from torch import nn
 
 from llmcache.account import Account
+from llmcache.answers import Reading
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Reading
 from llmcache.calibrator import Calibrator
 from llmcache.call import CachedForward
 from llmcache.config import CacheConfig

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Answers
-from llmcache.calibration.content_gate import ContentGate
+from llmcache.content_gate import ContentGate
 from llmcache.fingerprint import Learned
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Row, Scope

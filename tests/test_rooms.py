@@ -29,7 +29,7 @@ LIBRARY = (
     ("prefix",),
     ("calibration",),
     ("audit",),
-    ("engines",),
+    ("engines", "account"),
     ("call",),
     ("calibrator",),
     ("save",),
@@ -67,8 +67,8 @@ GENERATION = {"generation", "models", "request", "errors", "threads"}
 
 
 @functools.cache
-def imports(path: Path) -> list[tuple[str, list[str]]]:
-    """Modules that a file imports when it runs, with the names it takes from them; not those for types alone."""
+def imports(path: Path, with_types: bool = True) -> list[tuple[str, list[str]]]:
+    """Modules that a file imports, with the names it takes from them; without those for types alone if asked to."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     guarded = [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -76,7 +76,7 @@ def imports(path: Path) -> list[tuple[str, list[str]]]:
     for_types = {id(node) for guard in guarded for node in ast.walk(guard)}
     found = []
     for node in ast.walk(tree):
-        if id(node) in for_types:
+        if not with_types and id(node) in for_types:
             continue
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
@@ -90,7 +90,7 @@ def rooms_of(package: str) -> Iterator[tuple[Path, str, str, list[str]]]:
     """Each import of one room by a file of the package: file, its own room, the room imported, the names."""
     for path in sorted((ROOT / package).rglob("*.py")):
         own = path.relative_to(ROOT / package).with_suffix("").parts[0]
-        for module, names in imports(path):
+        for module, names in imports(path, with_types=False):
             if module.startswith(f"{package}."):
                 yield path.relative_to(ROOT), own, module.split(".")[1], names
 

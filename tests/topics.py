@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llmcache import AuditStats, LLMCache
-from llmcache.calibration.answers import read_logits
+from llmcache.answers import read_logits
 from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the tiny classifier has labels

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.calibration.answers import Answers
+from llmcache.answers import Answers
 from llmcache.errors import CalibrationError
 from llmcache.models.adapters import Trunk, device_of
 

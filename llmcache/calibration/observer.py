@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmcache.answers import Answers, Reading
 from llmcache.arrays import Floats
-from llmcache.calibration.answers import Answers, Reading
 from llmcache.calibration.inputs import n_rows
 from llmcache.errors import CalibrationError
 from llmcache.models.weights import Weights

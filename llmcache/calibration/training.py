@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.bank import Bank
-from llmcache.calibration.answers import Answers
 from llmcache.calibration.calibration import HoldoutOutcome, candidate_limits, losses
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
 from llmcache.calibration.risk_target import Metric, MetricName
+from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.decide import MAX_RISK, Choice, NeighbourChooser
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Learned
-from llmcache.models.token_vectors import TokenVectors
 from llmcache.request.observation import Observation
 from llmcache.sources import Source, Sources
 

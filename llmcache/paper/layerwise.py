@@ -182,9 +182,9 @@ class Layerwise:
             return {}
         kinds, vectors = [self._opener.kind_of(call, row) for row in rows], call.vectors[[row.number for row in rows]]
         # A row that stands on another request's state would compute nothing to compare with.
-        may_check = [row.number not in call.reused for row in rows]
+        keys = ["" if row.number in call.reused else row.key for row in rows]
         reused = {}
-        found = zip(rows, *self._banks.search(number, kinds, vectors, may_check), strict=True)
+        found = zip(rows, *self._banks.search(number, kinds, vectors, keys), strict=True)
         for row, near, is_checked, similarity in found:
             if similarity is not None:
                 call.near[row.number] = max(similarity, call.near.get(row.number, -1.0))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # parts that serve a call; this is what they fill
     from llmcache.calibration.calibration import Calibration
     from llmcache.decide import Choice
     from llmcache.engines.engine import Engine
-    from llmcache.models.packing import Fields
+    from llmcache.request.packing import Fields
     from llmcache.request.reading import Requests
 
 

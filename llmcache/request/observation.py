@@ -4,11 +4,13 @@ Sizes: T tokens, D hidden width, S width of a signature, C logits.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmcache.arrays import Floats
-from llmcache.bank import Entry
 from llmcache.request.rows import Row, Scope
+
+if TYPE_CHECKING:
+    from llmcache.bank import Entry
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class Observation:
     target: Floats
     answer: Floats
     output: Floats
-    entry: Entry
+    entry: "Entry"
     head: str
     seconds: float
     label: Any = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from llmcache.calibration.answers import Reading, read_logits
+from llmcache.answers import Reading, read_logits
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate
 from llmcache.models.loading import (

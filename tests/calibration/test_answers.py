@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from llmcache.calibration.answers import ANSWERS, Scores, find_answers, read_logits
+from llmcache.answers import ANSWERS, Scores, find_answers, read_logits
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate
 from llmcache.models.heads import find_head

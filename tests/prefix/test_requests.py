@@ -9,7 +9,6 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.models.adapters import ADAPTERS
 from tests.prefix.prompts import BLOCK, CACHES, FAMILIES, branch, close, fail_once, plainly, run, wrapped
 from tests.tiny_models import GENERATORS, build, padded, rounding, tokens
 
@@ -188,25 +187,6 @@ def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
     for rungs in (["exact", None], ["exact", "exact"]):
         close(cache(**holes).logits[where], plain[where])
         assert [outcome.rung for outcome in cache.last] == rungs
-    assert cache.stats().n_entries == {3: 1}
-
-
-def test_a_trunk_that_puts_out_more_has_entries(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Llama(tf.LlamaModel):  # type: ignore[misc]
-        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:
-            output = super().forward(input_ids, past_key_values=past_key_values, use_cache=use_cache)
-            output["more"] = output.last_hidden_state.mean(dim=1)
-            return output
-
-    monkeypatch.setitem(
-        ADAPTERS, "own", type(ADAPTERS["llama"])("own", ("Llama",), "layers", norm="norm", is_causal=True)
-    )
-    model.model.__class__ = Llama
-    cache, ids = wrapped(model), tokens(1, 10)
-    for rung in (None, "exact", "exact"):
-        assert "more" in run(model.model, ids)
-        assert cache.last[0].rung == rung
-    assert (cache.stats().n_blocks, cache.stats().n_entries, cache.stats().errors) == (0, {3: 1}, 0)
 
 
 # -- what leaves -------------------------------------------------------------------------------------------------------
@@ -250,15 +230,14 @@ def test_namespaces_share_nothing_and_are_purged_and_counted(model: Any) -> None
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_cache_that_was_half_filled_layer_by_layer_is_emptied(
-    model: Any, kind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    model: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, kv = tokens(1, 10), CACHES[kind](model.config)
     plain = run(model, ids).logits
     cache = wrapped(model, ids)  # in calls of another kind: how the trunk packs this one is not known yet
-    with monkeypatch.context() as patch, pytest.raises(error):  # where layers run, the model itself fails
-        fail_once(patch, tf.Cache, "update", 3, error)  # two layers were filled already
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # where layers run, the model itself fails
+        fail_once(patch, tf.Cache, "update", 3, KeyboardInterrupt)  # two layers were filled already
         cache(ids, past_key_values=kv)
     assert kv.get_seq_length() == 0
     assert torch.equal(cache(ids, past_key_values=kv).logits, plain)

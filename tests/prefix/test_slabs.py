@@ -144,8 +144,6 @@ def test_saved_blocks_are_laid_together_again() -> None:
         made |= new
         blocks.put(chain, new)
     again.restore(*blocks.state("weights"))
-    assert len(runs(again.match(chains[0]))) == 3 + n
-    again.gather()
     check(again, made)
     laid = dict(again._held)
     again.gather()
