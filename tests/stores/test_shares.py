@@ -72,7 +72,7 @@ def test_who_is_below_its_share_loses_nothing_to_others(puts: list[tuple[str, in
         key = f"{number}"
         held[key] = name, nbytes
         shares.add(name, key, nbytes)
-        shares.of(name).on_put(key, nbytes)
+        shares.policies[name].on_put(key, nbytes)
 
 
 def test_a_bank_in_which_nothing_stays_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
