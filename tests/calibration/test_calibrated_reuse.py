@@ -381,7 +381,7 @@ def test_states_that_are_no_numbers_are_not_learned_from(model: nn.Module) -> No
         assert "semantic" in rungs_of(cache, asked)
         logits = [cache(**one).logits for one in with_marks(asked, *range(20))]  # never served by another's answer
         assert torch.stack(logits).isnan().all()
-        assert (cache.stats().errors, cache.stats().bypassed) == (2, {"not_finite": 20})
+        assert (cache.stats().errors, cache.stats().health.is_failing) == (2, False)
         with pytest.raises(CalibrationError, match="request 5: the model's states are not finite"):
             cache.calibrate(inputs, **LOOSE)
 
