@@ -182,6 +182,10 @@ class Semantic:
         if made is None or made.limit is None or not rows or call.requests.may_be_refused:
             return
         vectors, forecasts = self.project(call, rows)
+        if not (finite := np.isfinite(vectors).all(axis=1)).all():  # states of their tokens are not: they are computed
+            rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]
+        if not rows:
+            return
         chosen = self.choose(call, rows, vectors, forecasts)
         if self._limits.serving(call.scope.weights) is not made:  # what was looked at may be another calibration's
             return

@@ -181,6 +181,7 @@ def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
     learned, rng = requests(700)[0], np.random.default_rng(1)
     with LLMCache.wrap(classifier(), learn=700, max_drop=0.05, audit=0.05) as cache:
         ask(cache, learned)
+        cache.drain()
         assert known(cache).status == "certified"
         ask(cache, [learned[rng.integers(700)] if rng.random() < share else one for one in requests(800, seed=6)[0]])
         assert known(cache).status == "certified"
