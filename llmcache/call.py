@@ -94,12 +94,14 @@ class CachedForward(Swap):
         blocks: BlockPool | None = None,
         cuts: bool = True,
         tier: Tier | None = None,
+        device: torch.device = torch.device("cpu"),
+        is_exact: bool = True,
     ) -> None:
         """Take the place of the trunk's forward."""
         super().__init__(trunk.module, self)
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
         self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
-        self._depth = trunk.depth
+        self._depth, self._device = trunk.depth, device
         self._forms = Forms(trunk, self.arguments, coupling, reader, not payload.fits_any_length)
         self._observed = head.observed if payload.fits_any_length else None
         self._is_pooled = head.pooled is not None and payload.fits_any_length
@@ -107,11 +109,11 @@ class CachedForward(Swap):
         self.packings = Kinds[Packing](Packing.describe, lambda told: Packing.read(told, payload))
         self._tier = tier
         self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
-        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),)  # safest first
+        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),) if is_exact else ()  # safest first
         self.prefix = None
         if blocks is not None:
             stored_blocks = None if tier is None else StoredBlocks(tier, blocks)
-            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored_blocks)
+            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored_blocks, is_exact)
         self.eager = Eager(self)
         self.engine: Engine = self.eager
         self._observer: Observer | None = None
@@ -488,10 +490,11 @@ class CachedForward(Swap):
         for number, place in call.computed.items():
             row = call.rows[number]
             if not row.bypass_reason:
-                fields, padding = packing.take(call.output, place, row)
+                fields, padding = packing.take(call.output, place, row, self._device)
                 call.entries[number] = Entry(row.again or row.key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
-            for _ in range(self._bank.put(call.entries.values(), call.generation)):
+            cost = 1e3 * call.computing_s / len(call.computed)
+            for _ in range(self._bank.put(call.entries.values(), call.generation, cost)):
                 self._counters.too_large()
             if self._stored is not None:
                 self._stored.put(call, call.entries.values())

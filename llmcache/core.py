@@ -88,6 +88,8 @@ class Core:
             # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
             cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
+            device=self._device(),
+            is_exact=config.serves_exact,
         )
         self.forward.account = Account() if config.auto_bypass else None
         self.installed.add(self.forward.remove)
@@ -285,12 +287,16 @@ class Core:
         if self._compiled is not None:
             self._compiled.close()
 
+    def _device(self) -> torch.device:
+        """Where entries are kept."""
+        return device_of(self.trunk.module) if self._config.device == "model" else torch.device("cpu")
+
     def _make_blocks(self) -> BlockPool | None:
         """Make the block pool for calls that keep K/V; None where the model makes none."""
         config, trunk = self._config, self.trunk
         if not trunk.makes_kv or self.payload.fits_any_length:
             return None
-        device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
+        device = self._device()
         return BlockPool(
             config.prefix_block,
             config.max_bytes,

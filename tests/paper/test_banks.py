@@ -1,6 +1,6 @@
 """What banks keep and let go, by public names: fingerprints, indexes, codecs, policies, checks, and saving."""
 
-import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from llmcache import CODECS, FINGERPRINTS, POLICIES, ConfigError, LLMCache, UnsafeReuseError
-from llmcache.paper.build import build as build_layerwise
 from tests.conformance.outside import MostRecent, Scan
 from tests.paper.reference import assert_close, plain, run, served, wrapped
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, states, tokens
@@ -257,31 +256,21 @@ SAVED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_what_state_gives_another_cache_serves(name: str) -> None:
-    from llmcache import CacheConfig
-
-    settings = dict(SAVED[name])
+def test_what_is_saved_serves_another_cache(name: str, tmp_path: Path) -> None:
+    settings = {"tau": 0.9999, **SAVED[name]}
     make = settings.pop("make", CLASSIFIERS["bert"])
-    config = CacheConfig.make({"tau": 0.9999, **settings})
-    models = [build(make) for _ in range(3)]
-    one, two, wider = (build_layerwise(model, config) for model in models)
-    inputs = padded([6, 4, 6, 5])
-    first = run(models[0], **inputs)
-    meta, tensors = one.state()
-    two.restore(json.loads(json.dumps(meta)), {name: tensor.clone() for name, tensor in tensors.items()})
-    if name == "fingerprint that waits":
-        run(models[1], **padded([6], seed=30))
-    found = run(models[1], **inputs)
-    assert [outcome.rung for outcome in two.last] == ["paper"] * 4
-    torch.testing.assert_close(found, run(models[0], **inputs) if name != "fingerprint that waits" else first)
-    assert two.stats().errors == 0
-    with torch.no_grad():
-        next(models[0].parameters()).mul_(2)
-    meta, tensors = one.state()  # of other weights nothing is left
-    assert not any(meta["banks"].values())
-    wider.restore(meta, tensors)
-    for layerwise in (one, two, wider):
-        layerwise.close()
+    first, second, inputs = build(make), build(make), padded([6, 4, 6, 5])
+    with LLMCache.wrap(first, **settings) as cache:
+        computed = run(first, **inputs)
+        cache.save(tmp_path / "saved")
+        again = run(first, **inputs)
+    with LLMCache.load(second, tmp_path / "saved") as cache:
+        if name == "fingerprint that waits":
+            run(second, **padded([6], seed=30))
+        found = run(second, **inputs)
+        assert [outcome.rung for outcome in cache.last] == ["paper"] * 4
+        torch.testing.assert_close(found, computed if name == "fingerprint that waits" else again)
+        assert cache.stats().errors == 0
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
