@@ -94,14 +94,14 @@ class CachedForward(Swap):
         blocks: BlockPool | None = None,
         cuts: bool = True,
         tier: Tier | None = None,
-        device: torch.device = torch.device("cpu"),
+        device: torch.device | None = None,
         is_exact: bool = True,
     ) -> None:
         """Take the place of the trunk's forward."""
         super().__init__(trunk.module, self)
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
         self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
-        self._depth, self._device = trunk.depth, device
+        self._depth, self._device = trunk.depth, device or torch.device("cpu")
         self._forms = Forms(trunk, self.arguments, coupling, reader, not payload.fits_any_length)
         self._observed = head.observed if payload.fits_any_length else None
         self._is_pooled = head.pooled is not None and payload.fits_any_length
