@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from llmcache.answers import Answers
-from llmcache.arrays import Bools, Doubles, Floats, below
+from llmcache.arrays import Doubles, Floats, below
 from llmcache.bank import Bank
 from llmcache.content_gate import ContentGate
 from llmcache.fingerprint import Learned
@@ -182,9 +182,9 @@ class Semantic:
         if made is None or made.limit is None or not rows or call.requests.may_be_refused:
             return
         vectors, forecasts = self.project(call, rows)
-        finite: Bools = np.isfinite(vectors).all(axis=1)
-        if not finite.all():  # states of their tokens are not: these rows are computed
-            rows, vectors, forecasts = list(compress(rows, finite.tolist())), vectors[finite], forecasts[finite]
+        finite = np.isfinite(vectors).all(axis=1).tolist()
+        if not all(finite):  # states of their tokens are not: these rows are computed
+            rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]
         if not rows:
             return
         chosen = self.choose(call, rows, vectors, forecasts)
