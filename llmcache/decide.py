@@ -182,7 +182,7 @@ class Semantic:
         if made is None or made.limit is None or not rows or call.requests.may_be_refused:
             return
         vectors, forecasts = self.project(call, rows)
-        finite = np.isfinite(vectors).all(axis=1).tolist()
+        finite = [bool(np.isfinite(vector).all()) for vector in vectors]
         if not all(finite):  # states of their tokens are not: these rows are computed
             rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]
         if not rows:
