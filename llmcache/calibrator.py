@@ -170,7 +170,6 @@ class Calibrator:
         """Learn nothing from requests of a namespace, None: of all, and serve none from them."""
         self.calibrated.forget(namespace)
         self.calibrated.fitter.sources.forget(namespace)
-        self.audit.forget(namespace)
 
     def _check_installed(self) -> None:
         if self._installed.is_empty:
@@ -182,11 +181,11 @@ class Calibrator:
         with torch.inference_mode():
             return model(dict(inputs)) if self._head.name == "sentence embedding" else model(**inputs)
 
-    def _compute_again(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
+    def _compute_again(self, namespace: str, engine: str, inputs: Mapping[str, Any]) -> Any:
         with setting(self._forward.namespace, namespace):
-            return self._compute(inputs, self._without_hooks())
+            return self._compute(inputs, self._without_hooks(engine))
 
-    def _without_hooks(self) -> nn.Module:
+    def _without_hooks(self, engine: str) -> nn.Module:
         """A model of the same tensors that the cache sees, and hooks of users do not; it gives way to calls."""
         try:
             replicas = make_replicas(self._model)
@@ -196,7 +195,7 @@ class Calibrator:
         for layer in set(trunk.layers):
             replicas[layer].register_forward_pre_hook(self._give_way)
         twin = replace(trunk, module=replicas[trunk.module], layers=tuple(replicas[layer] for layer in trunk.layers))
-        forward = self._forward.on(twin)
+        forward = self._forward.on(twin, engine)
         if not self._observer.answers.reads_payload:
             self._watch(replicas[self._model], twin, forward, is_kept=False)
         return replicas[self._model]

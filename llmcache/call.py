@@ -53,6 +53,7 @@ from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
 DEFAULT_NAMESPACE = "default"
+_MOST_SCOPES = 256  # that are remembered
 
 
 class Exact:
@@ -142,12 +143,18 @@ class CachedForward(Swap):
         self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
         self.rungs = (*self.rungs, semantic)
 
-    def on(self, trunk: Trunk) -> "CachedForward":
-        """Swap the forward of a twin of the trunk; its calls are computed and observed, never served or stored."""
+    def on(self, trunk: Trunk, engine: str) -> "CachedForward":
+        """Swap the forward of a twin of the trunk; its calls are computed and observed, never served or stored.
+
+        Args:
+            trunk: The twin.
+            engine: Name of the engine under which its requests are keyed.
+        """
         other = CachedForward(
             trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
         )
         other.namespace, other._observer = self.namespace, self._observer
+        other.engine = other.eager = Eager(other, engine)
         return other
 
     @property
@@ -177,7 +184,7 @@ class CachedForward(Swap):
             self.look_up(call)
             output = self.answer(call)
         except BaseException:
-            self._withdraw(call)
+            self.withdraw(call)
             if not call.is_collected:
                 self._local.last = ()
             raise
@@ -192,7 +199,8 @@ class CachedForward(Swap):
         """Read a call: its rows with their keys, or the reason for a bypass."""
         call = Call(args, kwargs, self.namespace.get(), is_collected)
         call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
-        self.n_read.set(None)  # it is about the head's own call, which comes first
+        if call.n_read is not None:
+            self.n_read.set(None)  # it is about the head's own call, which comes first
         try:
             call.reason = self._read(call)
         except Exception as error:
@@ -219,7 +227,7 @@ class CachedForward(Swap):
         if look.refusal is not None:
             return look.refusal
         call.mark, call.is_activated = look.mark, look.activated is not None
-        state = call.state = self._forms.state(look.digest)
+        state = call.state = self._forms.state(look.digest, look.modules)
         form = self._forms.find(call, state)
         if form.reason is not None or state.reason is not None:
             return form.reason or state.reason
@@ -237,6 +245,8 @@ class CachedForward(Swap):
         named = call.namespace, look.digest, autocast, form.attention, call.engine.name
         call.scope = state.scopes.get(named)
         if call.scope is None:
+            if len(state.scopes) >= _MOST_SCOPES:  # a namespace for each session, say
+                state.scopes.clear()
             call.scope = state.scopes[named] = Scope(*named)
         if self._sharing is not None and not call.is_collected:
             self._sharing.step(call.scope, call.number)
@@ -320,7 +330,7 @@ class CachedForward(Swap):
                 self._audit.draw(call)
             if tried.has_failed:
                 call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
-                self._withdraw(call)
+                self.withdraw(call)
 
     def _ask(self, call: Call) -> None:
         """Ask the rungs, safest first, for the rows that are not served yet."""
@@ -349,9 +359,9 @@ class CachedForward(Swap):
 
     def _drop_hits(self, call: Call) -> None:
         call.hits.clear()
-        self._withdraw(call)
+        self.withdraw(call)
 
-    def _withdraw(self, call: Call) -> None:
+    def withdraw(self, call: Call) -> None:
         """Take back the audit's draws of a call whose hits are not served."""
         if call.audited and self._audit is not None:
             self._audit.withdraw(call)
@@ -441,6 +451,7 @@ class CachedForward(Swap):
                 self._counters.error("store a call", error)
             call.storing_s += perf_counter() - started
         if call.reason is not None:
+            self.withdraw(call)
             n_rows = _count_rows(call.arguments or self.arguments.bind(call.args, call.kwargs))
             self._counters.bypass(call.reason, n_rows)
             if call.reason != "decode" and not call.is_collected:
@@ -491,7 +502,8 @@ class CachedForward(Swap):
             row = call.rows[number]
             if not row.bypass_reason:
                 fields, padding = packing.take(call.output, place, row, self._device)
-                call.entries[number] = Entry(row.again or row.key, call.scope, fields, padding, row.layout)
+                key = row.key if call.is_collected else row.again or row.key
+                call.entries[number] = Entry(key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
             cost = 1e3 * call.computing_s / len(call.computed)
             for _ in range(self._bank.put(call.entries.values(), call.generation, cost)):
@@ -556,6 +568,10 @@ class ModelForward(Swap):
         token = self._forward.seen.set(calls)
         try:
             output = self.original(*args, **kwargs)
+        except BaseException:
+            for call in calls:
+                self._forward.withdraw(call)
+            raise
         finally:
             self._forward.seen.reset(token)
         if len(calls) == 1:  # of several nobody knows which of them made which answer

@@ -209,6 +209,8 @@ class Core:
             n_requests = self.bank.clear(namespace)
             if self.calibrator is not None:
                 self.calibrator.forget(namespace)
+        if self.calibrator is not None:  # without that lock, which the audit may want while it holds its own
+            self.calibrator.audit.forget(namespace)
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
     def drop_keys(self, keys: Iterable[str]) -> int:

@@ -204,7 +204,7 @@ class Semantic:
         """Return whether the calibration that a call was looked up with is in force, and its sources still are held."""
         assert call.scope is not None
         sources = (hit.source for hit in call.hits.values() if hit.answer is not None)
-        return self._limits.serving(call.scope.weights) is call.made and all(key in self.sources for key in sources)
+        return self._limits.serving(call.scope.weights) is call.made and all(map(self.sources.may_serve, sources))
 
     def project(self, call: "Call", rows: Sequence[Row]) -> tuple[Floats, Floats]:
         """Return fingerprints (B, F) of rows, and forecasts (B, C) of the model's output for them."""

@@ -180,8 +180,16 @@ class Sources:
         if key not in self._where:  # asked for every entry that leaves the bank
             return
         with self.lock:
-            if (part := self._where.pop(key, None)) is not None:
-                part.remove(key)
+            part = self._where.get(key)
+            source = None if part is None else part.sources[part.slots[key]]
+            if part is None or source is None or not source.entry.fields:  # a buried one goes on voting
+                return
+            del self._where[key]
+            part.remove(key)
+
+    def may_serve(self, key: str) -> bool:
+        """Whether a request may serve others."""
+        return key in self._where and key not in self._quarantined
 
     def quarantine(self, key: str, namespace: str) -> None:
         """Quarantine a source until `forget`: it is found and votes as before, and serves no other request."""

@@ -109,9 +109,8 @@ class Audit:
 
     def served(self, call: "Call") -> None:
         """Queue hits of a call that has ended to be audited, where they were drawn."""
-        for number, drawn in call.audited.items():
-            if number not in call.hits:
-                continue
+        for number in call.hits.keys() & call.audited.keys():
+            drawn = call.audited.pop(number)
             with self._counters.guard("have a hit audited") as tried:
                 self._recomputer.add(call, call.rows[number], drawn)
             if tried.has_failed:

@@ -42,6 +42,7 @@ class Recompute:
     namespace: str
     inputs: Mapping[str, Tensor]  # its own, copied (1, T), without the padding behind that its key leaves out
     autocast: tuple[str, torch.dtype, bool]  # device type, dtype and whether it was on
+    engine: str  # name of the one that keyed it
     origin: Origin  # of what was served: no other model's answer tells whether it was right
     since_s: float = field(default_factory=monotonic)  # when it was served, by a clock that never goes back
 
@@ -135,7 +136,7 @@ class RecomputeQueue:
         """Return the kind of a row; rows of one kind can be computed together."""
         width = self._width_of(look)
         n_tokens = look.inputs["input_ids"].shape[1]
-        return look.namespace, look.origin, look.autocast, tuple(look.inputs), (n_tokens - 1) // width
+        return look.namespace, look.engine, look.origin, look.autocast, tuple(look.inputs), (n_tokens - 1) // width
 
     def _width_of(self, look: Recompute) -> int:
         """Return how many lengths share a kind: one where no mask tells padding."""
@@ -157,7 +158,8 @@ def look_at(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recompute
     inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    return Recompute(drawn, row.key, call.namespace, inputs, autocast, origin)
+    engine = "" if call.engine is None else call.engine.name
+    return Recompute(drawn, row.key, call.namespace, inputs, autocast, engine, origin)
 
 
 def _row(tensor: Any, number: int, end: int) -> Tensor:

@@ -30,7 +30,8 @@ from llmcache.request.rows import Row
 if TYPE_CHECKING:
     from llmcache.request.call import Call
 
-Compute = Callable[[str, Mapping[str, Tensor]], Any]
+#: Runs the model in a namespace, its requests keyed for an engine, on tokenised inputs.
+Compute = Callable[[str, str, Mapping[str, Tensor]], Any]
 
 _ROUNDING = 0.02  # of the largest output: that much may differ between rows alone and together, in 16 bits
 
@@ -99,7 +100,8 @@ class Recomputer:
         for look, case in zip(looks, cases, strict=False):
             if case.row.key == look.key:
                 with self.counters.guard("store what was audited"):
-                    self._keep(case)
+                    if not look.engine:  # states of two engines are not mixed
+                        self._keep(case)
                 yield look, case
             else:
                 self.counters.look(CalibrationError("a request that was served is read as another one now"))
@@ -119,7 +121,7 @@ class Recomputer:
     def _run(self, look: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
         device, dtype, is_on = look.autocast
         with torch.autocast(device, dtype=dtype, enabled=is_on):
-            return collect(partial(self.compute, look.namespace), self.observer, [inputs])
+            return collect(partial(self.compute, look.namespace, look.engine), self.observer, [inputs])
 
     def _come_out_alike(self, looks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
         """Whether requests come out the same together, padded, as alone, but for rounding, and with the same keys."""

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from time import perf_counter
 from typing import Any
 
@@ -144,7 +144,12 @@ class CalibratedReuse:
     def _learn_from(self, observed: Sequence[Observation]) -> None:
         compute_alone()
         try:
-            self.calibrate(observed, self._risk_target)
+            with self._lock:  # no purge comes between
+                left = self.remaining(observed)
+                if len(left) < len(observed):  # go on learning with those that were not purged
+                    self._observed, self._is_calibrating = [*left, *self._observed], False
+                    return
+                self.calibrate(left, self._risk_target)
         except CalibrationError as error:
             self._learn = None
             self._counters.error("calibrate", error, is_of_call=False)
@@ -331,13 +336,16 @@ class CalibratedReuse:
             vectors: Their fingerprints (F,), by number; others are left out.
         """
         sources = self.fitter.sources
-        pairs = [(self.fitter.source_of(case), vectors[n]) for n, case in cases.items() if n in vectors]
+        fresh = {n: case for n, case in cases.items() if n in vectors and case.entry.key == case.row.key}
+        pairs = [(self.fitter.source_of(case), vectors[n]) for n, case in fresh.items()]  # each request once
         with sources.lock:  # `end` clears them after it has let go of the calibration
             if made is not self.calibration or not self.is_growing:
                 return
-            pairs = [(one, vector) for one, vector in pairs if one.key in self._bank]
             if pairs:
                 sources.add([one for one, _ in pairs], np.stack([vector for _, vector in pairs]))
+            for one, _ in pairs:
+                if one.key not in self._bank:  # too large, or evicted meanwhile
+                    sources.remove(one.key)
 
     def held(self) -> AbstractContextManager[object]:
         """Within: no calibration begins or ends."""
@@ -391,7 +399,7 @@ class CalibratedReuse:
         return parts
 
 
-def _about(source: Source) -> tuple[str, tuple[str, str, str, str], str]:
+def _about(source: Source) -> tuple[str, tuple[str, ...], str]:
     """Key, scope and layout of a source's entry, as JSON can hold them."""
     entry, scope = source.entry, source.entry.scope
-    return entry.key, (scope.namespace, scope.weights, scope.dtype, scope.attention), entry.layout.hex()
+    return entry.key, astuple(scope), entry.layout.hex()

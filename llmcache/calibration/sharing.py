@@ -171,16 +171,23 @@ class SharedCalibration:
         """Take up a body, unless its namespace was purged meanwhile; notes on it are read at the next look."""
         try:
             with self._counters.guard("take up a calibration of the store"):
+                namespace, bank = place.scope.namespace, self._calibrated.fitter.bank
+                generation = bank.generation(namespace)
                 (found,) = self._tier.peek([(place.scope, f"b.{self._by()}.{body}")], _BODY_S)
                 if found is None:  # not there yet, or no longer
                     return
                 self._passed_over = self._version, body  # unless it can be taken up
                 meta = json.loads(found.tensors.pop(_META).numpy().tobytes())
-                self._calibrated.restore(meta, found.tensors)
+                with self._calibrated.held():
+                    if bank.generation(namespace) != generation:  # purged since
+                        return
+                    self._calibrated.restore(meta, found.tensors)
+                self._tier.follow()  # a purge elsewhere drops what was restored, and ends the calibration
                 made = self._calibrated.calibration
-                is_late = self._tier.number(place.scope.namespace) != place.number
-                if made is None or made.head != self._calibrated.head_digest() or is_late:
+                if made is not None and made.head != self._calibrated.head_digest():
                     self._calibrated.end()
+                    made = None
+                if made is None:
                     return
                 self._made, self._body, self._place, self._look_at = made, body, place, 0.0
                 self._passed_over = 0, ""

@@ -32,11 +32,9 @@ class Engine(Protocol):
 class Eager:
     """The trunk as it is."""
 
-    name = ""
-
-    def __init__(self, swap: Swap) -> None:
+    def __init__(self, swap: Swap, name: str = "") -> None:
         """Run what the swap stands in for."""
-        self._swap = swap
+        self._swap, self.name = swap, name
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
         """Return itself."""

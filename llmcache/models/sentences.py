@@ -49,6 +49,16 @@ class Features(dict[str, Any]):
             self[key]
         return super().pop(key, *default)
 
+    def popitem(self) -> tuple[str, Any]:
+        for key in reversed(self):
+            return key, self.pop(key)
+        return super().popitem()
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
     def items(self) -> Any:
         return self._read().items()
 
@@ -101,12 +111,18 @@ class SentenceSwap(Swap):
 
 
 def later(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Compute:
-    """What computes a trunk's states as it would now: without gradients, in the same autocast."""
+    """Computes a trunk's states of these arguments, which are copied: without gradients, in the autocast of now."""
     is_on = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_on else None
+
+    args, kwargs = tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
 
     def compute() -> Any:
         with torch.no_grad(), torch.autocast(device, dtype, enabled=is_on):
             return run(*args, **kwargs)[0]
 
     return compute
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

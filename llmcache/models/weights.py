@@ -87,12 +87,14 @@ class Look(NamedTuple):
         mark: That came with it; None where others have come since.
         refusal: See `Weights.refusal`.
         activated: See `Weights.activated`.
+        modules: Those that were watched, a list that is made anew whenever one of them is another.
     """
 
     digest: str
     mark: Mark | None
     refusal: str | None
     activated: Sequence[int | None] | None
+    modules: Sequence[nn.Module] = ()
 
 
 class Weights:
@@ -159,7 +161,7 @@ class Weights:
         if any(self._hooks):
             refusal = refusal or ("adapter_names" if are_by_row(self._hooks) else None)
             offsets = activated(self._hooks)
-        return Look(digest, mark if latest == digest else None, refusal, offsets)
+        return Look(digest, mark if latest == digest else None, refusal, offsets, self._modules)
 
     @property
     def latest(self) -> str:

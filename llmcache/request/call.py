@@ -41,6 +41,7 @@ class State:
     """Facts about the trunk while its weights, settings and modules stay as they are."""
 
     digest: str
+    modules: Sequence[Any]  # of the trunk, see `Look.modules`
     reason: str | None  # why no call can be cached
     coupling: str  # why rows of a call affect each other, or ""
     spaces: Sequence[dict[str, Any]]  # attributes of the modules within, whose hooks would not run

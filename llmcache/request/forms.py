@@ -53,10 +53,10 @@ class Forms:
         self._attends, self._masks = _attention_functions()
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
 
-    def state(self, digest: str) -> State:
+    def state(self, digest: str, modules: Sequence[Any]) -> State:
         """Return the state of the trunk for the digest of its present weights."""
         known = self._states.get(digest)
-        if known is not None:
+        if known is not None and known.modules is modules:
             return known
         trunk, parts = self._trunk, self._trunk.module.modules()
         reason = None if trunk.runs_its_layers else "other_depth"
@@ -68,7 +68,7 @@ class Forms:
         flags = (
             partial(map, setting, repeat(config), self._flags) if keys is None else partial(map, vars(config).get, keys)
         )
-        state = State(digest, reason, coupling, spaces, False in directions, content, flags)
+        state = State(digest, modules, reason, coupling, spaces, False in directions, content, flags)
         self._states[digest] = state
         while len(self._states) > _MOST_STATES:
             self._states.popitem(last=False)
@@ -93,7 +93,9 @@ class Forms:
             attends = self._attends(flags[-1]), self._masks(flags[-1])  # functions may be registered at any time
             key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags, attends
             form = state.forms.get(key)
-            if form is not None:
+            # A CUDA graph would replace what is captured; no call is served from then on.
+            is_captured = bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+            if form is not None and not is_captured:
                 call.arguments = dict(zip(form.names, values, strict=True))
                 if form.reason is not None or _fit_together(call.arguments, tensors):
                     return form
