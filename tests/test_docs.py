@@ -11,7 +11,7 @@ import yaml
 
 import llmcache
 from experiments.report import site
-from llmcache import CODECS, DECISIONS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
+from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
 from llmcache.audit.alarm import Alarm
 from llmcache.models.adapters import ADAPTERS
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokenizer, tokens
@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 GENERATED = {"cli.md", "settings.md"}
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENERATED)]
-REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, DECISIONS, CODECS, ADAPTERS]
+REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, CODECS, ADAPTERS]
 N_LOG = 240  # requests that examples calibrate on
 
 #: Words for ideas that have another name; see docs/glossary.md.
