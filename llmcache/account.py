@@ -1,9 +1,9 @@
-"""Whether searching for approximate hits pays: what searches took, and what computing the hits would have taken.
+"""Decides whether searching for approximate hits pays, from measured times of searches and of computing.
 
 Calls are compared with others of about their length. Where searches cost more than their hits save, most calls of that
 length are not searched any more; one in 64 still is, so that the search comes back once it pays. Exact repeats are
-always looked up, and every miss is stored. On accelerators nothing is turned off: there, what computing takes is not
-known without waiting for the device.
+always looked up, and every miss is stored. On accelerators nothing is turned off: the time that computing takes is not
+known there without waiting for the device.
 """
 
 import logging
@@ -24,7 +24,7 @@ _SURE = 1.645  # standard deviations: the share of hits is larger by chance in o
 
 @dataclass(slots=True)
 class _Length:
-    """Calls of about one length; sums fade."""
+    """Sums over calls of about one length; older calls fade."""
 
     n_rows: float = 0.0  # requests that were searched for
     n_hits: float = 0.0
@@ -36,16 +36,16 @@ class _Length:
 
     @property
     def search_ms(self) -> float:
-        """Of one request."""
+        """Mean time of a search, in milliseconds a request."""
         return 1e3 * self.search_s / self.n_rows
 
     @property
     def computing_ms(self) -> float:
-        """Of one request."""
+        """Mean time of computing, in milliseconds a request."""
         return 1e3 * self.computing_s / self.n_computed
 
     def pays(self) -> bool:
-        """Whether as many hits as there may well be save more than searching costs; unless it is known, they do."""
+        """Whether the largest likely share of hits saves more than searches cost; True while too little is known."""
         if self.n_rows < _LEAST or self.n_computed < _LEAST / 8:
             return True
         share = (self.n_hits + 1) / (self.n_rows + 2)
@@ -54,10 +54,10 @@ class _Length:
 
 
 class Account:
-    """Of one wrapped model. Thread-safe."""
+    """The account of one wrapped model. Thread-safe."""
 
     def __init__(self) -> None:
-        """Know nothing: all calls are searched."""
+        """Begin with no times: all calls are searched."""
         self._lengths: dict[int, _Length] = {}
         self._made: object = None  # the calibration that it is about
         self._lock = forkable(threading.Lock())
@@ -72,7 +72,7 @@ class Account:
             return length.n_skipped == 0
 
     def took(self, call: Call) -> None:
-        """Take in a call that was served, of which `search_s` and `computing_s` are known."""
+        """Add the times of a call that has ended: its `search_s` and `computing_s`."""
         if call.arguments["input_ids"].device.type != "cpu":
             return
         name = _length_of(call)
@@ -109,5 +109,5 @@ class Account:
 
 
 def _length_of(call: Call) -> int:
-    """Of its rows, padding included: calls of up to so many doublings of one token."""
+    """Return the group of a call: log2 of its tokens a row, padding included, rounded up."""
     return int(call.arguments["input_ids"].shape[1] - 1).bit_length()

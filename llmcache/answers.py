@@ -1,10 +1,10 @@
-"""What a model answers, in the form in which answers are kept and compared: the signature of a request.
+"""Answers of a model as signatures, by which they are kept and compared.
 
-Whether reuse changed an answer is told from signatures alone: of a class its number, of scores the scores, of an
-embedding the vector. They are taken from the model's own output, or by a function that the user gives; of an embedding
-from the payload, which is what the embedding is made of.
+The signature of a class is its number, of scores the scores, of an embedding the vector. An answer has changed if its
+signature has. Signatures are made from the model's output, or by a function that the user gives; those of embeddings
+from the payload, of which the embedding is made.
 
-A forecast is what a fingerprint lets expect of the output, before any layer has run: rough, but of this very request.
+A forecast is the output that a fingerprint predicts before any layer has run: rough, but for this very request.
 
 Sizes: N requests, n answers, B rows, C logits, S width of a signature.
 """
@@ -33,10 +33,10 @@ class Answers(ABC):
 
     @abstractmethod
     def sign(self, output: Tensor) -> Tensor:
-        """Signatures, float32 (B, S), of what the model put out for B rows, or of their payloads."""
+        """Return signatures, float32 (B, S), from the model's output for B rows, or from their payloads."""
 
     def learn(self, signatures: Floats) -> None:
-        """Take in signatures (N, S) of the first requests."""
+        """Learn from signatures (N, S) of the first requests."""
 
     def state(self) -> dict[str, Floats]:
         """What was learned."""
@@ -51,9 +51,9 @@ class Answers(ABC):
 
     @abstractmethod
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """How much the forecast of an output (C,) speaks for answers (n, S), the more, the larger; float32 (n,).
+        """Return how well answers (n, S) fit the forecast of an output (C,), float32 (n,); the larger, the better.
 
-        It is a forecast of the payload where answers are made of these. Of the expected class it is over 0.
+        Where answers are made from payloads, the forecast is of the payload. For the forecast class it is over 0.
         """
 
 
@@ -70,7 +70,7 @@ class Classes(Answers):
         return same
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """Its logit over the largest of the others."""
+        """Return each class's logit minus the largest of the others."""
         known = signatures[:, 0]
         classes = np.where(known == known, known, 0).astype(np.int64)  # whatever, where an answer is not known
         second, first = np.partition(forecast, -2)[-2:]
@@ -79,7 +79,7 @@ class Classes(Answers):
 
 
 class Labels(Answers):
-    """Any of C labels: those with a logit over 0."""
+    """A set of C labels: those with a logit over 0."""
 
     name = "labels"
 
@@ -91,7 +91,7 @@ class Labels(Answers):
         return same
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """How far the label that is least sure is on the right side."""
+        """Return the smallest margin among the labels, negative where one is on the wrong side."""
         least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
         return least
 
@@ -108,7 +108,7 @@ class Scores(Answers):
         return output.float().reshape(len(output), -1)
 
     def learn(self, signatures: Floats) -> None:
-        """Measure how far scores reach."""
+        """Measure the range of the scores."""
         self._most = (_SHARE_OF_RANGE * np.ptp(signatures, axis=0)).astype(np.float32)
 
     def state(self) -> dict[str, Floats]:
@@ -122,7 +122,7 @@ class Scores(Answers):
         return same
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """How near the score is that differs most, negated."""
+        """Return the largest difference of a score, negated."""
         nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
         return nearness
 
@@ -152,9 +152,9 @@ Reading = Callable[[Any], Tensor]
 
 
 def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
-    """The kind of a model's answers: a key of `ANSWERS`, or `auto`, as the head tells.
+    """Return a model's kind of answers: a key of `ANSWERS`, or `auto`, which follows the head.
 
-    Under a head that is not known, answers are taken for embeddings, the strictest kind.
+    Under an unknown head, answers are taken for embeddings, the strictest kind.
     """
     if name == "auto":
         config = getattr(model, "config", None)
@@ -170,7 +170,7 @@ def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
 
 
 def read_logits(output: Any) -> Tensor:
-    """Logits (B, C) of what a model returned: the tensor itself, its `logits`, or the first of a tuple."""
+    """Return logits (B, C) from a model's output: the tensor itself, its `logits`, or the first of a tuple."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif isinstance(output, tuple):

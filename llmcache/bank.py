@@ -25,12 +25,12 @@ _MANY = 32  # entries that left before they were ever hit, from which it is told
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What one request left behind.
+    """The stored output of one request.
 
     Attributes:
         key: Its exact key.
-        scope: All else that decides its states.
-        fields: What is kept of the trunk's output, see `Packing.take`.
+        scope: Namespace, weights and all else but tokens that decides its states.
+        fields: Its row of each tensor of the trunk's output; of hidden states the payload. See `Packing.take`.
         padding: States of its padding, of each field that holds states; empty without padding, or where none is kept.
         layout: Digest of what its padding was made of, where the key does not cover that; else b"".
         was_hit: It has served a request.
@@ -50,13 +50,13 @@ class Entry:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What it holds, by name: for stores and saves."""
+        """Its tensors by name, for stores and saves."""
         fields = {f"field{i}": one for i, one in enumerate(self.fields)}
         return fields | {f"padding{i}": one for i, one in enumerate(self.padding)}
 
     @classmethod
     def of(cls, key: str, scope: Scope, tensors: Mapping[str, Tensor], layout: str) -> "Entry":
-        """The entry of what it held, and its layout in hexadecimal."""
+        """Make an entry from its `tensors`, and its layout in hexadecimal."""
         n_fields = sum(name.startswith("field") for name in tensors)
         fields = tuple(tensors[f"field{i}"] for i in range(n_fields))
         padding = tuple(tensors[f"padding{i}"] for i in range(len(tensors) - n_fields))
@@ -64,7 +64,7 @@ class Entry:
 
 
 class Bank:
-    """Entries, and who of them leaves: each namespace has a share of the budget of its own. Thread-safe."""
+    """Entries by key, and their eviction: each namespace has a share of the budget of its own. Thread-safe."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Bank:
         Args:
             entries: Of one namespace; given away.
             generation: Of that namespace, when the call began.
-            cost: What computing each took, see `Policy.on_cost`; None: not known.
+            cost: Cost of computing each, see `Policy.on_cost`; None: not known.
         """
         n_too_large = 0
         with self._lock:
@@ -183,7 +183,7 @@ class Bank:
                 self.nbytes += entry.nbytes
                 self._take_in(entry)
                 if cost is not None and self.heeds_costs:
-                    self._shares.of(namespace).on_cost(entry.key, cost)
+                    self._shares.policies[namespace].on_cost(entry.key, cost)
         self._make_way()
         return n_too_large
 
@@ -192,12 +192,12 @@ class Bank:
         return self._n_clears_of_all + self._n_clears[namespace]
 
     def namespaces(self) -> list[str]:
-        """Those of which anything is held."""
+        """Namespaces with entries."""
         with self._lock:
             return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget the entries of a namespace, None: all; returns how many they were."""
+        """Forget the entries of a namespace (None: all); return how many they were."""
         with self._lock:
             if namespace is None:
                 self._n_clears_of_all += 1
@@ -224,13 +224,13 @@ class Bank:
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved of a trunk's requests, but for pinned ones: key, scope and layout of each, and its tensors."""
+        """Return key, scope, layout and tensors of each entry for these weights; pinned ones are left out."""
         entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
         about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Hold what was saved, oldest first, as far as it fits. Those of a namespace that was cleared stay away."""
+        """Store what `state` returned, oldest first, as far as it fits."""
         for own, (key, scope, layout) in unpack(meta, tensors):
             entry = Entry.of(key, Scope(*scope), own, layout)
             self.put([entry], self.generation(entry.scope.namespace))
@@ -268,7 +268,7 @@ class Bank:
 
     def _use(self, entry: Entry) -> None:
         if entry.key not in self._pinned:
-            self._shares.of(entry.scope.namespace).on_hit(entry.key)
+            self._shares.policies[entry.scope.namespace].on_hit(entry.key)
         if not entry.was_hit:
             entry.was_hit = True
             self._n_hits += 1
@@ -276,7 +276,7 @@ class Bank:
     def _take_in(self, entry: Entry) -> None:
         self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
         try:
-            self._shares.of(entry.scope.namespace).on_put(entry.key, entry.nbytes)
+            self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
         except BaseException:  # nobody would ever let it leave
             self._leave(entry.key)
             raise

@@ -3,12 +3,11 @@
     open      read the arguments: rows with keys, or the reason for a bypass
     look_up   ask the rungs, safest first, which rows stored requests serve; let the audit draw among approximate hits
     answer    run the trunk for the rows that are left, and put the output together
-    close     store what was computed, count, note what became of each row, show it to those who learn
+    close     store computed rows, count, note the outcome of each row, show the answers to whoever learns
 
-What fails here is counted, logged once, and computed around. Errors of the model itself are raised as without a cache.
+Failures of the cache are counted, logged once, and computed around. Errors of the model are raised as without a cache.
 """
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -49,16 +48,15 @@ from llmcache.request.outcome import Outcome
 from llmcache.request.packing import Packing, parts_of
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
-from llmcache.request.variables import setting
+from llmcache.request.variables import is_switched_off, setting
 from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
 DEFAULT_NAMESPACE = "default"
-DISABLE = "LLMCACHE_DISABLE"  # environment variable
 
 
 class Exact:
-    """Serves a request from what was stored under its own key. Lossless."""
+    """Serves a request from the entry under its own key. Lossless."""
 
     name = "exact"
     is_lossless = True
@@ -79,7 +77,7 @@ class Exact:
 
 
 class CachedForward(Swap):
-    """Stands in for the trunk's forward. One a wrapped model. Thread-safe."""
+    """Stands in for the trunk's forward. One per wrapped model. Thread-safe."""
 
     is_of_trunk = True
 
@@ -96,12 +94,14 @@ class CachedForward(Swap):
         blocks: BlockPool | None = None,
         cuts: bool = True,
         tier: Tier | None = None,
+        device: torch.device | None = None,
+        is_exact: bool = True,
     ) -> None:
         """Take the place of the trunk's forward."""
         super().__init__(trunk.module, self)
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
         self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
-        self._depth = trunk.depth
+        self._depth, self._device = trunk.depth, device or torch.device("cpu")
         self._forms = Forms(trunk, self.arguments, coupling, reader, not payload.fits_any_length)
         self._observed = head.observed if payload.fits_any_length else None
         self._is_pooled = head.pooled is not None and payload.fits_any_length
@@ -109,11 +109,11 @@ class CachedForward(Swap):
         self.packings = Kinds[Packing](Packing.describe, lambda told: Packing.read(told, payload))
         self._tier = tier
         self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
-        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),)  # safest first
+        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),) if is_exact else ()  # safest first
         self.prefix = None
         if blocks is not None:
             stored_blocks = None if tier is None else StoredBlocks(tier, blocks)
-            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored_blocks)
+            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored_blocks, is_exact)
         self.eager = Eager(self)
         self.engine: Engine = self.eager
         self._observer: Observer | None = None
@@ -124,7 +124,7 @@ class CachedForward(Swap):
         self.is_retired = False
         self._local = threading.local()
         self._prepared: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
-        is_off = os.environ.get(DISABLE, "0") not in ("", "0")
+        is_off = is_switched_off()
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
@@ -138,12 +138,12 @@ class CachedForward(Swap):
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
     def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
-        """Reuse approximately as well, as far as a calibration allows it; `semantic` is asked after all other rungs."""
+        """Reuse approximately as well, within a calibration's limit; `semantic` is asked after all other rungs."""
         self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk) -> "CachedForward":
-        """Take the place of another trunk's forward, of the same tensors: its calls are computed and observed alone."""
+        """Swap the forward of a twin of the trunk; its calls are computed and observed, never served or stored."""
         other = CachedForward(
             trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
         )
@@ -152,12 +152,12 @@ class CachedForward(Swap):
 
     @property
     def last(self) -> tuple[Outcome, ...]:
-        """What became of each row of this thread's last call."""
+        """Outcomes of the rows of this thread's last call."""
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The trunk's output: from memory as far as requests are known, and computed for the rest."""
+        """Return the trunk's output: stored rows from memory, the others computed."""
         if self.is_retired:
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -202,7 +202,7 @@ class CachedForward(Swap):
         return call
 
     def _read(self, call: Call) -> str | None:
-        """Fill the call; the reason for a bypass, or None."""
+        """Fill the call's fields; return the reason for a bypass, or None."""
         weights, pooled = self._weights, self._head.pooled
         if torch.is_grad_enabled():
             weights.suspect()  # an optimizer may write them from now on
@@ -231,8 +231,10 @@ class CachedForward(Swap):
             return "hooked"
         device = call.arguments["input_ids"].device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        call.engine = self.engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
-        named = call.namespace, look.digest, autocast, self._trunk.attention, call.engine.name
+        call.engine = self.engine
+        if self.engine is not self.eager:
+            call.engine = self.engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
+        named = call.namespace, look.digest, autocast, form.attention, call.engine.name
         call.scope = state.scopes.get(named)
         if call.scope is None:
             call.scope = state.scopes[named] = Scope(*named)
@@ -258,7 +260,7 @@ class CachedForward(Swap):
     # -- calls that are looked up before they are made: see `found.py` -------------------------------------------------
 
     def prepare(self, run: Callable[[], object]) -> Call | None:
-        """The call that `run` makes of the trunk, looked up and not run; None if it makes none."""
+        """Look up the trunk call that `run` makes, without running the trunk; None if it makes none."""
         if not self.is_retired:
             try:
                 with setting(self._is_preparing, True):
@@ -268,7 +270,7 @@ class CachedForward(Swap):
         return None
 
     def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
-        """Remember what was found of some rows until the model is run on `inputs`, or the result is let go."""
+        """Keep the hits of some rows until the model is run on `inputs`, or the returned call is garbage-collected."""
         kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
         kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
         kept.take_over(call, numbers)
@@ -276,7 +278,7 @@ class CachedForward(Swap):
         return kept
 
     def _is_still(self, known: Call, call: Call) -> bool:
-        """Whether a call is the one that was looked up, and what was found still holds."""
+        """Whether a call has the arguments that were looked up, and its hits are still valid."""
         is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
         if not is_same or known.versions != _versions(known.inputs):
             return False
@@ -291,10 +293,10 @@ class CachedForward(Swap):
     # -- look up -------------------------------------------------------------------------------------------------------
 
     def look_up(self, call: Call) -> None:
-        """Find what serves the rows of a call.
+        """Find hits for the rows of a call.
 
         Raises:
-            NotCachedError: The call is to be answered from the cache or not at all, and cannot be.
+            NotCachedError: Within `only_if_cached`, a row has no hit, or the call bypasses the cache.
         """
         if call.reason is None and not call.is_looked_up and not call.is_collected:
             started = perf_counter()
@@ -326,8 +328,9 @@ class CachedForward(Swap):
             assert self.prefix is not None
             self.prefix.look_up(call)
             return
-        if not (self.packings.are_known(call.kind) or self._stored):
-            return  # how an output is put together is not known yet
+        is_known = call.kind in self.packings or self.packings.are_known(call.kind)  # how an output is put together
+        if not (is_known or self._stored):
+            return
         for rung in self.rungs:
             rows = [row for row in call.rows if not row.bypass_reason and row.number not in call.hits]
             if not rows:
@@ -340,7 +343,8 @@ class CachedForward(Swap):
                 call.search_s += perf_counter() - started
         # Rows that affect each other are served together; PEFT's hooks expect all rows of a batch.
         needs_all = call.is_whole or call.is_activated
-        if not self.packings.are_known(call.kind) or (needs_all and len(call.hits) < len(call.rows)):
+        is_known = is_known or self.packings.are_known(call.kind)  # as the store may have told
+        if not is_known or (needs_all and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
     def _drop_hits(self, call: Call) -> None:
@@ -348,14 +352,14 @@ class CachedForward(Swap):
         self._withdraw(call)
 
     def _withdraw(self, call: Call) -> None:
-        """Hits that the audit drew are not served after all."""
+        """Take back the audit's draws of a call whose hits are not served."""
         if call.audited and self._audit is not None:
             self._audit.withdraw(call)
 
     # -- answer --------------------------------------------------------------------------------------------------------
 
     def answer(self, call: Call) -> Any:
-        """The trunk's output, from memory as far as rows are served."""
+        """Return the trunk's output: rows with a hit from memory, the others computed."""
         if call.reason is not None:
             return self.original(*call.args, **call.kwargs)
         if call.prefill is not None:
@@ -418,14 +422,15 @@ class CachedForward(Swap):
         """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
         chunks = self.chunks.get()
         if chunks is None or call.is_activated or not chunks.fit(self.arguments, args, kwargs):
-            return self.original(*args, **kwargs)
+            assert call.engine is not None and call.prefill is not None
+            return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in call.prefill.whole])
         with setting(self.chunks, None):  # others may be let in, and call the model for themselves
             return chunks.run(self.original, self.arguments, args, kwargs)
 
     # -- close ---------------------------------------------------------------------------------------------------------
 
     def close(self, call: Call, output: Any) -> None:
-        """Store computed rows, unless weights or namespace changed meanwhile; count; note what became of each row."""
+        """Store computed rows, unless weights or namespace changed meanwhile; count; note the outcome of each row."""
         prefill = call.prefill
         is_computed = call.computed or (prefill is not None and len(prefill.whole) < len(call.rows))
         if call.reason is None and is_computed:
@@ -456,7 +461,7 @@ class CachedForward(Swap):
                 seen.append(call)
 
     def _store(self, call: Call, output: Any) -> str | None:
-        """Keep what was computed; the reason why it cannot be cached, where the output or the weights say so."""
+        """Store computed rows; return the reason where output or weights rule that out."""
         assert call.scope is not None and call.state is not None
         if not self._weights.stayed(call.mark, call.scope.weights):
             return "weights_changed"
@@ -485,10 +490,11 @@ class CachedForward(Swap):
         for number, place in call.computed.items():
             row = call.rows[number]
             if not row.bypass_reason:
-                fields, padding = packing.take(call.output, place, row)
+                fields, padding = packing.take(call.output, place, row, self._device)
                 call.entries[number] = Entry(row.again or row.key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
-            for _ in range(self._bank.put(call.entries.values(), call.generation)):
+            cost = 1e3 * call.computing_s / len(call.computed)
+            for _ in range(self._bank.put(call.entries.values(), call.generation, cost)):
                 self._counters.too_large()
             if self._stored is not None:
                 self._stored.put(call, call.entries.values())
@@ -496,7 +502,7 @@ class CachedForward(Swap):
         return None
 
     def _tell_time(self, call: Call, n_tokens: int) -> None:
-        """Tell the store what computing took, where that is known without waiting for the device."""
+        """Tell the store the time that computing took; not on accelerators, where that means waiting for the device."""
         if self._tier is not None and call.arguments["input_ids"].device.type == "cpu":
             self._tier.break_even.computed(n_tokens, call.computing_s)
 
@@ -521,7 +527,7 @@ class CachedForward(Swap):
             self._observer.see(call, output)
 
     def reads_last(self, n_columns: int | None) -> None:
-        """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
+        """Note how many of the last columns the head reads, before it runs; None: maybe all, and after it has run."""
         self.n_read.set(n_columns)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -535,15 +541,15 @@ class CachedForward(Swap):
 
 
 class ModelForward(Swap):
-    """Stands in for the forward of the whole model: shows what it returned to those who learn from answers."""
+    """Stands in for the forward of the whole model: shows its output to the observer, which learns from answers."""
 
     def __init__(self, model: nn.Module, forward: CachedForward) -> None:
-        """Take the forward's place; `forward` is that of its trunk."""
+        """Take the place of the model's forward; `forward` stands in for its trunk's."""
         super().__init__(model, forward)
         self._forward = forward
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Return the model's output, and show it to the observer."""
         if self._forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         calls: list[Call] = []
@@ -558,7 +564,7 @@ class ModelForward(Swap):
 
 
 class _LookedUp(BaseException):
-    """Ends the model's forward where the trunk would run: it was made to look a call up."""
+    """Ends the model's forward before the trunk runs, in a call that is only looked up."""
 
     def __init__(self, call: Call) -> None:
         super().__init__("looked up")
@@ -566,7 +572,7 @@ class _LookedUp(BaseException):
 
 
 def _versions(inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of tensors that are not of inference mode."""
+    """Version counters of tensors; those made in inference mode have none."""
     return tuple(one._version for one in inputs.values() if isinstance(one, Tensor) and not one.is_inference())
 
 

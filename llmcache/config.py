@@ -192,6 +192,18 @@ class CacheConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _is_of_tau(self) -> Self:
+        """Refuse what only the paper's cache does."""
+        given = {
+            "compression": self.compression.name != "none",
+            "layers": self.layers not in ("auto", "last"),
+            "fingerprint": self.fingerprint.name not in ("auto", "learned"),
+        }
+        if self.tau is None and (names := [name for name, is_given in given.items() if is_given]):
+            raise ValueError(f"{', '.join(names)} without tau: of the paper's cache alone; set tau, or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
         if self.share_calibration and self.store.name == "memory":
             raise ValueError("share_calibration=True with store 'memory': name a store that others use, too")

@@ -1,8 +1,7 @@
-"""The content gate: a few words that turn a request's meaning may not differ between it and what serves it.
+"""The content gate: refuses a source that differs from the request in words that turn the meaning.
 
-Vectors of meaning pass over them: "turn the light on" and "turn the light off" lie close together. So the tokens
-themselves are compared, after a neighbour was chosen and before its state is taken: negations and opposites, numbers,
-and words so rare that they may be names.
+Fingerprints miss them: "turn the light on" and "turn the light off" lie close together. So tokens are compared once a
+source was chosen: negations and opposites, numbers, and words so rare that they may be names.
 """
 
 from collections import Counter
@@ -77,7 +76,7 @@ class ContentGate:
         self._unseen = log(n + 1)
 
     def state(self) -> dict[str, Floats]:
-        """How rare each token was, and one that was not seen."""
+        """Return the rarity of each token, and of one that was not seen."""
         tokens = list(self._idf)
         rarity = [self._idf[token] for token in tokens]
         return {
@@ -90,7 +89,7 @@ class ContentGate:
         self._unseen = float(state["unseen"][0])
 
     def refuses(self, one: bytes, other: bytes) -> str:
-        """Why a request may not be served by another, given the packed token ids of both: what differs, or ""."""
+        """Return what forbids one request to serve another, given the packed token ids of both, or ""."""
         mine, its = self._tokens(one), self._tokens(other)
         differing = mine ^ its
         if not differing:
@@ -116,5 +115,5 @@ def _ids_of(ids: Mapping[str, set[int]], words: Iterable[str]) -> set[int]:
 
 
 def _sides(tokens: set[int], a: set[int], b: set[int]) -> int:
-    """On which side of an opposite a request is: 1 for a, -1 for b, 0 for both or neither."""
+    """Return the side of an opposite a/b that a request is on: 1 for a, -1 for b, 0 for both or neither."""
     return bool(tokens & a) - bool(tokens & b)

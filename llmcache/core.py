@@ -1,4 +1,4 @@
-"""The parts of a cache without `tau`, put together: what does not suit the model or the settings is refused here."""
+"""Puts the parts of a cache without `tau` together; refuses models and settings that do not fit."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ from llmcache.stores.tier import Memory, Tier
 
 
 class Core:
-    """What hangs on one model."""
+    """All parts of one wrapped model's cache."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Core:
         answer_of: Reading,
         rungs: Sequence[Callable[[Bank], Rung]],
     ) -> None:
-        """Hang a cache on a model; see `LLMCache.wrap`."""
+        """Wrap a model; see `LLMCache.wrap`."""
         self._model, self._config, self._tokenizer, self._answer_of = model, config, tokenizer, answer_of
         self.trunk, self.head, self.payload = inspect_model(model, config)
         if is_wrapped(self.trunk):
@@ -88,6 +88,8 @@ class Core:
             # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
             cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
+            device=self._device(),
+            is_exact=config.serves_exact,
         )
         self.forward.account = Account() if config.auto_bypass else None
         self.installed.add(self.forward.remove)
@@ -105,7 +107,7 @@ class Core:
             raise
 
     def learn(self) -> Calibrator:
-        """What calibrates this cache; made when it is first asked for."""
+        """Return the calibrator; make it at the first call."""
         if self.calibrator is None:
             self.calibrator = Calibrator(
                 self._model,
@@ -164,7 +166,7 @@ class Core:
         return replace(told, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all of a namespace, None: everything, and a calibration that rests on it; returns how many requests.
+        """Forget a namespace (None: all), and a calibration with sources in it; return the number of requests.
 
         Raises:
             StoreError: The store could not be purged. Nothing of it is in memory any more.
@@ -174,7 +176,7 @@ class Core:
         return self.drop(namespace)
 
     def forget(self, call: Callable[[], object]) -> int:
-        """Forget what may serve the requests of a call of the model; returns how many requests memory held.
+        """Forget the entries and blocks that may serve a call; return the number of requests that were in memory.
 
         Raises:
             StoreError: As of `clear`.
@@ -202,7 +204,7 @@ class Core:
         self.counters.restart()
 
     def drop(self, namespace: str | None) -> int:
-        """Forget what is in memory of a namespace, None: of all; returns how many requests."""
+        """Forget a namespace in memory (None: all); return the number of requests."""
         with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
             n_requests = self.bank.clear(namespace)
             if self.calibrator is not None:
@@ -210,12 +212,12 @@ class Core:
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
     def drop_keys(self, keys: Iterable[str]) -> int:
-        """Forget what is in memory under keys; returns how many requests."""
+        """Forget entries and blocks in memory by key; return the number of requests."""
         keys = list(keys)
         return self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
 
     def namespaces(self) -> set[str]:
-        """Those of which anything is in memory."""
+        """Namespaces with entries or blocks in memory."""
         return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
@@ -235,7 +237,7 @@ class Core:
         )
 
     def restore(self, saved: Saved) -> None:
-        """Fill the empty cache from a save, but for what was purged in its store since."""
+        """Fill the empty cache from a save, without namespaces that were purged in its store since."""
         sections = self._sections()
         if CALIBRATED in saved.sections:
             sections[CALIBRATED] = self.learn().calibrated
@@ -263,7 +265,7 @@ class Core:
         return {"packings": self.forward.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
 
     def drain(self) -> int:
-        """Do now what waits for a moment without calls; returns how many jobs this thread did."""
+        """Do the work that waits for a moment without calls; return how many jobs this thread did."""
         n_done = 0
         if self.calibrator is not None:
             self.calibrator.calibrated.settle()
@@ -275,7 +277,7 @@ class Core:
         return n_done
 
     def close(self) -> None:
-        """Take everything off the model."""
+        """Remove all swaps from the model, and end threads and connections."""
         self.forward.is_retired = True
         if self.calibrator is not None:
             self.calibrator.audit.worker.close()
@@ -285,12 +287,16 @@ class Core:
         if self._compiled is not None:
             self._compiled.close()
 
+    def _device(self) -> torch.device:
+        """Where entries are kept."""
+        return device_of(self.trunk.module) if self._config.device == "model" else torch.device("cpu")
+
     def _make_blocks(self) -> BlockPool | None:
-        """Where requests of calls that keep K/V are kept; None where the model makes no such calls."""
+        """Make the block pool for calls that keep K/V; None where the model makes none."""
         config, trunk = self._config, self.trunk
         if not trunk.makes_kv or self.payload.fits_any_length:
             return None
-        device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
+        device = self._device()
         return BlockPool(
             config.prefix_block,
             config.max_bytes,
@@ -301,7 +307,7 @@ class Core:
 
 
 def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Counters, memory: Memory) -> Tier | None:
-    """What lies behind memory, if anything."""
+    """Open the store behind memory; None where the setting names none."""
     if config.store.name == MEMORY:
         if config.store.options:
             raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(config.store.options)})")
@@ -322,7 +328,7 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
 
 
 def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
-    """The trunk of a model, the head that reads its output, and what entries keep for that."""
+    """Return a model's trunk, its head, and the payload: the hidden states that entries keep for the head."""
     trunk = locate(model, config.adapter)
     vocabulary_size(trunk)  # each call reads tokens by it
     head = find_head(model, trunk)
@@ -336,7 +342,7 @@ def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, P
 
 
 def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
-    """What entries keep of hidden states: the setting, or what the head reads."""
+    """Return the payload that the setting names; `auto`: the states that the head reads."""
     name: str = config.payload
     if name == "auto":
         name = "sequence" if trunk.adapter.is_guess else head.payload
@@ -355,7 +361,7 @@ def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
 
 
 def _make_own(make: Callable[[Bank], Rung], bank: Bank) -> Rung:
-    """A user's rung, if it has what a rung has."""
+    """Make a user's rung, and check its attributes."""
     try:
         rung = make(bank)
         if not (isinstance(rung.name, str) and isinstance(rung.is_lossless, bool) and callable(rung.look_up)):

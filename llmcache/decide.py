@@ -1,10 +1,10 @@
-"""Who would serve a request, how risky that is, and whether it does: the approximate rung.
+"""The approximate rung: chooses a source for each request, estimates the risk, and serves within the limit.
 
-Of the nearest sources those that have the same answer vote together. The risk of an answer is the chance that the
-request's own is another one, a logistic regression on what votes and forecast say. The least risky answer is taken,
-from the nearest source that has it, and serves where its risk is within the limit that a calibration chose.
+The nearest sources vote; those with the same answer vote together. The risk of an answer is the probability that the
+model's own answer differs: a logistic regression on votes and forecast. The answer with the least risk is taken, from
+the nearest source that has it, and serves where its risk is within the limit that a calibration chose.
 
-Numbers are plain ones, of one request at a time: for so few, arrays cost ten times as much.
+Risks are computed in plain Python numbers, one request at a time: for 8 neighbours arrays take four times as long.
 
 Sizes: B rows, n neighbours that were found, at most k, F features, C outputs, S width of a signature.
 """
@@ -37,12 +37,12 @@ _HIGHEST = 700.0  # odds, as a logarithm: of more `exp` overflows
 
 
 class Evidence(NamedTuple):
-    """What the neighbours of one request are like.
+    """Similarities and answers of one request's neighbours.
 
     Attributes:
         similarity: Of each, best first (n,).
-        agree: Which pairs of them have the same answer (n, n).
-        favour: How much the forecast of the request speaks for the answer of each (n,).
+        agree: Whether two of them have the same answer (n, n).
+        favour: How well the answer of each fits the request's forecast (n,); the larger, the better.
     """
 
     similarity: Sequence[float]
@@ -51,7 +51,7 @@ class Evidence(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Who would serve a request, and how risky that is; infinite where the gate refuses, or it was quarantined."""
+    """The source chosen for a request, and its risk; infinite where the gate refuses or the source is quarantined."""
 
     neighbour: Neighbour
     risk: float  # 0 to 1, or infinite
@@ -59,20 +59,20 @@ class Choice(NamedTuple):
 
 
 class Limits(Protocol):
-    """Which calibration is in force."""
+    """Knows the calibration in force."""
 
     def serving(self, weights: str) -> "Calibration | None":
-        """The one by which requests of a trunk of these weights are served; None where they are computed."""
+        """Return the calibration for weights of this digest; None: nothing is reused approximately."""
 
 
 class Risk:
-    """Chooses among neighbours. Learned by a calibration; before that no neighbour may serve."""
+    """The risk model. Fitted by a calibration; before that every risk is infinite."""
 
     def __init__(self) -> None:
         self._weights: Sequence[float] = ()  # of the features (F,), and the constant
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
-        """The number of the neighbour that would serve, and its risk, infinite where none may."""
+        """Return the index of the neighbour with the least risk, and that risk; infinite where none may serve."""
         number, least = 0, inf
         for candidate, features in _describe(seen) if self._weights else ():
             if (risk := _chance(self._weights, features)) < least:
@@ -80,7 +80,7 @@ class Risk:
         return number, least
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
-        """Learn from N requests whose own answers are known: which of their neighbours, N times (n,), have these."""
+        """Fit to N requests; `is_right` says which neighbours of each (n,) have the model's own answer."""
         told = [
             (features, not right[number])
             for one, right in zip(seen, is_right, strict=True)
@@ -99,26 +99,26 @@ class Risk:
 
 
 class NeighbourChooser:
-    """Finds, for each request, the source that would serve it best."""
+    """Finds for each request the source with the least risk."""
 
     def __init__(self, sources: Sources, answers: Answers, gate: ContentGate | None = None) -> None:
-        """Look among `sources`; a gate compares tokens, too."""
+        """Choose among `sources`; a gate compares tokens as well."""
         self._sources, self._answers, self._gate = sources, answers, gate
         self._risk = Risk()
 
     def choose(self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
-        """The best source of each row, by fingerprints (B, F) and forecasts (B, C); None where none was found."""
+        """Return the choice for each row, from fingerprints (B, F) and forecasts (B, C); None: no neighbours."""
         found = self._sources.search(scope, [self._sources.length_of(row) for row in rows], vectors, K)
         return [self._choose(row, near, forecast) for row, near, forecast in zip(rows, found, forecasts, strict=True)]
 
     def learn(self, cases: Sequence[Observation]) -> None:
-        """Take in what answers look like, and how rare tokens are."""
+        """Learn the range of answers, and how rare tokens are."""
         self._answers.learn(np.stack([case.answer for case in cases]))
         if self._gate is not None:
             self._gate.learn(case.row.ids for case in cases)
 
     def look(self, case: Observation, vector: Floats, forecast: Floats) -> tuple[Evidence, list[bool]]:
-        """What the neighbours of a request are like, and which have its own answer (n,)."""
+        """Return the evidence on a request's neighbours, and which of them have the model's own answer (n,)."""
         lengths = [self._sources.length_of(case.row)]
         (near,) = self._sources.search(case.scope, lengths, vector[None], K)
         if not near:
@@ -126,13 +126,13 @@ class NeighbourChooser:
         return self._see(near, forecast), self._answers.agree(_signatures(near), case.answer).tolist()
 
     def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
-        """Learn from requests whose answers are known, and return their risks (N,)."""
+        """Fit the risk model to what `look` returned for N requests, and return their risks (N,)."""
         seen = [one for one, _ in looks]
         self._risk.fit(seen, [is_right for _, is_right in looks])
         return np.array([self._risk.choose(one)[1] if one.similarity else inf for one in seen], np.float64)
 
     def state(self) -> dict[str, Floats]:
-        """What risk, answers and gate learned."""
+        """Return the fitted arrays of risk model, answers and gate, by name."""
         return {f"{part}.{name}": array for part, one in self._learners() for name, array in one.state().items()}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
@@ -162,7 +162,7 @@ class NeighbourChooser:
 
 
 class Semantic:
-    """Serves a request from the source that was chosen, where its risk is within the limit. Approximate."""
+    """Serves a request from another one, its source, where the risk is within the limit. Approximate."""
 
     name = "semantic"
     is_lossless = False
@@ -170,19 +170,20 @@ class Semantic:
     def __init__(
         self, bank: Bank, sources: Sources, fingerprint: Learned, chooser: NeighbourChooser, limits: Limits
     ) -> None:
-        """Serve from `sources`, as far as the calibration in force allows."""
+        """Serve from `sources`, within the limit of the calibration in force."""
         self.bank, self.sources = bank, sources
         self._fingerprint, self._chooser, self._limits = fingerprint, chooser, limits
 
     def look_up(self, call: "Call", rows: Sequence[Row]) -> None:
-        """Add to `call.hits` what serves these rows, and to the call who was chosen for each."""
+        """Search for these rows; add their choices to the call, and those within the limit to `call.hits`."""
         assert call.scope is not None and call.requests is not None
         made = self._limits.serving(call.scope.weights)
         rows = [row for row in rows if not row.is_misread]
         if made is None or made.limit is None or not rows or call.requests.may_be_refused:
             return
         vectors, forecasts = self.project(call, rows)
-        if not (finite := np.isfinite(vectors).all(axis=1)).all():  # states of their tokens are not: they are computed
+        finite = np.isfinite(vectors).all(axis=1).tolist()
+        if not all(finite):  # states of their tokens are not: these rows are computed
             rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]
         if not rows:
             return
@@ -200,29 +201,29 @@ class Semantic:
         self.bank.used(call.choices[number].neighbour.key for number in call.hits if number in call.choices)
 
     def is_current(self, call: "Call") -> bool:
-        """Return whether the calibration by which a call was looked up is in force, and what serves it still may."""
+        """Return whether the calibration that a call was looked up with is in force, and its sources still are held."""
         assert call.scope is not None
         sources = (hit.source for hit in call.hits.values() if hit.answer is not None)
         return self._limits.serving(call.scope.weights) is call.made and all(key in self.sources for key in sources)
 
     def project(self, call: "Call", rows: Sequence[Row]) -> tuple[Floats, Floats]:
-        """Fingerprints (B, F) of rows, and forecasts (B, C) of what the model puts out for them."""
+        """Return fingerprints (B, F) of rows, and forecasts (B, C) of the model's output for them."""
         assert call.requests is not None
         return self._fingerprint.project_with_forecast(call.requests.features([row.number for row in rows]))
 
     def choose(self, call: "Call", rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
-        """Who would serve each row; see `NeighbourChooser.choose`."""
+        """Return the choice for each row; see `NeighbourChooser.choose`."""
         assert call.scope is not None
         return self._chooser.choose(call.scope, rows, vectors, forecasts)
 
 
 def _signatures(near: Sequence[Neighbour]) -> Floats:
-    """Of the answers of neighbours (n, S)."""
+    """Return the answers of neighbours as signatures (n, S)."""
     return np.stack([one.source.answer for one in near])
 
 
 def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
-    """The neighbours that may serve, each the nearest with its answer, and what speaks for that answer (F,)."""
+    """Yield each candidate, the nearest neighbour with its answer, by index, with the features (F,) of its risk."""
     similarity, n = seen.similarity, len(seen.similarity)
     if n < K:
         return
@@ -258,7 +259,7 @@ def _chance(weights: Sequence[float], features: Sequence[float]) -> float:
 
 
 def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
-    """Weights (F + 1,) of a logistic regression that tells from features, N times (F,), whether answers change."""
+    """Fit a logistic regression from features, N times (F,), to whether answers change; return weights (F + 1,)."""
     from sklearn.linear_model import LogisticRegression
 
     known = np.array(features)
@@ -271,5 +272,5 @@ def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tup
 
 
 def _rounded(weights: Iterable[float]) -> tuple[float, ...]:
-    """Weights as they are saved, so that a cache that was loaded decides as the saved one did."""
+    """Round weights to float32, as they are saved: a loaded cache then decides as the saved one did."""
     return tuple(np.array([*weights], np.float32).tolist())

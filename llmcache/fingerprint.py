@@ -1,13 +1,13 @@
-"""A fingerprint that is learned from the wrapped model itself, so that similarity tells whether its answers are alike.
+"""A fingerprint fitted to the wrapped model itself, so that similar requests are likely to have the same answer.
 
     token ids -> rows of token vectors -> pooled -> scaled -> one linear map -> unit vector
 
-The map is a ridge regression from the pooled vectors of requests to what the model made of them (its final states and
-its logits), so nobody has to label anything; it is solved in closed form. Before it is scaled to unit length, the
-vector forecasts the model's output as well: roughly, but from the request itself, where neighbours only tell of others.
+The map is a ridge regression from pooled vectors of requests to the model's final states and logits, so no labels are
+needed; it is solved in closed form. A second map from the same vectors forecasts the model's output: roughly, but from
+the request itself, not from its neighbours.
 A token has two vectors: its input embedding, and a static one, which is the model's final state for a request of this
-token alone (Minishlab's model2vec pools such vectors). The latter are computed for tokens of the requests that are
-learned from, and estimated for others by a second ridge regression, from their input embeddings.
+token alone (as in Minishlab's model2vec). Static vectors are computed for tokens of the requests that are learned from,
+and estimated for other tokens by another ridge regression, from their input embeddings.
 
 Sizes: N requests, n content tokens, D hidden width, P pooled width (6 D), T target width, C outputs, F dimensions.
 """
@@ -46,11 +46,11 @@ class Learned:
         self._fitted: _Fitted | None = None  # replaced as a whole: others may be reading it
 
     def bind(self, embed: Lookup, think: Lookup) -> None:
-        """Say where vectors of tokens (m, D) come from: input embeddings, and final states of each token alone."""
+        """Set what makes vectors (m, D) of m tokens: input embeddings, and final states of each token alone."""
         self._embed, self._think = embed, think
 
     def fit(self, features: Sequence[Floats], targets: Floats, outputs: Floats) -> None:
-        """Learn from requests (T,) what fingerprints are to resemble (N, T), and what is to be forecast (N, C)."""
+        """Fit the maps from content tokens of N requests to targets (N, T), and to outputs (N, C) to forecast."""
         assert self._think is not None and self._embed is not None
         requests = [_content(row) for row in features]
         tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
@@ -99,10 +99,10 @@ class Learned:
 
 
 class _Fitted:
-    """What was learned, as one product takes it: both maps side by side, that of the outputs behind that of vectors."""
+    """The fitted maps, side by side in one matrix: fingerprints first, then forecasts."""
 
     def __init__(self, learned: dict[str, Floats], pool: "_Pool") -> None:
-        """Take what `Learned.fit` made, and what makes vectors of tokens."""
+        """Join the maps that `Learned.fit` made; `pool` makes pooled vectors of requests."""
         self.learned = learned
         self._pool = pool
         vectors, self._dim = learned["map"].T.astype(np.float64), len(learned["map"])
@@ -114,7 +114,7 @@ class _Fitted:
         self._weights, self._offset = torch.from_numpy(in_its_order), torch.from_numpy(offset.astype(np.float32))
 
     def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
-        """Vectors (B, F), not scaled yet, and forecasts (B, C); of a request without content, zeros and the mean."""
+        """Return unscaled vectors (B, F) and forecasts (B, C); without content tokens, zeros and the mean output."""
         pooled = self._pool(requests)
         made = np.empty((len(pooled), len(self._offset)), np.float32)
         # On the threads of torch, see `product`.
@@ -126,10 +126,10 @@ class _Fitted:
 
 
 class _Pool:
-    """Makes one vector of a request's tokens. Vectors of tokens that were met are kept. Thread-safe."""
+    """Pools the token vectors of a request. Vectors of tokens that were seen are kept. Thread-safe."""
 
     def __init__(self, learned: Mapping[str, Floats], embed: Lookup) -> None:
-        """Begin with no token met; `learned` is of `Learned.fit`, `embed` of `Learned.bind`."""
+        """Begin with an empty table; `learned` is made by `Learned.fit`, `embed` is as of `Learned.bind`."""
         self._learned = learned
         self._embed = embed
         self._lock = forkable(threading.Lock())
@@ -141,7 +141,7 @@ class _Pool:
         self.order = kinds[[4, 1, 0, 3, 2, 5]].ravel()
 
     def __call__(self, requests: Sequence[Sequence[float]]) -> Floats:
-        """Pooled vectors (B, P) of the tokens of requests, zeros where there is none; in the order of `order`."""
+        """Return pooled vectors (B, P) of requests, zeros where there are no tokens; columns as `order` says."""
         width = self._width
         pooled = np.zeros((len(requests), _N_POOLED * width), np.float32)
         for into, tokens in zip(pooled, requests, strict=True):
@@ -176,7 +176,7 @@ class _Pool:
         self._place |= {token: first + i for i, token in enumerate(tokens)}
 
     def _make(self, ids: Ids) -> Floats:
-        """What the table keeps of tokens (m, 3 D + 1)."""
+        """Make rows of the table for tokens (m, 3 D + 1)."""
         learned, embedded = self._learned, self._embed(ids)
         static = product(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
         weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)
@@ -188,7 +188,7 @@ class _Pool:
 
 
 class _Ridge:
-    """Least squares with a price on large weights, in whichever of two forms is smaller."""
+    """Ridge regression, solved in the primal or the dual form, whichever is smaller."""
 
     def __init__(self, x: Floats, y: Floats, price: float) -> None:
         """Fit rows (N, T) to rows (N, P); inputs are taken to their mean, and to a mean square of 1 a row."""
@@ -203,7 +203,7 @@ class _Ridge:
         self.weights: Floats = weights.astype(np.float32)
 
     def __call__(self, x: Floats) -> Floats:
-        """What rows (m, T) are expected to come to (m, P)."""
+        """Return predictions (m, P) for rows (m, T)."""
         expected: Floats = product(x - self.centre, self.weights) + self.mean
         return expected
 
@@ -214,7 +214,7 @@ def _content(features: Floats) -> list[float]:
 
 
 def _scale(pooled: Floats) -> Floats:
-    """By what each pooled number is multiplied (P,): each to spread 1, and each kind of pooling to the same share."""
+    """Return factors (P,) for pooled numbers: each gets a spread of 1, and each kind of pooling the same weight."""
     spread = pooled.std(axis=0)
     kinds = np.split(spread, _N_POOLED)
     steady = np.concatenate([kind + 0.01 * kind.mean() + 1e-6 for kind in kinds])
@@ -223,7 +223,7 @@ def _scale(pooled: Floats) -> Floats:
 
 
 def _axes(targets: Floats, dim: int) -> Floats:
-    """Directions (T, F) in which targets differ most."""
+    """Return the directions (T, F) in which targets vary most."""
     _, _, axes = np.linalg.svd((targets - targets.mean(axis=0)).astype(np.float32), full_matrices=False)
     chosen: Floats = np.ascontiguousarray(axes[:dim].T)
     return chosen

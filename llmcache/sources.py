@@ -1,4 +1,4 @@
-"""Requests that may serve others: what each was answered, its tokens, its entry, and the index that finds them.
+"""Sources: requests that may serve others, each with answer, tokens and entry, and the index that finds them.
 
 Sizes: B rows of a call, k neighbours, F fingerprint width, S width of a signature.
 """
@@ -24,7 +24,7 @@ class Source:
     """A stored request that may serve others.
 
     Attributes:
-        entry: What is kept of it. Nobody writes to it.
+        entry: Its stored output. Never written to.
         ids: Its valid token ids, packed.
         answer: Signature of its answer (S,), float32.
         length: Valid tokens where requests of other lengths must not find it; else 0.
@@ -123,16 +123,16 @@ class Sources:
 
     @property
     def quarantined(self) -> dict[str, str]:
-        """The namespace of each request that serves no other one, by key."""
+        """Namespaces of quarantined sources, by key."""
         with self.lock:
             return dict(self._quarantined)
 
     def length_of(self, row: Row) -> int:
-        """The length that a row's sources have, 0: any."""
+        """The number of valid tokens that sources of a row must have; 0: any."""
         return row.n_valid if self._by_length else 0
 
     def add(self, sources: Iterable[Source], vectors: Floats) -> None:
-        """Let sources be found by fingerprints, float32 (N, F); those that are found already get the new one."""
+        """Add sources with their fingerprints, float32 (N, F); a source that is held gets the new fingerprint."""
         with self.lock:
             parts: dict[tuple[Scope, int], list[tuple[Source, Floats]]] = {}
             for source, vector in zip(sources, vectors, strict=True):
@@ -176,7 +176,7 @@ class Sources:
             return np.concatenate([part.index.vectors(np.array([part.slots[key]])) for part, key in parts])
 
     def remove(self, key: str) -> None:
-        """Let a request be found no more. An unknown key is ignored."""
+        """Remove a source. An unknown key is ignored."""
         if key not in self._where:  # asked for every entry that leaves the bank
             return
         with self.lock:
@@ -184,12 +184,12 @@ class Sources:
                 part.remove(key)
 
     def quarantine(self, key: str, namespace: str) -> None:
-        """Let a request serve no other one from now on, until `forget`. It is found as before, and votes."""
+        """Quarantine a source until `forget`: it is found and votes as before, and serves no other request."""
         with self.lock:
             self._quarantined[key] = namespace
 
     def bury(self, key: str, namespace: str) -> None:
-        """Keep nothing of a source but its vote: it is found as before, and serves nobody again."""
+        """Drop a source's stored output and quarantine it: it is found and votes as before."""
         with self.lock:
             self._quarantined[key] = namespace
             if (part := self._where.get(key)) is not None:
@@ -198,13 +198,13 @@ class Sources:
                 part.sources[part.slots[key]] = replace(source, entry=Entry(key, source.entry.scope, ()))
 
     def clear(self) -> None:
-        """Hold none. Quarantines stay."""
+        """Remove all sources. Quarantines stay."""
         with self.lock:
             self._partitions.clear()
             self._where.clear()
 
     def forget(self, namespace: str | None = None) -> None:
-        """Forget sources and quarantines of a namespace, None: all."""
+        """Forget sources and quarantines of a namespace (None: all)."""
         with self.lock:
             for name, part in list(self._partitions.items()):
                 if namespace in (None, name[0].namespace):

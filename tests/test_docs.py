@@ -123,8 +123,9 @@ def test_examples_run(
     if name == "generation.md":
         assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
     if name == "extending.md":
-        assert added() == ["random", "shared", "scan", "words", "alone", "bf16", "mine"]
+        assert added() == ["random", "shared", "scan", "words", "bf16", "mine"]
         assert {cache.stats().errors for cache in caches} == {0} and caches[-1].stats().n_stored == 1
+        assert told == "same_tokens\n"
 
 
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *WRITTEN], ids=lambda page: page.name)

@@ -78,7 +78,8 @@ class Server:
         """Take two copies of the model, and compute what is learned from; requests have one row each."""
         self.stream = later(workload, learn)  # what is answered
         self._plain = twin(workload.module)
-        config = configure(workload, {**AS_BY_DEFAULT, **options})
+        by_default = {} if "tau" in options else AS_BY_DEFAULT
+        config = configure(workload, {**by_default, **options})
         self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
         first = [request.inputs for request in workload.requests[:learn]]
         self._observed: list[Observation] = self.cache.observe(first) if first else []

@@ -100,7 +100,7 @@ class Pair:
         cache.unwrap()
 
     def values(self, prefix: str = "llmcache") -> Iterator[tuple[str, bytes]]:
-        for name in self.server.names(f"{prefix}:*:*:*"):
+        for name in self.server.names(f"{prefix}:*:*:*:*:*"):
             if value := self.server.do("GET", name):
                 yield name, value
 

@@ -26,7 +26,7 @@ class Units:
     # Equal for units that are the same; None where nothing is served for being the same
     keys: Sequence[bytes] | None = None
     lengths: NDArray[np.int64] | None = None  # a unit serves only others of its length (M,); None where any length fits
-    first_searched: int = 0  # request from which on near ones are searched: before it, a fingerprint was still learning
+    first_searched: int = 0  # request from which on anything is searched: before it, a fingerprint was still learning
     # Numbers of those that alone are stored; None: all that are computed.
     sources: NDArray[np.int64] | None = None
     compare: Callable[[Floats, Floats], Floats] = np.matmul  # `(vectors (B, F), vector (F,)) -> similarity (B,)`
@@ -57,8 +57,8 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
                 served[:, i] = BYPASSED
             elif begin and units.request[i] >= units.first_searched:
                 _find_near(units, i, begin, stored, limits, source, nearest, served)
-            if units.keys is not None:
-                for earlier in seen.get(units.keys[i], []):  # of equal units, at most one is stored
+            if units.keys is not None and units.request[i] >= units.first_searched:
+                for earlier in seen.get(units.keys[i], []):  # the last that is stored serves
                     source[stored[:, earlier], i], served[stored[:, earlier], i] = earlier, "exact"
         for i in range(begin, end):  # rows of one request do not see each other
             stored[:, i] = may_serve[i] & (source[:, i] == i) & (served[:, i] != BYPASSED)

@@ -38,7 +38,7 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
     yield (
         f"Medians of {_numbers(n)} calls of each kind, interleaved in one process; the bank is full, so a miss also "
         f"evicts; {_numbers({row['entries'] for row in calls})} entries. `as the paper` searches the bank of every "
-        "layer, `all tokens` keeps the same and searches once, `pooled` keeps what the head reads of the last layer. "
+        "layer, `all tokens` keeps the last layer's states and searches once, `pooled` what the head reads of these. "
         "`no layers` is the same model without any: nothing can be faster. "
         "Rows were measured minutes apart, and absolute times differ between them as the machine did: compare within a "
         f"row. `miss / no cache` is taken within each round: median, 5th and 95th percentile.{by_events(calls)}"

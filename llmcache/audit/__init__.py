@@ -1,8 +1,9 @@
-"""The audit of calibrated reuse: some hits are computed after all, and compared with what was served.
+"""The audit of calibrated reuse: some hits are recomputed, and the answers compared.
 
 call     -> audit         draws hits with a known probability (account)
-later    -> idle_worker   computes them again when nobody else computes (recompute)
+later    -> idle_worker   recomputes them in idle moments (recompute, recomputer)
 verdict  -> account       a changed answer quarantines its source, and counts (rate, alarm)
 alarm    -> calibration   the first halves what is served, the second ends it
-requests -> marking       compared with those of the calibration; renewal: the newest calibrate anew
+requests -> marking       compared with those of the calibration (drift)
+         -> renewal       the newest ones calibrate anew
 """

@@ -1,12 +1,10 @@
-"""The account of one calibration: which hits are audited, and what came of it.
+"""The account of one calibration: draws hits to be audited, and counts the verdicts.
 
-A hit is audited with a known probability: higher at first, and the higher its risk was, never under a floor. A
-change that is found counts with the inverse of that probability, so that all requests together tell the rate of
-changed answers without bias, misses and exact repeats included.
+A hit is drawn with a known probability: higher at first, higher for risky hits, never under a floor. A changed answer
+counts with the inverse of that probability, so the estimated rate of changed answers, over all requests, has no bias.
 
 A hit that was drawn and is never audited counts against the claim: as changed for the upper limit from the moment
-that it is drawn, and to the alarm once computing it has failed, or it has waited for longer than the queue is. Who
-could not look must not be taken for one who found nothing.
+that it is drawn, and for the alarm once computing it has failed, or more hits than fit the queue were drawn since.
 """
 
 import random
@@ -26,7 +24,7 @@ _MOST_OPEN = MOST_WAITING + 200  # some are under way, or were drawn by calls th
 
 @dataclass(frozen=True, slots=True)
 class AuditSample:
-    """A hit that is to be audited."""
+    """A drawn hit, with the weight of its verdict."""
 
     account: "AuditAccount"  # where it was drawn, and its verdict belongs
     number: int  # of the request
@@ -36,7 +34,7 @@ class AuditSample:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A row whose own answer the audit wants to know."""
+    """A row whose own answer is to be computed and compared."""
 
     sample: AuditSample | None  # None for a row that nothing was found for
     source: str  # key of the stored request that is to blame if the answer is another; "" without a hit
@@ -48,7 +46,7 @@ class AuditAccount:
     """Draws hits, and keeps the account of their verdicts. The caller holds a lock."""
 
     def __init__(self, limit: float, floor: float, alpha: float, seed: int = 0) -> None:
-        """`limit` and `floor` are as of `Alarm`; `alpha` is the chance of a false alarm, ever, and of a wrong limit."""
+        """Begin empty; `limit` and `floor` as of `Alarm`; `alpha`: chance of any false alarm, and of a wrong limit."""
         self.limit = limit
         self.rate = Rate(floor)
         self.alarm = Alarm(limit, floor, alpha)
@@ -61,7 +59,7 @@ class AuditAccount:
         self._open: dict[int, AuditSample] = {}  # without a verdict, by number, oldest first
 
     def see(self, share: float | None, ease: float = 1.0) -> AuditSample | None:
-        """Count a request, and say whether it is to be audited.
+        """Count a request, and return a sample if it is drawn to be audited.
 
         `share` is the risk of an approximate hit over the largest that is allowed, 0 to 1; None of all other requests,
         whose answers cannot have changed. `ease` multiplies all probabilities, over 0, at most 1: it may follow from
@@ -86,7 +84,7 @@ class AuditAccount:
         return self._random.random() < chance
 
     def settle(self, sample: AuditSample, is_changed: bool) -> bool:
-        """Take in the verdict on a sample of this account; whether the alarm rings, which it does once."""
+        """Add the verdict on a sample; return whether the alarm rings now, which it does once."""
         self.counts["n_recomputed"] += 1
         self.counts["n_changed"] += is_changed
         self.rate.settle(sample.weight, is_changed, sample.ease)
@@ -94,34 +92,34 @@ class AuditAccount:
         return is_changed and was_open and self._strikes(sample)
 
     def lose(self, sample: AuditSample) -> bool:
-        """A sample will never be audited; whether the alarm rings, to which it counts as changed."""
+        """Count a sample that will never be audited as changed; return whether the alarm rings now."""
         if self._open.pop(sample.number, None) is None:
             return False
         self.counts["n_lost"] += 1
         return self._strikes(sample)
 
     def lose_overdue(self) -> bool:
-        """Give up samples that have waited for longer than the queue is, whatever became of them; likewise."""
+        """Give up samples that have waited too long, as `lose`; return whether the alarm rings now."""
         rings = False
         while len(self._open) > _MOST_OPEN:
             rings |= self.lose(next(iter(self._open.values())))
         return rings
 
     def withdraw(self, sample: AuditSample) -> None:
-        """The hit was not served after all, so nobody got another answer for it."""
+        """Take back a sample whose hit was not served."""
         self._open.pop(sample.number, None)
         self.counts["n_drawn"] -= 1
         self.rate.settle(sample.weight, has_event=False, ease=sample.ease)
 
     def _strikes(self, sample: AuditSample) -> bool:
-        """Tell the alarm of a changed answer; whether it rings for the first time."""
+        """Count a changed answer; return whether the alarm rings for the first time."""
         self.alarm.found(sample.number, sample.weight)
         rings = not self.has_rung and self.alarm.rings()
         self.has_rung |= rings
         return rings
 
     def figures(self) -> dict[str, Any]:
-        """What `AuditStats` tells of it; the limits hold at all times but for a chance of `alpha` each."""
+        """Return figures by their names in `AuditStats`; each limit holds at all times with probability 1 - `alpha`."""
         return {
             "n_requests": self.rate.n,
             **self.counts,

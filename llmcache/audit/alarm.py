@@ -17,7 +17,7 @@ _RECENT, _THINNED = 128, 16  # of older epochs, one of so many has a gambler who
 
 
 def epoch_of(n: int) -> int:
-    """Epoch that begins with or before request `n`, from 0."""
+    """Return the number of the epoch that request `n` lies in, from 0."""
     steady = _STEADY * EPOCH
     return n // EPOCH if n < steady else _STEADY + int(log(n / steady) / log1p(1 / _STEADY))
 
@@ -53,7 +53,7 @@ class Alarm:
         self._lost = np.log1p(-self._stakes)
 
     def see(self) -> int:
-        """Take in a request, which counts 0 until an event is found in it, and return its number."""
+        """Add a request, which counts 0 until an event is found in it, and return its number."""
         number = self.n
         self._by_epoch[epoch_of(number)] += 1
         self.n += 1
@@ -67,11 +67,11 @@ class Alarm:
         self._found[epoch_of(number), weight] += 1
 
     def rings(self) -> bool:
-        """Whether it rings over what was counted until now."""
+        """Whether it rings."""
         return mixed(self.wealth().ravel(), len(self._stakes)) >= log(1 / self._alpha)
 
     def wealth(self) -> Doubles:
-        """Logarithm of what each bet of each gambler has become (E, J), of the money of all."""
+        """Return the log wealth of each bet of each gambler (E, J); all of them begin with 1 together."""
         latest = max(self._by_epoch, default=0)
         n_epochs = latest + 1
         n_bets, gained = np.zeros((n_epochs, 1)), np.zeros((n_epochs, len(self._stakes)))
@@ -88,7 +88,7 @@ class Alarm:
         return wealth[[epoch > latest - _RECENT or epoch % _THINNED == 0 for epoch in range(n_epochs)]]
 
     def needed(self, rate: float) -> int | None:
-        """Requests after which it can be expected to ring once the rate has risen now; None where no bet grows.
+        """Return the expected number of requests until it rings, if the rate rises now; None where no bet grows.
 
         Wald's estimate. Looked for with the least probability p, an event is seen in a share q = p rate of requests. A
         bet of stake s then grows by g(s) = q log(1 - s + s / (p limit)) + (1 - q) log(1 - s) a request. The best of J

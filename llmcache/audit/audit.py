@@ -1,13 +1,12 @@
-"""The audit of one wrapped model: what is drawn from its calls, what becomes of it, and what follows from that.
+"""The audit of one wrapped model: draws hits, has them recomputed, and acts on the verdicts.
 
-A changed answer quarantines its source: it serves no other request approximately any more, though it still votes. What
-a frozen calibration claims survives that. Which neighbour is chosen, and how risky that is, stays the same for every
-request; some of those that would be served are computed instead. So no answer changes that would not have changed
-before. Under a metric of the user's, where a changed answer may be the better one, sources stay: the mean of losses and
-gains, which is what is claimed then, may rise when hits are taken away.
+A changed answer quarantines its source: it serves no other request approximately any more, though it still votes. The
+bound of a frozen calibration survives that: the chosen source and its risk stay the same for every request, and some
+requests that would be served are computed instead. So no answer changes that would not have changed before. Under a
+metric of the user's, sources stay: a changed answer may be the better one, and fewer hits may raise the mean loss.
 
-Beside that, requests are compared with those of the calibration. That computes nothing again, and is done with
-`audit=0`, too: once requests are unlike, the calibration is void.
+Requests are also compared with those of the calibration. That recomputes nothing, and is done with `audit=0` as well:
+once requests are unlike, the calibration is void.
 """
 
 import os
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Audit:
-    """Looks into approximate hits of calibrated reuse. Thread-safe; what fails is counted and costs the look."""
+    """Audits approximate hits of calibrated reuse. Thread-safe. A recomputation that fails is counted and lost."""
 
     def __init__(self, recomputer: Recomputer, semantic: Semantic, config: CacheConfig) -> None:
         self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
@@ -61,7 +60,7 @@ class Audit:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within: a call is served. Before it, hits are audited that have waited for long."""
+        """Within: a call is served. Before it, hits that have waited long are audited."""
         self._resume()
         self.worker.catch_up()
         self.worker.enter()
@@ -121,7 +120,7 @@ class Audit:
                 self.worker.add(Job(Audit._look_on))
 
     def withdraw(self, call: "Call") -> None:
-        """Take back what was drawn of a call whose hits are not served after all."""
+        """Take back the draws of a call whose hits are not served."""
         with self._lock:
             for drawn in call.audited.values():
                 if drawn.sample is not None:
@@ -129,11 +128,11 @@ class Audit:
         call.audited.clear()
 
     def wanted(self, call: "Call") -> Collection[int]:
-        """Rows of a call that are to be observed, if they were computed."""
+        """Return the numbers of the rows to observe, if they were computed."""
         return range(len(call.rows)) if self._calibrated.is_learning or self._calibrated.is_growing else call.audited
 
     def observe(self, call: "Call", seen: Mapping[int, Observation]) -> None:
-        """Take in computed rows: sources that grow, what is learned from, and answers that were to be known."""
+        """Take computed rows: as growing sources, to learn from, and as verdicts on drawn rows."""
         if self._calibrated.is_growing:
             self._calibrated.grow(call.made, seen, call.vectors)
         if self._calibrated.is_learning:
@@ -143,19 +142,19 @@ class Audit:
                 self._settle(drawn, seen[number])
 
     def alarm(self, made: Calibration) -> None:
-        """More is lost than a calibration allows, as was found here or elsewhere."""
+        """React to an alarm of this cache, or of another one with the same calibration."""
         self._n_alarms += 1
         self._calibrated.alarm(made)
 
     # -- from time to time ---------------------------------------------------------------------------------------------
 
     def drain(self) -> int:
-        """Do all that waits and can be done now; returns how many jobs this thread did."""
+        """Do all waiting jobs that can be done now; return how many this thread did."""
         self._resume()
         return self.worker.drain()
 
     def forget(self, namespace: str | None = None) -> None:
-        """Look into nothing that waits, and renew no calibration from what was seen, of one namespace or all."""
+        """Drop waiting hits, and requests kept for a renewal, of a namespace (None: all)."""
         with self.worker.paused():
             self._recomputer.queue.drop(namespace)
         with self._lock:
@@ -183,12 +182,12 @@ class Audit:
     # -- in idle time -------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Audit hits that waited for the model to be as it was when they were served."""
+        """Queue hits again that waited for the weights that served them."""
         for look in self._recomputer.resume():
             self.worker.add(Job(Audit._look_on, look.since_s))
 
     def _look_on(self) -> None:
-        """Look into the hit that has waited longest and into others, whose own jobs then have less to do."""
+        """Recompute the hit that has waited longest, and others with it."""
         for look, case in self._recomputer.run():
             if case is None:
                 self._lose(look.drawn)
@@ -201,7 +200,7 @@ class Audit:
                 self._lose(look.drawn)
 
     def _settle(self, drawn: Audited, case: Observation) -> None:
-        """Compare a drawn request's own answer with the one of its source, and draw the consequences."""
+        """Compare a drawn request's own answer with its source's; count, quarantine, alarm."""
         if not self._is_made_now():  # other weights, of the trunk or the head: its answer is another model's
             return
         if drawn.sample is not None:
@@ -216,19 +215,19 @@ class Audit:
             self._gather(case)
 
     def _lose(self, drawn: Audited) -> None:
-        """A hit will never be audited."""
+        """Count a drawn hit that will never be audited."""
         if drawn.sample is not None:
             account = drawn.sample.account
             with self._lock:
                 self._hear(account, account.lose(drawn.sample))
 
     def _hear(self, account: AuditAccount, rings: bool) -> None:
-        """Have an alarm followed, unless it is that of an account that was closed."""
+        """React if an alarm rings, unless its account was closed."""
         if rings and account is self._account and self._made is not None:
             self.alarm(self._made)
 
     def _gather(self, case: Observation) -> None:
-        """Keep a request that stands for all; have the calibration renewed where that is due."""
+        """Keep a request for the next renewal; queue the renewal when it is due."""
         with self._lock:
             if not self._calibrated.remaining([case]):
                 return
@@ -239,7 +238,7 @@ class Audit:
             self.worker.add(Job(Audit._renew, is_short=False))  # seconds, which no call is to wait for
 
     def _renew(self) -> None:
-        """Calibrate from the newest requests, unless the calibration that they were gathered for has ended."""
+        """Calibrate from the requests that were kept, unless the calibration they were kept for has ended."""
         with self._lock:
             made, cases = self._made, self._fresh.cases
         try:
@@ -253,7 +252,7 @@ class Audit:
         return self._calibrated.is_made_for(self._weights.digest())
 
     def _are_alike(self, call: "Call") -> bool:
-        """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
+        """Compare a call's requests with the calibration's; if they are found unlike, void it and return False."""
         likeness, made, scope = self._likeness, self._made, call.scope
         assert scope is not None
         if likeness is None or made is None or not self._calibrated.serves_in(scope.namespace):
@@ -270,9 +269,9 @@ class Audit:
         return True
 
     def _follow(self, weights: str) -> bool:
-        """Keep up with the calibration in force; whether there is one for these weights, which serves.
+        """Follow changes of the calibration in force; return whether one serves for these weights.
 
-        Each has an account of its own, and a new one after an alarm.
+        Each calibration has an account of its own, and a new one after an alarm.
         """
         made = self._calibrated.calibration
         if made is None or made.watch is None or made.chosen is None or made.weights != weights:

@@ -1,4 +1,4 @@
-"""Work that may wait for moments in which nobody else needs the processor, and takes a small share where none come."""
+"""Does work in idle moments, or in a small share of the time of calls where there are none."""
 
 import threading
 import weakref
@@ -20,12 +20,12 @@ _STEPS = 20  # parts of the queue; of its latter half, each that is reached halv
 
 
 class GaveWay(BaseException):
-    """A job stopped half-way, since a call has come. No `Exception`: nobody on the way is to take it for a failure."""
+    """A job stopped half-way, since a call has begun. No `Exception`, so that no handler takes it for a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Owner]):
-    """What is to be done. It must not raise, nor hold its owner: who waits would keep it alive."""
+    """A piece of work. It must not raise, nor hold its owner, which a waiting job would keep alive."""
 
     do: Callable[[Owner], None]
     added_s: float = field(default_factory=monotonic)  # by a clock that never goes back
@@ -59,7 +59,7 @@ class IdleWorker(Generic[Owner]):
             idle_s: Seconds without a call after which the processor is taken to be free.
             patience_s: Seconds after which a job is one for `catch_up`.
             max_jobs: Jobs at which the queue is full.
-            share: Of the time in which calls are under way, what `catch_up` may take, 0 to 1, but for one job.
+            share: Largest share of the time of calls that `catch_up` may take, 0 to 1; a job may exceed it once.
             clock: Seconds that never go back.
         """
         self._owner = weakref.ref(owner)
@@ -88,17 +88,17 @@ class IdleWorker(Generic[Owner]):
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should be added. Calls that asked before may add a few all the same."""
+        """Whether the queue is full. Calls that asked before may still add a few jobs."""
         return len(self._jobs) >= self._max_jobs
 
     @property
     def ease(self) -> float:
-        """What of the usual work should be added now, over 0, at most 1: less, the more waits. A power of one half."""
+        """The share of the usual work to add now, a power of one half: the more jobs wait, the less."""
         n_full = len(self._jobs) * _STEPS // max(self._max_jobs, 1) if self._in_background else 0
         return float(0.5 ** min(max(n_full - _STEPS // 2 + 1, 0), _STEPS // 2))
 
     def add(self, job: Job[Owner]) -> None:
-        """Have a job done some time; after `close`, never."""
+        """Queue a job; after `close`, drop it."""
         with self._condition:
             if self._is_closed:
                 return
@@ -124,7 +124,7 @@ class IdleWorker(Generic[Owner]):
             self._credit_s, self._counted_s = min(self._credit_s + earned_s, _MOST_CREDIT_S), now
 
     def catch_up(self) -> float:
-        """Do a short job that has waited for long, if calls have earned the time; returns the seconds it took, or 0."""
+        """Do a short job that has waited long, if the share allows it; return the seconds it took, or 0."""
         if not self._jobs or self._credit_s <= 0 or not self._in_background:
             return 0.0
         started = self._clock()
@@ -143,27 +143,27 @@ class IdleWorker(Generic[Owner]):
 
     @property
     def may_stop(self) -> bool:
-        """Whether this thread is the one whose jobs are to ask `give_way`."""
+        """Whether this is the background thread, whose jobs call `give_way`."""
         return threading.current_thread() is self._thread
 
     def give_way(self) -> None:
-        """Stop the job under way where a call has come, or all has ended: `GaveWay` is raised, and it is done again."""
+        """Raise `GaveWay` if a call has begun or the worker was closed; the job is then done again later."""
         if self._n_calls or self._is_closed:
             raise GaveWay
 
     def drain(self) -> int:
-        """Do the jobs that wait, after the one under way, until none is left; returns how many this thread did."""
+        """Wait for the job under way, then do all waiting jobs; return how many this thread did."""
         n_done = 0
         while self._do_one():
             n_done += 1
         return n_done
 
     def paused(self) -> AbstractContextManager[object]:
-        """Within, after the job under way, none is done; a job itself may say this, too."""
+        """Within: no job is done; it is entered after the job under way, or by that job itself."""
         return self._working
 
     def close(self) -> None:
-        """Forget all jobs and end the thread, after the job under way. Twice does nothing."""
+        """Drop all jobs and end the thread, after the job under way. Twice does nothing."""
         with self._condition:
             self._is_closed = True
             self._jobs.clear()
@@ -188,7 +188,7 @@ class IdleWorker(Generic[Owner]):
             self._do_one(is_background=True)
 
     def _wait_s(self) -> float | None:
-        """Seconds after which to look again, 0 if a job may begin, None while there is none."""
+        """Return the seconds to wait before a job may begin, 0: now, None: there is no job."""
         if not self._jobs:
             return None
         if self._n_calls:
@@ -196,7 +196,7 @@ class IdleWorker(Generic[Owner]):
         return max(0.0, self._last_call_s + self._idle_s - self._clock())
 
     def _do_one(self, job: Job[Owner] | None = None, is_background: bool = False) -> bool:
-        """Do a job, the oldest unless told; whether there was one. In the background none while a call is under way."""
+        """Do a job, by default the oldest; return whether there was one. In the background: none during a call."""
         with self._working:
             with self._condition:
                 may_begin = not (self._is_working or (is_background and self._n_calls))
@@ -216,7 +216,7 @@ class IdleWorker(Generic[Owner]):
         return True
 
     def _take(self, job: Job[Owner] | None) -> Job[Owner] | None:
-        """Take a job, or the oldest, from the queue; None where it is gone."""
+        """Remove a job, by default the oldest, from the queue and return it; None where it is gone."""
         if job is None:
             return self._jobs.popleft() if self._jobs else None
         if job not in self._jobs:  # another thread has taken it

@@ -1,4 +1,4 @@
-"""What is compared of each request that the cache is asked; of a repeat, what it was when it was looked up."""
+"""Marks of requests in service, which are compared with those of the calibration; see `calibration.drift`."""
 
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ class Marking:
         self._known: dict[str, Marks] = {}  # the longest unasked first
 
     def find(self, call: "Call", row: Row) -> Marks | None:
-        """Marks of a row that was looked up, or is served by its own entry; None where they cannot be told."""
+        """Return the marks of a row that was looked up, or is a repeat; None where they are not known."""
         known, choice = self._known.get(row.key), call.choices.get(row.number)
         is_source = row.key in self._semantic.sources and self._semantic.bank.is_pinned(row.key)
         if is_source:

@@ -1,4 +1,4 @@
-"""A rate that is watched without end, with limits that hold at every moment at once: by betting, as in `bounds`."""
+"""Estimates a rate over time, with limits that hold at all times at once: by betting, as in `bounds`."""
 
 from collections import Counter
 from math import log
@@ -46,15 +46,15 @@ class Rate:
         return found / self.n if self.n else None
 
     def see(self, ease: float = 1.0) -> None:
-        """Take in a request, for which the least probability is the usual one times `ease`, over 0, at most 1."""
+        """Add a request, whose least probability of a draw is the floor times `ease`, over 0, at most 1."""
         self._by_ease[ease] += 1
 
     def draw(self, weight: float, ease: float = 1.0) -> None:
-        """The last request is audited, which had the probability 1 / `weight`."""
+        """Note that the last request was drawn, with probability 1 / `weight`."""
         self._open[weight, ease] += 1
 
     def settle(self, weight: float, has_event: bool, ease: float = 1.0) -> None:
-        """What was found in a request that had been drawn so."""
+        """Add the verdict on a request that was drawn with this weight and ease."""
         self._open[weight, ease] -= 1
         self._found[weight, ease] += has_event
 
@@ -63,7 +63,7 @@ class Rate:
         weights, eases, counts = _columns(self._found)
 
         def lost(ease: float | Doubles) -> Doubles:
-            """Logarithm of what a request without an event leaves of a unit (J,)."""
+            """Return log factors (J,) of a request without an event."""
             left: Doubles = np.log1p(-_STAKES * self._floor * ease)
             return left
 
@@ -89,7 +89,7 @@ class Rate:
         return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
 
     def _kept(self, rate: float, weight: float | Doubles, ease: float | Doubles) -> Doubles:
-        """Logarithm of what bets on less than `rate` make of a unit (J,), at a request that counted `weight`."""
+        """Return log factors (J,) of bets on less than `rate`, for a request that counted `weight`."""
         change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * ease) - rate))
         return change
 

@@ -1,4 +1,4 @@
-"""What it takes to compute rows of calls again, later and elsewhere, several at once.
+"""Rows of calls that wait to be recomputed, and how several are computed together.
 
 Sizes: T tokens of a row, L looks that are taken together.
 """
@@ -26,7 +26,7 @@ _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest
 
 
 class Origin(NamedTuple):
-    """What decides an answer beside its request."""
+    """Everything but the request that decides an answer."""
 
     weights: str  # digest of the trunk
     head: str  # digest of what of the model makes answers of its states
@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """A row that was served, to be computed."""
+    """A served row that waits to be recomputed."""
 
     drawn: Audited  # how, and what it was served from
     key: str
@@ -47,10 +47,10 @@ class Recompute:
 
 
 class RecomputeQueue:
-    """Those that wait. Thread-safe."""
+    """Rows that wait to be recomputed. Thread-safe."""
 
     def __init__(self, pad_id: int, names: Collection[str] | None = None) -> None:
-        """Begin with none: `pad_id` pads rows, `names` is what the model may be passed (None: anything)."""
+        """Begin empty. `pad_id` pads rows; `names` are the model's arguments (None: any)."""
         self._pad_id = pad_id
         self._names = names
         self._width = _WIDTHS[0]
@@ -61,12 +61,12 @@ class RecomputeQueue:
         self._lock = forkable(threading.Lock())
 
     def __len__(self) -> int:
-        """How many wait, those that cannot be computed now included."""
+        """Number of waiting rows, those that cannot be computed now included."""
         return len(self._waiting) + len(self._parked)
 
     @property
     def has_parked(self) -> bool:
-        """Whether some cannot be computed before the model is again as it was."""
+        """Whether some wait for other weights or settings of the model."""
         return bool(self._parked)
 
     def add(self, look: Recompute) -> None:
@@ -74,7 +74,7 @@ class RecomputeQueue:
             self._waiting.append(look)
 
     def take(self) -> list[Recompute]:
-        """The oldest one, and others that can be computed with it; none where none waits."""
+        """Remove and return the oldest row, with others that can be computed together with it."""
         with self._lock:
             taken = self._waiting[:1]
             if taken and self._width:
@@ -85,18 +85,18 @@ class RecomputeQueue:
             return taken
 
     def put_back(self, looks: Sequence[Recompute]) -> None:
-        """Have looks that were taken wait again, before all others: a call came. Next time fewer are taken."""
+        """Put rows back at the front, since a call has begun. Next time fewer are taken."""
         with self._lock:
             self._waiting = [*looks, *self._waiting]
             self._most = max(1, len(looks) // 4)
 
     def park(self, looks: Sequence[Recompute]) -> None:
-        """Have looks that were taken wait until the model is again as it was: see `resume`."""
+        """Set rows aside until the model is again as it was; see `resume`."""
         with self._lock:
             self._parked += looks
 
     def resume(self, origin: Origin, is_over: Callable[[Origin], bool]) -> list[Recompute]:
-        """Have looks of an origin be taken again, before all others, and return them; forget those that are over."""
+        """Put rows of an origin back at the front and return them; drop those that are over."""
         with self._lock:
             again = [look for look in self._parked if look.origin == origin]
             self._parked = [look for look in self._parked if not (look.origin == origin or is_over(look.origin))]
@@ -109,11 +109,11 @@ class RecomputeQueue:
             self._parked = [look for look in self._parked if namespace not in (None, look.namespace)]
 
     def are_tried(self, looks: Sequence[Recompute]) -> bool:
-        """Whether it is known that they come out the same together."""
+        """Whether rows like these are known to come out the same together as alone."""
         return len(looks) == 1 or self._width_of(looks[0]) in self._tried
 
     def tried(self, looks: Sequence[Recompute], is_same: bool) -> None:
-        """Take note whether looks that were computed together came out as they do alone."""
+        """Note whether rows that were computed together came out as they do alone."""
         width = self._width_of(looks[0])
         if is_same:
             self._tried.add(width)
@@ -121,7 +121,7 @@ class RecomputeQueue:
             self._width = max((other for other in _WIDTHS if other < width), default=0)
 
     def inputs(self, looks: Sequence[Recompute], is_trial: bool = False) -> dict[str, Tensor]:
-        """What computes looks that were taken together: tensors (L, T), T of the longest, or one more for a trial."""
+        """Return the arguments for rows that were taken together: tensors (L, T), padded to the longest row."""
         longest = max(look.inputs["input_ids"].shape[1] for look in looks)
         longest += is_trial and self._width_of(looks[0]) > 1
         fill = {"input_ids": self._pad_id}
@@ -132,13 +132,13 @@ class RecomputeQueue:
         }
 
     def _kind(self, look: Recompute) -> Hashable:
-        """Looks of the same kind can be computed together."""
+        """Return the kind of a row; rows of one kind can be computed together."""
         width = self._width_of(look)
         n_tokens = look.inputs["input_ids"].shape[1]
         return look.namespace, look.origin, look.autocast, tuple(look.inputs), (n_tokens - 1) // width
 
     def _width_of(self, look: Recompute) -> int:
-        """Lengths that share a kind: one where the mask does not tell what is padding."""
+        """Return how many lengths share a kind: one where no mask tells padding."""
         return self._width if "attention_mask" in look.inputs and self._takes("attention_mask") else min(1, self._width)
 
     def _takes(self, name: str) -> bool:
@@ -150,7 +150,7 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
 
 
 def look_at(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recompute:
-    """Take what a look needs from a call that has ended."""
+    """Copy from a call that has ended the arguments that recomputing a row needs."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
     end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
     given = {name: call.arguments.get(name) for name in DECIDING}
@@ -161,7 +161,7 @@ def look_at(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recompute
 
 
 def _row(tensor: Any, number: int, end: int) -> Tensor:
-    """One row (1, T) of an argument, which may be the same for all rows."""
+    """Return one row (1, T) of an argument, which may be the same for all rows."""
     number = number if len(tensor) > 1 else 0
     row: Tensor = tensor[number : number + 1, :end].clone()
     return row

@@ -1,7 +1,7 @@
-"""Computes requests again that were served: by the model as it was when it served them, several at once.
+"""Recomputes served requests with the weights that served them, several at once.
 
-That costs a third of one by one. Whether a model answers the same when rows come together, and padded, is tried first:
-heads of one's own may read padding, and some decoders refuse batches.
+That costs a third of one by one. Whether a model answers the same for rows together, and padded, is tried first: heads
+of the user's own may read padding, and some decoders refuse batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ _ROUNDING = 0.02  # of the largest output: that much may differ between rows alo
 
 @dataclass(eq=False)
 class Recomputer:
-    """Of one wrapped model. Thread-safe."""
+    """Recomputes requests of one wrapped model. Thread-safe."""
 
     bank: Bank
     fingerprint: Learned  # of the calibration
@@ -50,18 +50,18 @@ class Recomputer:
     queue: RecomputeQueue
 
     def add(self, call: "Call", row: Row, drawn: Audited) -> None:
-        """Have a hit of a call that has ended computed; others may have edited the model since."""
+        """Queue a hit of a call that has ended; the model may have been edited since."""
         scope = call.scope
         assert scope is not None
         origin = Origin(scope.weights, self.calibrated.head_digest(), scope.attention)
         self.queue.add(look_at(call, row, drawn, origin))
 
     def resume(self) -> list[Recompute]:
-        """Requests that waited for the model to be as it was when they were served, and can be computed now."""
+        """Return requests that waited for other weights and can be computed now."""
         return self.queue.resume(self._origin(), self._is_over) if self.queue.has_parked and self._can_compute else []
 
     def run(self) -> Iterator[tuple[Recompute, Observation | None]]:
-        """Compute and store the request that has waited longest, and others with it; None where that cannot be."""
+        """Compute and store the oldest request and others with it; yield each with its observation, or None."""
         looks = self.queue.take()
         # Where adapters take turns, a verdict takes the one that served. Neither that nor training mode is for ever.
         if looks and (looks[0].origin != self._origin() or not self._can_compute):
@@ -77,7 +77,7 @@ class Recomputer:
     def _run_all(
         self, looks: Sequence[Recompute], left: list[Recompute]
     ) -> Iterator[tuple[Recompute, Observation | None]]:
-        """Compute requests together, or each alone if that fails; `left` loses those that are done."""
+        """Compute requests together, or each alone if that fails; done ones are removed from `left`."""
         try:
             cases = self._compute_again(looks) if looks else []
         except Exception as error:
@@ -106,7 +106,7 @@ class Recomputer:
                 yield look, None
 
     def _compute_again(self, looks: Sequence[Recompute]) -> list[Observation]:
-        """What the model makes of them now; none where it is edited meanwhile: half of it may be another's."""
+        """Compute requests; returns none if the model was edited meanwhile."""
         origin = self._origin()
         mark = self.weights.mark_of(origin.weights)
         if self.queue.are_tried(looks):
@@ -122,7 +122,7 @@ class Recomputer:
             return collect(partial(self.compute, look.namespace), self.observer, [inputs])
 
     def _come_out_alike(self, looks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
-        """Whether requests together, padded, are to the model what each is alone, but for rounding, and keyed alike."""
+        """Whether requests come out the same together, padded, as alone, but for rounding, and with the same keys."""
         try:
             together = self._run(looks[0], self.queue.inputs(looks, is_trial=True))
         except Exception:  # it takes no batches, maybe
@@ -134,23 +134,23 @@ class Recomputer:
         )
 
     def _keep(self, case: Observation) -> None:
-        """Store a computed request for its own repeats; where sources grow, it becomes one."""
+        """Store a computed request; where sources grow, make it one."""
         self.bank.put([case.entry], case.generation)
         made = self.calibrated.calibration
         if self.calibrated.is_growing:
             self.calibrated.grow(made, {0: case}, {0: self.fingerprint.project(case.features[None])[0]})
 
     def _origin(self) -> Origin:
-        """What decides the model's answers now."""
+        """Return the present origin: weights, head and attention."""
         return Origin(self.weights.digest(), self.calibrated.head_digest(), self.trunk.attention)
 
     @property
     def _can_compute(self) -> bool:
-        """Whether the model would be computed as it was when it served: it is not in training mode, say."""
+        """Whether the model can be run as it was when it served: it is not in training mode, say."""
         return self.weights.refusal is None and not self.weights.is_training
 
     def _is_over(self, origin: Origin) -> bool:
-        """Whether nothing follows any more from what was served so: the calibration that allowed it has ended."""
+        """Whether hits of an origin need no audit any more, since their calibration has ended."""
         made = self.calibrated.calibration
         return made is None or (made.weights, made.head) != (origin.weights, origin.head)
 

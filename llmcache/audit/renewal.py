@@ -1,7 +1,6 @@
-"""The newest requests that stand for all: drawn with one probability, whether they were hits or misses.
+"""The newest requests for a renewal: a uniform draw among hits and misses.
 
-Repeats that were served from their own states are not among them. Their answers never change, so what is shown for the
-others holds all the more for all.
+Exact repeats are not among them. Their answers never change, so a bound for the others holds for all requests.
 """
 
 from collections import deque
@@ -12,7 +11,7 @@ from llmcache.request.observation import Observation
 
 
 class RenewalBuffer:
-    """Keeps what the next calibration is made of. The caller holds a lock."""
+    """Keeps the requests that the next calibration is made from. The caller holds a lock."""
 
     def __init__(self, every: int | None) -> None:
         """`every`: requests after which a calibration is renewed; None: never, and nothing is kept."""
@@ -21,19 +20,19 @@ class RenewalBuffer:
         self._needed = 0
 
     def begin(self, made: Calibration) -> None:
-        """Gather for the calibration after this one: twice what it takes at least, so that old ones leave."""
+        """Begin anew after a calibration: keep the latest requests, twice as many as the next one needs at least."""
         if self.every is None:
             return
         self._needed = size_needed(made.max_drop, made.delta)
         self._cases = deque(self._cases if made.n_alarms else (), maxlen=2 * self._needed)
 
     def add(self, case: Observation) -> None:
-        """Keep a request, with the states that would be stored of it, unless nothing can be learned from it."""
+        """Keep a request with its entry, unless nothing can be learned from it."""
         if self.every is not None and not flaw(case):
             self._cases.append(case)
 
     def is_due(self, n_requests: int) -> bool:
-        """Whether as many requests have passed as were to, and what was gathered can carry the claim."""
+        """Whether `every` requests have passed, and those kept can carry the claim."""
         return self.every is not None and n_requests >= self.every and len(self._cases) >= self._needed
 
     def forget(self, namespace: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What can be said of a rate with stated confidence: pure functions of what was counted.
+"""Confidence bounds on rates: pure functions of counts.
 
 Shares by Clopper and Pearson (1934), exact. Means of bounded numbers by betting (Waudby-Smith and Ramdas 2024,
 "Estimating means of bounded random variables by betting", sections 3 and 4): a gambler who stakes part of his wealth on
@@ -43,7 +43,7 @@ def mean_upper(x: Doubles, low: float, high: float, delta: float) -> float:
     shares = stakes(1 / max(len(x), 1))
 
     def is_refuted(mean: float) -> bool:
-        """Whether a gambler on a smaller mean got rich; the more so, the larger the mean that he bets against."""
+        """Whether a gambler on a smaller mean got rich: the larger the mean he bets against, the richer he is."""
         won = np.log1p(shares[:, None] * ((mean - values) / (high - mean))[None])
         return mixed(won @ counts) >= log(1 / delta)
 
@@ -51,7 +51,7 @@ def mean_upper(x: Doubles, low: float, high: float, delta: float) -> float:
 
 
 def stakes(least: float) -> Doubles:
-    """Shares of the wealth that are staked (J,), evenly spread in their logarithm: at any rate one is good."""
+    """Return stakes (J,) as shares of the wealth, evenly spaced in their logarithm: for any rate one is good."""
     return np.geomspace(min(least, 0.5), 0.99, N_BETS)
 
 
@@ -62,7 +62,7 @@ def mixed(wealth: Doubles, n_bets: int | None = None) -> float:
 
 
 def edge(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The least value at which a statement begins to hold that is false below and true above, between two limits."""
+    """Return the least value between two limits at which a statement holds that is false below and true above."""
     precision = (high - low) * _PRECISION
     while high - low > precision:
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""Who may serve whom, and how that is learned: the state of approximate reuse that is calibrated.
+"""The calibration in force, and how it changes: learned, chosen, alarmed, drifted, ended, saved.
 
     learning     the first requests are computed and observed
-    calibrate    fingerprint fitted, decision taught, limit chosen: `calibration.py` says how
+    calibrate    the fingerprint and the risk model are fitted, the limit is chosen: see `calibration.py`
     serving      within the limit, for the weights that it was chosen for
 
 Until a calibration has succeeded, and after one that failed, nothing is reused approximately.
@@ -56,7 +56,7 @@ class CalibratedReuse:
     """Calibrated reuse of one wrapped model. Thread-safe."""
 
     def __init__(self, fitter: CalibrationFitter, head: Weights, counters: Counters, config: CacheConfig) -> None:
-        """Begin to learn, or wait to be calibrated; `head` is what of the model makes the answers."""
+        """Begin to learn, or wait for `calibrate`; `head` watches the weights outside the trunk."""
         self.fitter = fitter
         self.chooser = fitter.chooser
         self.calibration: Calibration | None = None
@@ -79,7 +79,7 @@ class CalibratedReuse:
 
     @property
     def is_learning(self) -> bool:
-        """Whether computed requests are wanted."""
+        """Whether computed requests are collected to calibrate on."""
         return self._learn is not None and self.calibration is None and not self._is_calibrating
 
     @property
@@ -89,9 +89,9 @@ class CalibratedReuse:
         return made is not None and made.limit is not None and made.sources == "growing"
 
     def serving(self, weights: str) -> Calibration | None:
-        """The calibration by which requests of a trunk of these weights are served; None where they are computed.
+        """Return the calibration for weights of this digest; None: nothing is reused approximately.
 
-        None while the cache fails as well: what it has lost track of it cannot vouch for.
+        None while the cache itself fails: then the audit cannot be relied on.
         """
         made = self.calibration
         if made is None or made.limit is None or self._counters.is_failing or not self.is_made_for(weights):
@@ -99,7 +99,7 @@ class CalibratedReuse:
         return made
 
     def is_made_for(self, weights: str) -> bool:
-        """Whether there is a calibration, and it is one of this trunk and of the head as it is now."""
+        """Whether the calibration was made for these weights of the trunk and the present ones of the head."""
         made = self.calibration
         return made is not None and made.weights == weights and made.head == self.head_digest()
 
@@ -107,24 +107,24 @@ class CalibratedReuse:
         return self._head.digest()
 
     def end(self) -> None:
-        """Reuse nothing approximately any more; what served may leave."""
+        """End the calibration: nothing is reused approximately, and its sources may be evicted."""
         with self._lock:
             self.calibration, self.namespaces = None, set()
             self.fitter.clear()
 
     def forget(self, namespace: str | None = None) -> None:
-        """Learn nothing from requests seen so far, of one namespace or all; a calibration that rests on them ends."""
+        """Drop requests collected so far, of a namespace (None: all), and end a calibration with sources among them."""
         with self._lock:
             self._observed = [case for case in self._observed if namespace not in (None, case.scope.namespace)]
             if self.calibration is not None and namespace in (None, *self.namespaces):
                 self.end()
 
     def remaining(self, observed: Sequence[Observation]) -> list[Observation]:
-        """Those that were not purged since they were computed; some were not here yet when that was forgotten."""
+        """Return the requests whose namespace was not purged since they were computed."""
         return [case for case in observed if self._bank.generation(case.scope.namespace) == case.generation]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Take in requests that were computed; with the last one that is needed, calibrate, in a thread of its own."""
+        """Collect computed requests; once there are `learn` of them, calibrate in a thread of its own."""
         if not self.is_learning:
             return
         with self._lock:
@@ -150,12 +150,12 @@ class CalibratedReuse:
             self._counters.error("calibrate", error, is_of_call=False)
 
     def settle(self) -> None:
-        """Wait until what was learned in service is in force."""
+        """Wait for a calibration that `observe` has begun."""
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join()
 
     def _begin_anew(self) -> None:
-        """In a forked process, where nobody calibrates."""
+        """Begin anew in a forked process, in which no thread calibrates."""
         self._thread, self._is_calibrating = None, False
 
     def check(self, first: Observation, labels: Sequence[Any], risk_target: RiskTarget) -> None:
@@ -175,7 +175,7 @@ class CalibratedReuse:
     def calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
         """Learn from requests, choose the limit and serve within it. What was calibrated before ends.
 
-        They were computed, and have labels where the metric asks for them. If they cannot carry the claim, or the
+        The requests were computed, and have labels where the metric needs them. If they cannot carry the claim, or the
         metric failed, nothing is reused approximately.
         """
         with self._lock:
@@ -193,7 +193,7 @@ class CalibratedReuse:
                 self.fitter.forget()
 
     def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
-        """Calibrate anew, as before, unless that one has ended meanwhile; if these cannot carry it, it stays."""
+        """Calibrate anew with the same claim, unless `made` has ended; it stays if the requests cannot carry it."""
         with self._lock:
             if self.calibration is made:
                 observed = self.remaining(observed)
@@ -202,7 +202,7 @@ class CalibratedReuse:
                 self.calibrate(observed, risk_target)
 
     def alarm(self, made: Calibration) -> None:
-        """More is lost than a calibration allows: at the first alarm serve half as much, at the second nothing."""
+        """React to an alarm: the first lowers the limit to half of the hits, the second ends the calibration."""
         with self._lock:
             if self.calibration is not made:
                 return
@@ -215,10 +215,10 @@ class CalibratedReuse:
         logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
     def drifted(self, made: Calibration) -> Calibration:
-        """Requests are no longer like those of a calibration: it is void, says so, and nothing rests on it any more.
+        """Mark a calibration as void, since requests are unlike those it was made with.
 
-        Nothing is known then of how many answers would change, and nobody may be there to look. So approximate reuse
-        stops until there is another calibration: one that is asked for, renewed, or learned (`learn`) from what comes.
+        The rate of changed answers is then unknown, and with `audit=0` nobody measures it. So approximate reuse stops
+        until the next calibration: by `calibrate`, a renewal, or `learn`.
         """
         with self._lock:
             told = replace(made, has_drifted=True)
@@ -231,11 +231,11 @@ class CalibratedReuse:
         return told
 
     def serves_in(self, namespace: str) -> bool:
-        """Whether requests of a namespace may be served by others: sources are all of some namespaces."""
+        """Whether a namespace has sources."""
         return namespace in self.namespaces
 
     def status(self, weights: str) -> Status:
-        """How approximate reuse stands for the weights that the trunk has now."""
+        """Return the status of approximate reuse for weights of this digest."""
         made = self.calibration
         if made is None or made.chosen is None:
             return "learning" if self.is_learning or self._is_calibrating else "off"
@@ -252,9 +252,9 @@ class CalibratedReuse:
         return "certified" if self._is_watched else "unwatched"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
-        """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.
+        """Fit to requests, which become sources, without choosing a limit: for replays.
 
-        Returns limits worth trying, strictest first (K,).
+        Returns candidate limits, strictest first (K,).
         """
         with self._lock:
             self.end()
@@ -301,7 +301,7 @@ class CalibratedReuse:
         return calibration
 
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
-        """What is saved of a calibration for these weights: what it found, what was learned, and all sources."""
+        """Return the calibration for these weights to be saved: result, fitted arrays and all sources."""
         with self._lock:
             made, sources = self.calibration, list(self.fitter.sources)
             if made is None or made.weights != weights or not sources:
@@ -323,11 +323,11 @@ class CalibratedReuse:
             return about, tensors | {name: torch.from_numpy(array.copy()) for name, array in learned.items()}
 
     def grow(self, made: Calibration | None, cases: Mapping[int, Observation], vectors: Mapping[int, Floats]) -> None:
-        """Let computed requests serve from now on, if the sources of the calibration in force grow.
+        """Make computed requests sources, if the calibration in force has growing sources.
 
         Args:
-            made: The one in force when the vectors were made.
-            cases: By number.
+            made: The calibration in force when the vectors were made.
+            cases: Computed requests by row number.
             vectors: Their fingerprints (F,), by number; others are left out.
         """
         sources = self.fitter.sources
@@ -344,7 +344,7 @@ class CalibratedReuse:
         return self._lock
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state` returned, and serve within it.
+        """Restore what `state` returned, and serve within its limit.
 
         Raises:
             ValueError: Its sources do not fit the budgets.
@@ -375,7 +375,7 @@ class CalibratedReuse:
             self.calibration = self.latest = made
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
-        """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""
+        """Divide requests into those to learn from and those to test on; refuse too few."""
         cal.check_size(len(observed), risk_target.max_drop, risk_target.delta, risk_target.metric)
         if len(weights := {(case.scope.weights, case.head) for case in observed}) > 1:
             raise CalibrationError(

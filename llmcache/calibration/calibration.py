@@ -2,7 +2,7 @@
 
 The first requests are divided by a seeded draw. Of those to learn from, four fifths are A and one fifth is B, in turns:
 on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the limits, strictest first
-(`training.py`). C, which neither was shown to, is what the bound is measured on. The limits are tested on C in their
+(`training.py`). The bound is measured on C, which neither was shown. The limits are tested on C in their
 order, each at level delta, and the first failure ends it (fixed-sequence testing): the last one that passed is used,
 and the chance that it is worse than claimed is delta at most. What serves C are the requests of A and B, and afterwards
 the same ones serve: a bank that grows has another error rate.
@@ -32,13 +32,13 @@ N_LIMITS = 200
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """One largest risk, and what was seen on C with it.
+    """A limit, with hit rate, loss and bound measured on C.
 
     Attributes:
         limit: The largest risk.
         hit_rate: Share of C that would be served, 0 to 1.
-        loss: What the metric lost: of `changed`, the share of all requests whose answer changed.
-        bound: The loss is at most this, at the calibration's confidence if the order of limits is kept to.
+        loss: Mean loss of the metric; of `changed`, the share of all requests whose answer changed.
+        bound: Upper bound of the loss, at the calibration's confidence if limits are tested in their order.
     """
 
     limit: float
@@ -66,12 +66,12 @@ class AlarmLevels:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was found, and what it rests on.
+    """The result of a calibration, and its basis.
 
     Attributes:
         chosen: The operating point in use; None if not even the strictest held: nothing is reused approximately.
         curve: Operating points that were tested, strictest first; the last one failed, if any did.
-        metric: What the bound is on.
+        metric: The metric that is bounded.
         max_drop: The largest loss that is allowed.
         delta: Chance that the loss is larger all the same.
         n_sources: Requests that serve, and that were learned from (A and B; of growing ones C, too).
@@ -125,8 +125,7 @@ class Calibration:
     def speedup(self) -> float | None:
         """How many times faster the model is expected to answer; None where times are not known, or nothing is reused.
 
-        Every request is looked up and only those that are not served are computed: what hits and misses cost besides,
-        `Stats.cost` tells once there were some.
+        Counted are the look-up of every request and the computing of misses; other costs of the cache are left out.
         """
         if self.chosen is None or not self.model_ms:
             return None

@@ -1,4 +1,4 @@
-"""Whether requests are still like those of the calibration, told from what their lookups find. Nothing is recomputed.
+"""Tests whether requests are still like those of the calibration, from what lookups find. Nothing is recomputed.
 
 A certificate is about requests that are drawn like those it was measured on. Of each request some marks are compared
 with those on C (part C of the calibration, which nothing was learned from): its risk, the similarity of who
@@ -46,7 +46,7 @@ _BATCH = 20  # requests after which bets are settled
 
 
 class Marks(NamedTuple):
-    """What is compared of a request."""
+    """The quantities of a request that are compared."""
 
     risk: float  # of the one that would serve it; infinite where nobody may, -infinite of a repeat of a source
     similarity: float  # of that one, -1 to 1; -1 where nobody was found
@@ -54,12 +54,12 @@ class Marks(NamedTuple):
 
     @property
     def is_repeat(self) -> bool:
-        """Whether it is a source's own request, of which nothing else is compared."""
+        """Whether the request is a repeat of a source; then no other mark is compared."""
         return self.risk == -inf
 
 
 def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
-    """Marks of a request that is not a source, by who would serve it and what is forecast of its output (C,)."""
+    """Return the marks of a request that is not a source, from its choice and the forecast of its output (C,)."""
     expected = -1 if forecast is None else int(forecast.argmax())
     if choice is None:
         return Marks(inf, -1.0, expected)
@@ -72,7 +72,7 @@ def marks_of_source(forecast: Floats | None) -> Marks:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What marks are on C."""
+    """The distribution of marks on C."""
 
     n: int  # different requests, repeats of sources left out
     classes: tuple[int, ...]  # forecasts, the rarest first; empty where nothing is forecast
@@ -153,11 +153,11 @@ class DriftDetector:
         self._batch = 0, 0  # requests of the batch: no repeats, and all
 
     def wants(self, key: str) -> bool:
-        """Whether a request counts: none does twice in a block."""
+        """Whether a request counts: each counts once in a block."""
         return key not in self._seen
 
     def see(self, key: str, marks: Marks) -> bool:
-        """Take in a request that counts; whether requests are unlike those of C by now."""
+        """Add a request; return whether requests are found to be unlike those of C."""
         if self._n_new >= self._block[0] and len(self._seen) >= self._block[1]:
             self.forget()
         is_new = not marks.is_repeat
@@ -174,7 +174,7 @@ class DriftDetector:
         self._n_new = 0
 
     def _settle(self) -> bool:
-        """Pay out the bets of a batch; whether they are worth more than they hardly ever are on like requests."""
+        """Settle the bets of a batch; return whether they are worth more than is plausible for like requests."""
         (n_new, n_all), self._batch = self._batch, (0, 0)
         at_most = np.array([count for counts in self._counts.take() for count in counts], np.int64)
         events = np.concatenate([at_most, n_new - at_most, [n_new]])[:, None]

@@ -1,4 +1,4 @@
-"""What is learned from: requests that were computed, with all that was seen of them.
+"""Collects computed requests with their answers, for calibration and audit.
 
 Sizes: n computed rows, D hidden width, S width of a signature, C logits.
 """
@@ -29,20 +29,20 @@ _MOST = 1e18  # the square of more is no number in float32
 
 
 class Learner(Protocol):
-    """Who wants observations."""
+    """Takes observations of computed requests."""
 
     def wanted(self, call: "Call") -> Collection[int]:
-        """Rows of a call of which they are wanted, if they were computed."""
+        """Return the numbers of the rows to observe, if they were computed."""
 
     def observe(self, call: "Call", seen: Mapping[int, Observation]) -> None:
-        """Take in those of a call, by row."""
+        """Take the observations of a call, by row number."""
 
 
 class Observer:
     """Reads the answers of calls that have ended, and shows computed requests to a learner."""
 
     def __init__(self, answers: Answers, read: Reading, head: Weights) -> None:
-        """Remember how answers are read; `head` is all of the model but its trunk."""
+        """Read answers by `read`; `head` watches the weights outside the trunk."""
         self.answers = answers
         self.learner: Learner | None = None
         #: Within: rows are computed, and shown to this list instead of being stored.
@@ -50,11 +50,11 @@ class Observer:
         self._read, self._head = read, head
 
     def see(self, call: "Call", output: Any) -> None:
-        """Take in a call that has ended.
+        """Observe a call that has ended.
 
         Args:
-            call: It was closed.
-            output: What the whole model returned; not looked at where answers are read from payloads.
+            call: The call, closed.
+            output: The model's output; ignored where answers are read from payloads.
         """
         collected, entries = self.collected.get(), call.entries
         if not entries or call.requests is None:
@@ -86,7 +86,7 @@ class Observer:
             self.learner.observe(call, seen)
 
     def _answers_of(self, call: "Call", output: Any, numbers: Sequence[int]) -> list[Floats]:
-        """Of computed rows: signatures (n, S), outputs (n, C), and mean rows of the payload (n, D)."""
+        """Return of computed rows the signatures (n, S), outputs (n, C), and mean payloads (n, D)."""
         targets = torch.stack([call.entries[number].fields[0].float().mean(dim=0) for number in numbers])
         logits = targets if self.answers.reads_payload else self._logits(call, output)[numbers]
         # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
@@ -108,10 +108,10 @@ def collect(
     *,
     is_learned_from: bool = False,
 ) -> list[Observation]:
-    """Compute requests, numbered from `first`, and see all of them, in order.
+    """Compute requests, numbered from `first`, and return their observations in order.
 
-    Refused is one that could not be computed, or could not be seen, or came to what is no number. With
-    `is_learned_from`, its outputs must be numbers that something can be fitted to.
+    A request that cannot be computed or observed, or whose answer is not finite, raises. With `is_learned_from`, so
+    does one whose output nothing can be fitted to.
     """
     seen: list[Observation] = []
     for number, inputs in enumerate(requests, start=first):
@@ -135,7 +135,7 @@ def collect(
 
 
 def flaw(case: Observation) -> str:
-    """Why nothing can be learned from a request, or ""."""
+    """Return the reason why nothing can be learned from a request, or ""."""
     for name, values in (("states are", case.target), ("outputs are", case.output)):
         if not (np.abs(values) < _MOST).all():  # also what is no number
             found = values[~(np.abs(values) < _MOST)][0]
@@ -147,7 +147,7 @@ def flaw(case: Observation) -> str:
 
 
 def targets(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """What the model made of requests (N, T): final states, and beside them what it put out, of as much weight."""
+    """Return regression targets of requests (N, T): final states and outputs, both with the same weight."""
     kinds = [np.stack([case.target for case in cases])]
     if not answers.reads_payload:
         kinds.append(outputs(cases, answers))
@@ -156,7 +156,7 @@ def targets(cases: Sequence[Observation], answers: Answers) -> Floats:
 
 
 def outputs(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """What answers are made of (N, C). Of logits of classes only the differences count."""
+    """Return outputs from which answers are made (N, C). Logits of classes are centred: only differences count."""
     if answers.reads_payload:
         return np.stack([case.target for case in cases])
     logits = np.stack([case.output for case in cases])

@@ -1,4 +1,4 @@
-"""What approximate reuse asks of a model and its settings; what does not fit is refused here."""
+"""Refuses models and settings under which approximate reuse cannot have a bound."""
 
 from llmcache.calibration.calibration import check_size
 from llmcache.config import CacheConfig
@@ -68,5 +68,5 @@ def check_settings(head: Head, config: CacheConfig) -> None:
 
 
 def _lets_leave(policy: type[Policy]) -> bool:
-    """Whether entries leave before a budget is used up, or are computed, whatever was calibrated."""
+    """Whether entries may leave before the budget is used up, or be recomputed, under this policy."""
     return policy.lets_entries_leave_early or policy.checks_reuse

@@ -1,4 +1,4 @@
-"""What a calibration is to show: on which metric, how little may be lost, and how surely."""
+"""The claim of a calibration: a metric, the largest loss, and the confidence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Metric:
         score: `(output, label) -> float`: how good an output of the model is for one request. `output` is its row (C,).
         low: Least possible score.
         high: Largest possible score.
-        name: What reports call it.
+        name: Its name in reports.
     """
 
     score: Callable[[Any, Any], float]
@@ -44,7 +44,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class RiskTarget:
-    """What a calibration is to show."""
+    """The claim of a calibration."""
 
     max_drop: float  # largest loss, a fraction of 1, or in units of the metric
     delta: float  # chance that the loss is larger all the same

@@ -1,7 +1,7 @@
 """One calibration for all caches that share a store: published, taken up by the others, and ended for all of them.
 
     s.BY.VERSION             which body is in force: its digest
-    b.BY.DIGEST              the body: all that decisions are made of, and what serves, as in a save
+    b.BY.DIGEST              the body: the calibration with its sources, as in a save
     n.BY.DIGEST.a1, .a2, .d  notes: a first alarm, a second one, drift
 
 BY is a digest of the settings and of the head. Versions only rise, and of two values that are written under one name at
@@ -39,14 +39,14 @@ _SETTINGS = ("answer", "gate", "max_drop", "delta", "sources", "audit")
 
 
 class Place(NamedTuple):
-    """Where caches that share a calibration meet."""
+    """Scope and number of a namespace under which a calibration lies in the store."""
 
     scope: Scope  # of its sources
     number: int  # that the namespace had in the store when they were computed
 
 
 class SharedCalibration:
-    """What one cache has to do with the calibrations on its store. Thread-safe."""
+    """Publishes one cache's calibration on its store, and follows those of others. Thread-safe."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class SharedCalibration:
         """In a call: publish what was calibrated here, follow the others once a second.
 
         Args:
-            scope: The call's.
-            number: That its namespace has in the store.
+            scope: The scope of the call.
+            number: The number of its namespace in the store.
         """
         self._asked = Place(scope, number)
         if self._made is not self._calibrated.calibration or monotonic() >= self._look_at:
@@ -106,7 +106,7 @@ class SharedCalibration:
             self._look(place)
 
     def _tell(self, made: Calibration | None) -> None:
-        """The calibration in force here has changed: it was made, or an alarm or drift has come."""
+        """Publish a change of the calibration in force here: a new one, an alarm, or drift."""
         before, told = self._made, self._calibrated.latest  # also of one that has ended
         self._made = made
         if self._place is not None and before is not None and told is not None and told.is_of(before):
@@ -121,7 +121,7 @@ class SharedCalibration:
                 self._publish(Place(scope, self._tier.number(scope.namespace)))
 
     def _is_for_all(self, made: Calibration) -> bool:
-        """Whether a calibration shows what the settings ask for, so that it is one for all that have these."""
+        """Whether a calibration keeps the settings' claim, so that caches with the same settings may use it."""
         config = self._config
         shows = made.metric == "changed" and made.max_drop <= config.max_drop and made.delta <= config.delta
         return shows and made.watch is not None and made.sources == config.sources and not made.n_alarms
@@ -138,7 +138,7 @@ class SharedCalibration:
         self._write(place, f"s.{self._by()}.{self._version}", {}, {"body": self._body})
 
     def _look(self, place: Place) -> None:
-        """See what others have told: another calibration, or what became of this one."""
+        """Look for another calibration, and for notes on the present one."""
         by = self._by()
         versions = range(max(1, self._version), self._version + (_NEXT if self._version else _AT_FIRST))
         notes = [f"n.{by}.{self._body}.{note}" for note in ("a1", "a2", "d")] if self._body else []
@@ -157,7 +157,7 @@ class SharedCalibration:
             self._follow(*are_noted)
 
     def _follow(self, has_alarm: bool, has_second: bool, has_drifted: bool) -> None:
-        """Do as others did with the calibration in force."""
+        """Apply alarms and drift that others noted."""
         for n, is_told in enumerate((has_alarm, has_second)):
             made = self._calibrated.calibration
             if is_told and made is not None and made.n_alarms <= n:
@@ -168,7 +168,7 @@ class SharedCalibration:
         self._made = self._calibrated.calibration
 
     def _take_up(self, body: str, place: Place) -> None:
-        """Serve as a body says, unless its namespace was purged meanwhile; notes on it come at the next look."""
+        """Take up a body, unless its namespace was purged meanwhile; notes on it are read at the next look."""
         try:
             with self._counters.guard("take up a calibration of the store"):
                 (found,) = self._tier.peek([(place.scope, f"b.{self._by()}.{body}")], _BODY_S)
@@ -193,5 +193,5 @@ class SharedCalibration:
         self._tier.write(place.scope, name, tensors, about, place.number)
 
     def _by(self) -> str:
-        """Digest of all that caches have to share beside a scope."""
+        """Return a digest of the settings and head that caches must have in common, beside the scope."""
         return hashlib.sha256(f"{self._settings} {self._calibrated.head_digest()}".encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Teaches fingerprint and decision from requests that were computed, and lets these serve others.
+"""Fits fingerprint and risk model to computed requests, and makes these the sources.
 
-A decision must learn from requests that the fingerprint has not seen: of those that it was fitted on it knows too much.
-So requests take turns (cross-fitting): each fifth is looked up among the other four, by a fingerprint fitted on these
-alone. The decision learns from all such looks; then the fingerprint is fitted once more, on all of them.
+The risk model must learn from requests that the fingerprint was not fitted on. So requests take turns (cross-fitting):
+each fifth is looked up among the other four, by a fingerprint fitted to these alone. The risk model is fitted to all of
+these looks; then the fingerprint is fitted once more, to all requests.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ N_TURNS = 5
 
 
 class Found(NamedTuple):
-    """Who would serve a request."""
+    """The source that would serve a request, and its risk."""
 
     risk: float  # -infinite where it is stored itself, infinite where none may serve it
     key: str | None  # of who would; None where there is none
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class CalibrationFitter:
-    """Of one wrapped model. One thread at a time."""
+    """Fits the parts of one wrapped model. One thread at a time."""
 
     bank: Bank
     sources: Sources
@@ -50,9 +50,9 @@ class CalibrationFitter:
     _forecasts: dict[str, tuple[Floats, Floats]] = field(init=False, default_factory=dict)  # as it is now
 
     def fit(self, cases: Sequence[Observation]) -> Doubles:
-        """Fit the fingerprint, teach the decision, and let the requests, which all differ, serve; they stay.
+        """Fit fingerprint and risk model to distinct requests, and make these the sources, pinned.
 
-        Returns limits worth trying, strictest first (K,): the risks of serving them, each looked up among others.
+        Returns candidate limits, strictest first (K,): the risks of these requests, each looked up among others.
         """
         self.chooser.learn(cases)
         self.tokens.frame(cases[0].row, cases[0].features)
@@ -65,10 +65,10 @@ class CalibrationFitter:
         return limits[limits <= MAX_RISK]
 
     def refit(self, cases: Sequence[Observation], is_pinned: bool = True) -> None:
-        """Fit the fingerprint, and let the requests, which all differ, serve from then on, and no others.
+        """Fit the fingerprint to distinct requests, and make these the only sources.
 
-        The decision is left as it was taught, so that a limit that was chosen among its risks keeps its meaning. Those
-        that are pinned do not leave until the next calibration.
+        The risk model stays as it is, so that a limit that was chosen among its risks keeps its meaning. Pinned sources
+        stay until the next calibration.
         """
         self.fingerprint.fit(
             [case.features for case in cases], targets(cases, self.answers), outputs(cases, self.answers)
@@ -77,21 +77,21 @@ class CalibrationFitter:
         self.stand(cases, is_pinned)
 
     def resume(self) -> None:
-        """Let requests be found by the fingerprint, which was just fitted or restored."""
+        """Remove sources and forecasts of the fingerprint before; it was just fitted or restored."""
         self.forget()
         self.clear()
 
     def clear(self) -> None:
-        """Let no request serve others; those that did may leave."""
+        """Remove all sources; their entries may be evicted."""
         self.sources.clear()
         self.bank.release()
 
     def forget(self) -> None:
-        """Drop what the fingerprint told of requests; it would tell the same again."""
+        """Drop cached forecasts."""
         self._forecasts.clear()
 
     def look_up(self, cases: Sequence[Observation], repeated: Collection[str]) -> list[Found]:
-        """Who would serve each request; those `repeated` (keys) are stored themselves, which carries no risk."""
+        """Return who would serve each request; keys in `repeated` are sources themselves, served exactly."""
         found: dict[str, Found] = {}
         for case in cases:
             if (key := case.row.key) not in found:  # one that comes again finds the same
@@ -99,17 +99,17 @@ class CalibrationFitter:
         return [found[case.row.key] for case in cases]
 
     def risks(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """The risk of serving each request (N,), and the key of who would serve it; see `look_up`."""
+        """Return the risk of each request (N,), and the key of the source that would serve it; see `look_up`."""
         found = self.look_up(cases, repeated)
         return np.array([one.risk for one in found], np.float64), [one.key for one in found]
 
     def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
-        """What requests of C are like, given those that stand, for those that come later to be compared with."""
+        """Return the distribution of marks on requests of C, with which later ones are compared."""
         learned = [marks_of_source(self._forecast(case)[1]).forecast for case in sources.values()]
         return profile(self.marks(cases, sources), learned, limit)
 
     def marks(self, cases: Sequence[Observation], repeated: Collection[str]) -> dict[str, Marks]:
-        """What is compared of each request, by key; see `risks`."""
+        """Return the marks of each request, by key; see `risks`."""
         marks = {}
         for case in cases:
             forecast = self._forecast(case)[1]
@@ -120,7 +120,7 @@ class CalibrationFitter:
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
     ) -> HoldoutOutcome:
-        """What would become of requests that were not learned from, C for instance, served by those that stand."""
+        """Return risk and loss of each held-out request, of part C say, if the sources served all of them."""
         risk, found = self.risks(cases, set(sources))
         served_by = [None if key is None else sources[key] for key in found]
         if isinstance(metric, Metric):
@@ -133,12 +133,12 @@ class CalibrationFitter:
         return HoldoutOutcome(risk, np.array(loss, np.float64))
 
     def restart(self, cases: Sequence[Observation]) -> None:
-        """Let these requests serve, and no others; what was learned stays."""
+        """Make these requests the only sources; fingerprint and risk model stay."""
         self.clear()
         self.stand(cases)
 
     def stand(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
-        """Let requests serve, too; those that are pinned do not leave until the next calibration.
+        """Add requests to the sources; pinned ones stay until the next calibration.
 
         Raises:
             CalibrationError: They are to be pinned, and do not fit the budgets.
@@ -160,7 +160,7 @@ class CalibrationFitter:
                     self.sources.remove(case.row.key)
 
     def source_of(self, case: Observation) -> Source:
-        """A computed request as others find it."""
+        """Make a source of a computed request."""
         return Source(case.entry, case.row.ids, case.answer, self.sources.length_of(case.row))
 
     def _choose(self, case: Observation) -> Choice | None:
@@ -176,12 +176,12 @@ class CalibrationFitter:
         return not self.answers.agree(case.answer, source.answer)
 
     def _goes_wrong(self, case: Observation, source: Observation) -> bool:
-        """Whether the answer was right and no longer is."""
+        """Whether the source's answer is wrong where the model's own is right."""
         right = np.array([case.label], np.float32)
         return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
 
     def _forecast(self, case: Observation) -> tuple[Floats, Floats]:
-        """Fingerprint (F,) of a request, and the forecast of its output (C,)."""
+        """Return the fingerprint (F,) of a request, and the forecast of its output (C,)."""
         if case.row.key not in self._forecasts:
             (vector,), (forecast,) = self.fingerprint.project_with_forecast(case.features[None])
             self._forecasts[case.row.key] = vector, forecast

@@ -404,8 +404,9 @@ def _is_made(module: nn.Module, name: str) -> bool:
 
 
 def _is_own(module: nn.Module, forward: Any) -> bool:
-    """Whether a forward among a module's attributes is its class's, maybe with a cache around it."""
-    forward = forward.original if isinstance(forward, Swap) else forward
+    """Whether a forward among a module's attributes is its class's, maybe with swaps of ours around it."""
+    while isinstance(forward, Swap):  # a sentence-transformers model has two of them
+        forward = forward.original
     return getattr(forward, "__func__", None) is type(module).forward
 
 

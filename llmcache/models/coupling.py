@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
 from llmcache.models.arguments import Arguments
-from llmcache.models.mark import Mark
 from llmcache.models.twin import make_trial, untouched
-from llmcache.models.weights import Weights
+from llmcache.models.weights import Mark, Weights
 from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")

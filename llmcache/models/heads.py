@@ -132,9 +132,11 @@ class Observed:
 
     def has_changed(self, digest: str) -> bool:
         """Whether the head may read more now than `payload` keeps; the digest is that of the trunk's weights."""
-        if not self._is_as_seen() or (is_enough := self._known.get(digest)) is None:
+        now = self._state()
+        is_as_seen = len(now) == len(self._seen) and all(map(is_, now, self._seen))
+        if not is_as_seen or (is_enough := self._known.get(digest)) is None:
             with self._lock:
-                if not self._is_as_seen() or len(self._known) > _MAX_STATES:
+                if not is_as_seen or len(self._known) > _MAX_STATES:
                     self._known.clear()
                     self._survey()
                 is_enough = observe(self._model, self._trunk, self._takes_choices)[0] == self.payload
@@ -150,10 +152,6 @@ class Observed:
         pairs = [(vars(part), name) for part in parts for name in _settings_of(part)]
         self._settings = [space for space, _ in pairs], [name for _, name in pairs]
         self._seen = self._state()
-
-    def _is_as_seen(self) -> bool:
-        now = self._state()
-        return len(now) == len(self._seen) and all(map(is_, now, self._seen))
 
     def _state(self) -> tuple[Any, ...]:
         """What decides which rows a head reads, beside the config of the trunk: parts, forwards, hooks, settings."""

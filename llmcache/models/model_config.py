@@ -4,6 +4,7 @@ transformers' own access asks several Python functions for each attribute, some 
 look at the config's dict, wherever that says the same.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from inspect import getattr_static
 from typing import Any
@@ -22,6 +23,15 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
             value = held.get(key, by_class)
             return default if value is _MISSING else value
     return getattr(config, name, default)
+
+
+def keys_of(config: Any, names: Sequence[str]) -> list[str] | None:
+    """Under which keys of its `__dict__` a config holds attributes; None where one is made by code, or is a class's."""
+    kind: Any = type(config)
+    places = [_place(kind, name) for name in names]
+    is_plain = vars(config).get("_heterogeneity_spec") is None
+    keys = [key for key, by_class in places if key is not None and (key in vars(config) or by_class is _MISSING)]
+    return keys if is_plain and len(keys) == len(names) else None
 
 
 @cache

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from llmcache.models.attributes import Attributes
 from llmcache.models.hashing import digests, is_readable
-from llmcache.models.mark import Mark
 from llmcache.models.rope import changes_with_length
 from llmcache.models.samples import Samples
 from llmcache.models.tuners import Tuner, activated, are_by_row, is_tuner
@@ -42,6 +41,42 @@ _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
 _STEADY = 64  # looks
 MAX_HELD_BYTES = 16 << 20  # that hold gradients and are hashed in each call: some 10 ms
+
+
+class Mark:
+    """What every edit makes another one. Compared by identity where values may be anything."""
+
+    __slots__ = ("contents", "era", "held", "numbers", "settings")
+
+    def __init__(
+        self, numbers: tuple[int, ...], held: tuple[Any, ...], settings: tuple[Any, ...], contents: tuple[Any, ...]
+    ) -> None:
+        """Take addresses, versions and sizes; modules and tensors; settings; what containers of settings hold."""
+        self.numbers = numbers
+        self.held = held
+        self.settings = settings
+        self.contents = contents
+        self.era = 0  # of the latest digests: it moves on whenever anything may have come between two of them
+
+    def has_structure_of(self, other: "Mark") -> bool:
+        """Whether all but settings are alike."""
+        is_like = self.numbers == other.numbers and len(self.held) == len(other.held)
+        return is_like and all(map(is_, self.held, other.held))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mark):
+            return NotImplemented
+        return (  # written out: it is asked in each call
+            self.numbers == other.numbers
+            and len(self.held) == len(other.held)
+            and all(map(is_, self.held, other.held))
+            and len(self.settings) == len(other.settings)
+            and all(map(is_, self.settings, other.settings))
+            and self.contents == other.contents
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.numbers, self.contents, *map(id, self.settings)))
 
 
 class Look(NamedTuple):

@@ -46,7 +46,7 @@ class Banks(dict[int, LayerBank]):
         return self._n_clears_of_all + self._n_clears[namespace]
 
     def search(
-        self, layer: int, kinds: Sequence[Kind], vectors: Floats, may_check: Sequence[bool]
+        self, layer: int, kinds: Sequence[Kind], vectors: Floats, keys: Sequence[str]
     ) -> tuple[list[tuple[Entry, float] | None], list[bool], list[float | None]]:
         """Search a layer's bank.
 
@@ -54,7 +54,8 @@ class Banks(dict[int, LayerBank]):
             layer: Its number.
             kinds: Of the requests, B.
             vectors: Their fingerprints (B, F).
-            may_check: Whether a hit may be computed all the same, to be compared.
+            keys: Of those that may be computed all the same, to be compared with what they would get; else "". A
+                repeat of the entry's own request is not: it would show nothing.
 
         Returns:
             Of each request: the entry that is similar enough, with its similarity, or None; whether it is to be
@@ -67,7 +68,7 @@ class Banks(dict[int, LayerBank]):
             for row, near in enumerate(found):
                 if near is None or round(near[1], 6) < self._tau[layer]:  # a repeat's own may be off by rounding
                     found[row] = None
-                elif may_check[row] and bank.policy.should_check(near[0].key):
+                elif keys[row] not in ("", near[0].key) and bank.policy.should_check(near[0].key):
                     checks[row] = True
                 else:
                     bank.policy.on_hit(near[0].key)

@@ -30,6 +30,7 @@ from llmcache.paper.forwards import LayerForward, Reuse, Runner, TrunkForward, c
 from llmcache.paper.opening import Call, Opener
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row
+from llmcache.request.variables import is_switched_off
 from llmcache.save import Saved, save
 from llmcache.stats import Stats
 from llmcache.threads import forkable
@@ -75,7 +76,8 @@ class Layerwise:
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
         self._is_veiled = head.pooled is not None and payload.name == "mean"
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
-        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        is_off = is_switched_off()
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
@@ -180,9 +182,9 @@ class Layerwise:
             return {}
         kinds, vectors = [self._opener.kind_of(call, row) for row in rows], call.vectors[[row.number for row in rows]]
         # A row that stands on another request's state would compute nothing to compare with.
-        may_check = [row.number not in call.reused for row in rows]
+        keys = ["" if row.number in call.reused else row.key for row in rows]
         reused = {}
-        found = zip(rows, *self._banks.search(number, kinds, vectors, may_check), strict=True)
+        found = zip(rows, *self._banks.search(number, kinds, vectors, keys), strict=True)
         for row, near, is_checked, similarity in found:
             if similarity is not None:
                 call.near[row.number] = max(similarity, call.near.get(row.number, -1.0))

@@ -19,11 +19,10 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.intact import Layers
-from llmcache.models.mark import Mark
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload
-from llmcache.models.weights import Weights
+from llmcache.models.weights import Mark, Weights
 from llmcache.paper.bank import Entry, Kind
 from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.paper.forwards import Reuse, Way

@@ -16,7 +16,8 @@ class Shares:
     def __init__(self, make: Callable[[], Policy]) -> None:
         """Begin empty; `make` makes the policy of a namespace."""
         self._make = make
-        self._policies: dict[str, Policy] = {}
+        #: Of each namespace that holds something.
+        self.policies: dict[str, Policy] = {}
         self._held: dict[str, dict[str, int]] = {}  # bytes by key
         self._nbytes: dict[str, int] = {}
         self._largest = Ranking()
@@ -29,23 +30,19 @@ class Shares:
         names = list(self._held) if namespace is None else [namespace]
         return [key for name in names for key in self._held.get(name, ())]
 
-    def of(self, namespace: str) -> Policy:
-        """The policy of a namespace that holds something."""
-        return self._policies[namespace]
-
     def add(self, namespace: str, key: str, nbytes: int) -> None:
         """An entry is held from now on. Its policy is told of by the caller."""
         if namespace not in self._held:
-            self._policies[namespace], self._held[namespace], self._nbytes[namespace] = self._make(), {}, 0
+            self.policies[namespace], self._held[namespace], self._nbytes[namespace] = self._make(), {}, 0
         self._held[namespace][key] = nbytes
         self._grow(namespace, nbytes)
 
     def remove(self, namespace: str, key: str) -> None:
         """An entry is held no longer."""
-        policy = self._policies[namespace]
+        policy = self.policies[namespace]
         self._grow(namespace, -self._held[namespace].pop(key))
         if not self._held[namespace]:
-            del self._policies[namespace], self._held[namespace], self._nbytes[namespace]
+            del self.policies[namespace], self._held[namespace], self._nbytes[namespace]
             self._largest.discard(namespace)
         policy.on_remove(key)  # last: it may be of somebody else, and fail
 
@@ -67,11 +64,11 @@ class Shares:
 
     def expired(self) -> list[str]:
         """All that must leave now; see `Policy.expired`."""
-        return [key for policy in list(self._policies.values()) for key in policy.expired()]
+        return [key for policy in list(self.policies.values()) for key in policy.expired()]
 
     def _first(self, namespace: str) -> str:
         """Who leaves a namespace: the oldest entry where its policy names one that it failed to let go of."""
-        policy, held = self._policies[namespace], self._held[namespace]
+        policy, held = self.policies[namespace], self._held[namespace]
         if (key := policy.victim()) in held:
             return key
         policy.on_remove(key)

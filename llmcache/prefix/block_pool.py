@@ -269,7 +269,7 @@ class BlockPool:
         return self.max_bytes - self._spent()
 
     def _policy_of(self, key: str) -> Policy:
-        return self._shares.of(self._held[key].scope.namespace)
+        return self._shares.policies[self._held[key].scope.namespace]
 
     def _make_room(self, nbytes: int, own: set[str], max_bytes: int, namespace: str) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""

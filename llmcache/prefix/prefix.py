@@ -54,6 +54,7 @@ class Prefix:
         arguments: Arguments,
         cuts: bool,
         stored: StoredBlocks | None,
+        is_exact: bool,
     ) -> None:
         """Serve from `blocks`.
 
@@ -64,8 +65,9 @@ class Prefix:
             arguments: Of the trunk.
             cuts: Beginnings are served; else whole requests alone.
             stored: Blocks beyond memory; None: there are none.
+            is_exact: Whole requests are served.
         """
-        self._cuts, self._stored = cuts, stored
+        self._cuts, self._stored, self._is_exact = cuts, stored, is_exact
         self._trunk, self.blocks, self._counters, self._arguments = trunk, blocks, counters, arguments
         self._is_grown = False  # layers of the trunk's K/V caches all hold all K/V
         #: By the call's kind: the class of its output and what is in it; None where that is not understood.
@@ -111,7 +113,7 @@ class Prefix:
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
         tried = [(row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.again) if key]
-        if self.kinds.are_known(call.kind):
+        if self._is_exact and self.kinds.are_known(call.kind):
             prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
         if self._stored is not None and self._stored.tier.has_dropped:
             for number, (key, held) in prefill.whole.items():

@@ -1,8 +1,9 @@
 """Data of one call. No store, no policy, no decision.
 
-arguments -> bypass    why the call cannot use the cache, if so
+arguments -> bypass    the reason why the call cannot use the cache, if there is one
+          -> reading   copies its tokens to the host
           -> rows      its requests: valid tokens, exact key; the scope they share
-          -> call      what is read, planned and done, as far as it came
-          -> prefill   what it has to do with stored prefixes
-          -> outcome   what became of each request, for the user
+          -> call      all that is known of the call, filled step by step
+          -> prefill   its blocks, where the caller keeps K/V
+          -> outcome   the outcome of each request, for the user
 """

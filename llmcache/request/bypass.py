@@ -1,4 +1,4 @@
-"""When a call is computed as if there were no cache, why, and what to do about it."""
+"""Reasons for a bypass, in which a call is computed as if there were no cache, and their cures."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -116,12 +116,12 @@ _KNOWN = frozenset(
 
 
 def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
-    """Why a forward of the trunk cannot use the cache, or None when it can.
+    """Return the reason why a forward of the trunk bypasses the cache, or None.
 
     Args:
         arguments: The trunk's arguments by name.
-        trunk: Whose they are.
-        defaults: Of the arguments that its signature names, the values that hold without them.
+        trunk: The trunk.
+        defaults: Default values of the arguments that its signature names.
 
     Returns:
         A key of `CURES`. Cheap: no tensor is read.
@@ -136,18 +136,21 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
 
 
 def find_reason_now(trunk: Trunk) -> str | None:
-    """Why no forward of the trunk can use the cache at this moment, whatever it is passed; or None."""
+    """Return the reason for a bypass that holds for any arguments at this moment, or None."""
     if torch._C._is_tracing():  # by torch.jit.trace
         return "compiled"
-    if is_traced():
+    # Whoever watches the call is to see it computed. All of this takes a microsecond.
+    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
         return "traced"
+    if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):
+        return "traced"  # a default device changes nothing
     if trunk.module.training:
         return "training"
     return "gradients" if torch.is_grad_enabled() else None
 
 
 def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
-    """Why a forward that is passed these arguments cannot use the cache, with the trunk's config as it is; or None."""
+    """Return the reason for a bypass that follows from these arguments and the trunk's present config, or None."""
     ids = arguments.get("input_ids")
     if ids is None or arguments.get("inputs_embeds") is not None:
         return "inputs_embeds"
@@ -200,16 +203,8 @@ def _seen_tokens(cache: Any) -> bool:
     return cache is not None and int(cache.get_seq_length()) > 0
 
 
-def is_traced() -> bool:
-    """Whether a call must be computed for the sake of who is watching it. Takes a microsecond."""
-    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
-        return True
-    # A default device changes nothing.
-    return bool(_n_function_modes()) and not all(isinstance(mode, DeviceContext) for mode in _function_modes())
-
-
 def are_strange(values: Iterable[Any]) -> bool:
-    """Whether an argument is a tensor whose class may have a say in operations, or which a CUDA graph will replace."""
+    """Whether an argument is a tensor of a class that may override operations, or one that a CUDA graph captures."""
     return any(map(_is_strange, values))
 
 

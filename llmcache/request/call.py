@@ -1,9 +1,9 @@
-"""What one call knows, and what is known of the trunk that it calls. Made per call; nothing here is shared but `State`.
+"""Data of one call of the trunk. `State` and `Form` are shared by calls; all else belongs to one call.
 
 Sizes: B rows, T tokens, F fingerprint width, C outputs, S width of a signature.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from llmcache.arrays import Bools, Floats
-from llmcache.models.mark import Mark
+from llmcache.models.weights import Mark
 from llmcache.request.prefill import Prefill
 from llmcache.request.rows import Row, Scope
 
@@ -27,17 +27,18 @@ if TYPE_CHECKING:  # parts that serve a call; this is what they fill
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known of calls that are passed such arguments, while the trunk is as it is."""
+    """Facts about all calls with arguments of one form, while the trunk stays as it is."""
 
     names: tuple[str, ...]  # of the values, by position first
     reason: str | None = None  # why they bypass the cache
+    attention: str = ""  # the implementation in use, see `Trunk.attention`
     keeps_kv: bool = False  # the caller is to hold K/V afterwards
     kind: tuple[Any, ...] = ()  # what of it decides how the output is packed
 
 
 @dataclass(slots=True)
 class State:
-    """What holds of the trunk while its weights, settings and modules stay."""
+    """Facts about the trunk while its weights, settings and modules stay as they are."""
 
     digest: str
     reason: str | None  # why no call can be cached
@@ -45,6 +46,7 @@ class State:
     spaces: Sequence[dict[str, Any]]  # attributes of the modules within, whose hooks would not run
     sees_later: bool  # tokens of a row see later ones
     content: Bools  # which tokens carry content (vocabulary,)
+    flags: Callable[[], Iterable[Any]]  # what the config asks for beside the arguments, as it is now
     forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
     scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by what they hold beside the weights
 
@@ -64,7 +66,7 @@ class Hit:
 
 @dataclass(slots=True, weakref_slot=True)
 class Call:
-    """What one call knows. Filled step by step."""
+    """One call of the trunk. Filled step by step: opened, looked up, answered, closed."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -107,7 +109,7 @@ class Call:
     storing_s: float = 0.0
 
     def take_over(self, known: "Call", numbers: Sequence[int]) -> None:
-        """Have what was found of some rows of another call as what was found of this one's."""
+        """Take over the hits and choices of some rows of a prepared call; row `numbers[i]` becomes row i."""
         assert known.requests is not None
         place = {number: new for new, number in enumerate(numbers)}
         for name in ("hits", "choices", "vectors", "forecasts"):
@@ -118,16 +120,28 @@ class Call:
         self.lookup_s += known.lookup_s * len(numbers) / len(known.rows)
 
     def serve(self, row: Row, choice: "Choice", share: float) -> None:
-        """Let another request's entry serve a row; `share` is its part of the risk that is allowed, 0 to 1."""
+        """Let another request's entry serve a row; `share` is its risk over the limit, 0 to 1."""
         source, similarity = choice.neighbour.source, choice.neighbour.similarity
         self.hits[row.number] = Hit("semantic", source.key, source.entry.fields, (), similarity, source.answer, share)
 
 
 class Rung(Protocol):
-    """One way to serve rows from stored requests."""
+    """One way to serve rows from stored requests.
+
+    Attributes:
+        name: As outcomes and stats call it.
+        is_lossless: A hit equals the model's own output. Other rungs are not asked where searches do not pay.
+    """
 
     name: str
     is_lossless: bool
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        """Add to `call.hits` what serves these rows, which have no hit."""
+        """Add a `Hit` to `call.hits`, by row number, for each of these rows that a stored request serves.
+
+        Rows that get no hit go to the next rung, or are computed. What it raises is counted, and the call computed.
+
+        Args:
+            call: The call; `arguments` are the trunk's, `scope` is shared by all rows.
+            rows: Its rows that have no hit yet.
+        """

@@ -1,7 +1,8 @@
-"""The trunk as it is now, and forms of calls: worked out once, looked up afterwards."""
+"""Facts about the trunk as it is now, and about forms of calls: worked out once, looked up afterwards."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, itemgetter, ne, not_
 from typing import Any
@@ -14,7 +15,7 @@ from llmcache.models.arguments import DECIDING, Arguments
 from llmcache.models.coupling import Coupling
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import flatten
-from llmcache.models.model_config import setting
+from llmcache.models.model_config import keys_of, setting
 from llmcache.request.bypass import are_strange, find_reason_of
 from llmcache.request.call import Call, Form, State
 from llmcache.request.reading import RequestReader
@@ -30,7 +31,7 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Forms:
-    """Of one trunk. Thread-safe."""
+    """States and forms of one trunk. Thread-safe."""
 
     def __init__(
         self, trunk: Trunk, arguments: Arguments, coupling: Coupling, reader: RequestReader, keeps_tokens: bool
@@ -38,8 +39,8 @@ class Forms:
         """Know nothing yet.
 
         Args:
-            trunk: Whose calls they are.
-            arguments: Of its forward.
+            trunk: The trunk.
+            arguments: The signature of its forward.
             coupling: Tells whether rows affect each other.
             reader: Tells which tokens carry content.
             keeps_tokens: Entries keep the states of all tokens, and K/V where the caller does.
@@ -48,11 +49,12 @@ class Forms:
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
         self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
         # Of the config, and no part of the weights' digest.
-        self._flags = (*trunk.asks_for_more, "return_dict", "use_cache")
+        self._flags = (*trunk.asks_for_more, "return_dict", "use_cache", "_attn_implementation")
+        self._attends, self._masks = _attention_functions()
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
 
     def state(self, digest: str) -> State:
-        """What holds of the trunk with weights of this digest, the present one."""
+        """Return the state of the trunk for the digest of its present weights."""
         known = self._states.get(digest)
         if known is not None:
             return known
@@ -60,21 +62,26 @@ class Forms:
         reason = None if trunk.runs_its_layers else "other_depth"
         reason = reason or ("other_attention" if trunk.looks_otherwise else None)
         spaces = [vars(part) for part in parts if part is not trunk.module]
-        flags = [space.get("is_causal") for space in spaces] + [setting(trunk.config, "is_causal")]
+        directions = [space.get("is_causal") for space in spaces] + [setting(trunk.config, "is_causal")]
         coupling, content = self._coupling.reason(digest), self._reader.content_table()
-        state = self._states[digest] = State(digest, reason, coupling, spaces, False in flags, content)
+        config, keys = trunk.config, keys_of(trunk.config, self._flags)
+        flags = (
+            partial(map, setting, repeat(config), self._flags) if keys is None else partial(map, vars(config).get, keys)
+        )
+        state = State(digest, reason, coupling, spaces, False in directions, content, flags)
+        self._states[digest] = state
         while len(self._states) > _MOST_STATES:
             self._states.popitem(last=False)
         return state
 
     def are_hooked(self, state: State) -> bool:
-        """Whether hooks of others hang within the trunk, which would not run."""
+        """Whether modules within the trunk have hooks of others, which a hit would not run."""
         if not any(chain.from_iterable(map(_HOOKS, state.spaces))) and not are_hooked(()):
             return False
         return are_hooked([part for part in self._trunk.module.modules() if part is not self._trunk.module])
 
     def find(self, call: Call, state: State) -> Form:
-        """What is known of calls like this one; names its arguments."""
+        """Return the form of a call, and set `call.arguments`."""
         values = (*call.args, *call.kwargs.values())
         types = tuple(map(type, values))
         key: tuple[Any, ...] = ()
@@ -82,8 +89,9 @@ class Forms:
             are_tensors = tuple(map(is_, types, repeat(Tensor)))
             tensors = tuple(compress(values, are_tensors))
             rest = tuple(compress(values, map(not_, are_tensors)))
-            flags = tuple(map(setting, repeat(self._trunk.module.config), self._flags))
-            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags
+            flags = tuple(state.flags())
+            attends = self._attends(flags[-1]), self._masks(flags[-1])  # functions may be registered at any time
+            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags, attends
             form = state.forms.get(key)
             if form is not None:
                 call.arguments = dict(zip(form.names, values, strict=True))
@@ -99,7 +107,7 @@ class Forms:
         return form
 
     def notice_kv(self, state: State) -> None:
-        """The trunk was seen to return K/V."""
+        """Note that the trunk returns K/V."""
         self.returns_kv = True
         state.forms.clear()
 
@@ -113,21 +121,22 @@ class Forms:
             reason = "input_shape"
         if reason is not None:
             return Form(names, reason)
+        attention = self._trunk.attention
         # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
         dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
         kind = arguments.get("return_dict"), setting(config, "return_dict"), arguments.get("use_cache"), *dtypes
         keeps_kv = self._trunk.makes_kv and not self.keeps_no_kv and self._is_kv_kept(arguments)
-        return Form(names, None, keeps_kv, kind)
+        return Form(names, None, attention, keeps_kv, kind)
 
     def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the caller is to hold K/V afterwards."""
+        """Whether the caller keeps the K/V of this call."""
         if arguments.get(CACHE) is not None or not self.returns_kv:
             return arguments.get(CACHE) is not None
         asked = arguments.get("use_cache")
         return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
 
     def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
-        """Why a call cannot be run without the K/V that the model would make; entries hold none."""
+        """Return the reason why a call cannot run without making K/V, which entries do not hold; or None."""
         if arguments.get("use_cache") or arguments.get(CACHE) is not None:
             return "kv_cache_with_pooled_payload"
         asked = arguments.get("use_cache")
@@ -147,3 +156,11 @@ def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bo
         is_mask = mask is None or mask.shape == shape
         return is_mask and all(one.shape in (shape, (1, shape[1])) for one in tensors)
     return True
+
+
+def _attention_functions() -> tuple[Callable[[str], Any], Callable[[str], Any]]:
+    """Find the functions that transformers calls for an attention implementation, and for its masks, by its name."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get

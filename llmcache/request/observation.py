@@ -1,4 +1,4 @@
-"""A request that was computed, with all that was seen of it: what calibrations learn from.
+"""A computed request with its answer: calibrations learn from these.
 
 Sizes: T tokens, D hidden width, S width of a signature, C logits.
 """
@@ -23,13 +23,13 @@ class Observation:
         features: Content tokens, float32 (T,), -1 elsewhere.
         target: Mean row of the last hidden states that its entry keeps, float32 (D,).
         answer: Signature of its answer (S,).
-        output: What the model put out for it, float32 (C,).
-        entry: What is stored of it. Nobody writes to it.
-        head: Digest of the weights outside the trunk, as they were then.
-        seconds: From the trunk's arguments to the answer, with what the cache did meanwhile, by the row.
-        label: What it should have been answered, where that was given.
-        number: Which of the requests that were given it is, from 0.
-        generation: Of its namespace, before it was computed, see `Bank.generation`.
+        output: The model's output for it, float32 (C,).
+        entry: Its entry. Never written to.
+        head: Digest of the weights outside the trunk when it was computed.
+        seconds: Time of its call divided by the call's rows, work of the cache included.
+        label: The right answer, where one was given.
+        number: Its place among the requests that were given, from 0.
+        generation: Generation of its namespace before it was computed, see `Bank.generation`.
     """
 
     scope: Scope

@@ -1,4 +1,4 @@
-"""What became of each request of one call."""
+"""The outcome of each request of a call."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ class Outcome:
 
     Attributes:
         key: The row's own exact key, under which a miss is stored; "" when the call was bypassed before it was known.
-        rung: What served it: `exact`, `prefix`, `semantic`, `paper`, or None when it was computed.
+        rung: The rung that served it: `exact`, `prefix`, `semantic`, `paper`, or None when it was computed.
         layer: The deepest layer reused, or None.
         source: Key of the stored request whose state was reused, or None.
-        similarity: To that request; of a row that was computed, to the nearest one found, over all searches made for
-            it. None when no search was made or nothing was there to be found.
-        risk: Risk score of who would serve it approximately, whether that was allowed or not: a hit's is at most
-            `Calibration.limit`. Infinite where a content gate refused or the source is quarantined. None when no
-            search was made or nothing was there to be found.
+        similarity: Similarity to that request; of a row that was computed, to the source that was chosen or, with
+            `tau`, to the nearest one found. None when no search was made or nothing was found.
+        risk: Risk score of the chosen source, whether it served or not: a hit's is at most `Calibration.limit`.
+            Infinite where a content gate refused or the source is quarantined. None when no search was made or
+            nothing was found.
         n_prefix: First tokens that a stored prefix served, 0 without.
         bypassed: Why the cache was not used (`llmcache.request.bypass.CURES`), or None.
     """

@@ -86,8 +86,8 @@ class Packing:
         """Whether an output for (B, T) tokens is of this kind."""
         return self == Packing.learn(output, n_rows, n_tokens, self.payload)
 
-    def take(self, output: Any, place: int, row: Row) -> tuple[Fields, Fields]:
-        """A copy of what is kept of a request, whose row is at some place in an output of the trunk.
+    def take(self, output: Any, place: int, row: Row, device: torch.device) -> tuple[Fields, Fields]:
+        """A copy, on a device, of what is kept of a request, whose row is at some place in an output of the trunk.
 
         Returns:
             Of each field what is kept; of each that holds states those of padding (T - n, D), where they are kept.
@@ -95,12 +95,11 @@ class Packing:
         fields: list[Tensor] = []
         padding: list[Tensor] = []
         for field, value in zip(self.fields, parts_of(output).values(), strict=True):
-            fields.append(
-                _owned(self.payload.take(value[place], row.valid) if field.is_states else value[place].clone())
-            )
+            own = self.payload.take(value[place], row.valid) if field.is_states else value[place].clone()
+            fields.append(_owned(own, device))
             if field.is_states and (row.has_layout or row.layout):
                 places = torch.from_numpy(padding_of(row.valid, value.shape[1])).to(value.device)
-                padding.append(_owned(value[place][places]))
+                padding.append(_owned(value[place][places], device))
         return tuple(fields), tuple(padding)
 
     def join(
@@ -140,7 +139,8 @@ class Packing:
                         whole[row.number] = fields[number].to(device)
                         continue
                     self.payload.place(fields[number].to(device), whole[row.number], row.valid)
-                    place_padding(padding[n_states] if padding else None, whole[row.number], row.valid)
+                    if padding:
+                        place_padding(padding[n_states], whole[row.number], row.valid)
                 elif row.number not in places:
                     whole[row.number] = nan
             n_states += field.is_states
@@ -152,12 +152,12 @@ class Packing:
         return self.kind(**{field.name: value for field, value in zip(self.fields, made, strict=True)})
 
 
-def _owned(field: Tensor) -> Tensor:
-    """The tensor, normal and without gradient also in inference mode, with a storage of its own size."""
+def _owned(field: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, normal and without gradient also in inference mode, with a storage of its own size."""
     if not field.is_inference():
-        return field.detach()
+        return field.detach().to(device)
     with torch.inference_mode(False):
-        return torch.empty(field.shape, dtype=field.dtype, device=field.device).copy_(field)
+        return torch.empty(field.shape, dtype=field.dtype, device=device).copy_(field)
 
 
 def parts_of(output: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""What is known of a block of tokens, and of a call whose requests are kept in blocks.
+"""Blocks of a call that keeps K/V.
 
 Sizes: C columns cut.
 """
@@ -12,7 +12,7 @@ from llmcache.request.rows import Row, Scope
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One full block of a request, or what it has after its blocks.
+    """One full block of a request, or its tail: the tokens after its last full block.
 
     Attributes:
         key: SHA-256 (base64) over the root, all blocks before, and this one; of the end of a request its exact key.
@@ -25,16 +25,16 @@ class Link:
 
 @dataclass(slots=True)
 class Prefill:
-    """What one call has to do with blocks.
+    """The blocks of one call that keeps K/V.
 
     Attributes:
         kv_cache: The K/V cache that it fills.
-        scope: Of the call.
-        rows: Of the call.
-        n_purges: Of the pool, when it began.
-        has_chains: Its rows may share what they begin with.
-        chains: The blocks of rows that were asked for, by number and namespace; None: their own.
-        whole: Of rows that are held as a whole, key and blocks, by number; empty when a prefix is served.
+        scope: The scope of the call.
+        rows: The rows of the call.
+        n_purges: `BlockPool.n_purges` when the call began.
+        has_chains: Its rows may share prefixes with others.
+        chains: The full blocks of rows, by row number and namespace (None: the call's own).
+        whole: Key and blocks of each row that is held as a whole, by number; empty when a prefix is served.
         served: Tokens that a stored prefix serves, at least one, by row number.
         matched: The blocks that each row begins with.
         n_cut: C.

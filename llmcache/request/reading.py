@@ -33,8 +33,8 @@ class Requests:
         rows: One a request.
         ids: Token ids (B, T), int64, on the host.
         content: Which tokens are valid and not special, bool (B, T).
-        reader: Read them.
-        inputs: As they are on the host.
+        reader: The reader that made them.
+        inputs: The call's arguments on the host.
     """
 
     rows: Sequence[Row]
@@ -49,7 +49,7 @@ class Requests:
         return self.reader.may_be_refused(self.inputs)
 
     def take(self, numbers: Sequence[int]) -> "Requests":
-        """Some of the requests, as those of a call of their own."""
+        """Return some of the requests, numbered from 0 as in a call of their own."""
         rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
         return Requests(rows, self.ids[numbers], self.content[numbers], self.reader, self.inputs)
 
@@ -65,9 +65,9 @@ class RequestReader:
         """Remember what decides how rows are keyed.
 
         Args:
-            trunk: Of the model.
-            head: Reads the trunk's output.
-            payload: What entries keep of states.
+            trunk: The model's trunk.
+            head: Its head.
+            payload: The hidden states that entries keep.
             tokenizer: Names the special tokens; None: those that the config and the family name.
         """
         self._trunk = trunk
@@ -142,7 +142,7 @@ class RequestReader:
         return Requests(rows, inputs.ids, is_content, self, inputs)
 
     def _refusal_of_all(self, inputs: HostInputs) -> str:
-        """Why no row takes part: tokens are not put one after the other, or positions not encoded as in other calls."""
+        """Return the reason why no row takes part, or "": tokens in another order, or positions that vary by length."""
         n_tokens = inputs.ids.shape[1]
         if inputs.activated is not None and len(inputs.activated) != len(inputs.ids):
             return "adapter_names"
@@ -154,7 +154,7 @@ class RequestReader:
         return "" if length < self._steady_length else "rope_by_length"
 
     def _refusal(self, row: Row, inputs: HostInputs, has_content: bool) -> str:
-        """Why one row takes no part, or ""."""
+        """Return the reason why a row takes no part, or ""."""
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:
             return "mask_4d"
         if inputs.is_binary is not None and not inputs.is_binary[row.number]:
@@ -187,7 +187,7 @@ class RequestReader:
 
 
 def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
-    """Which row a head may read by its place, whatever the mask says: `first`, `last`, or none of these."""
+    """Return the token that a head may read by its place, whatever the mask: `first`, `last` or ""."""
     if head.payload == "cls" or payload.name == "cls" or getattr(trunk.module, "pooler", None) is not None:
         return "first"
     if head.name == "classifier" and head.payload == "last":
@@ -198,12 +198,12 @@ def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
 
 
 def _reaches(values: NDArray[Any] | None, n: int | None) -> bool:
-    """Whether a value is below 0, or n or more; None: there are none, or n is not known."""
+    """Whether a value is below 0, or at least `n`. None: no values, or `n` is not known."""
     return values is not None and n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
 
 
 def _read_mask(inputs: HostInputs) -> None:
-    """Which tokens a mask lets pass; some models multiply by it, so its values count, too."""
+    """Set the valid tokens from the mask. Some models multiply by it, so its values are checked as well."""
     mask = inputs.valid
     if mask is None or mask.dtype == np.bool_:
         return

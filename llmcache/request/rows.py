@@ -30,7 +30,7 @@ class Scope:
         weights: Digest of the trunk's weights and active adapters.
         dtype: Dtype of the hidden states, autocast included.
         attention: Attention implementation; kernels differ in the last bits.
-        engine: What computes, where that is not the trunk itself; likewise.
+        engine: Name of the engine that computes, "" for the trunk itself; kernels differ likewise.
     """
 
     namespace: str
@@ -43,7 +43,7 @@ class Scope:
     def key(self) -> bytes:
         """Unambiguous bytes to hash: the characters of each field, quoted and escaped.
 
-        `str.__repr__`, not `repr`: a subclass of `str` may have one of its own. Saved caches hang on these bytes.
+        `str.__repr__`, not `repr`: a subclass of `str` may have one of its own. Saved caches depend on these bytes.
         """
         engine = (self.engine,) if self.engine else ()
         fields = (self.namespace, self.weights, self.dtype, self.attention, *engine)
@@ -51,7 +51,7 @@ class Scope:
 
 
 def checked_namespace(name: Any) -> str:
-    """A namespace as it was given, if it can be one.
+    """Return a namespace as it was given, after checking it.
 
     Subclasses of `str` are refused: they may have an equality and a hash of their own, and scopes are compared by both.
 
@@ -75,17 +75,17 @@ class Row:
         number: Its row in the batch.
         key: SHA-256 (base64) of its scope, valid tokens, types and positions; of the whole call where rows affect each
             other.
-        ids: Its valid token ids, packed; compared on a hit.
-        valid: Where the valid tokens are in the row.
-        n_valid: How many they are.
+        ids: Its valid token ids, packed.
+        valid: Columns of the valid tokens.
+        n_valid: Number of valid tokens.
         start: Position of the first valid token where those of the others follow one by one; else None.
         bypass_reason: Why the row takes no part in caching, or "".
-        has_layout: Its key covers its padding as well, so that what is stored of it fits every place of the row.
-        layout: Digest of what its padding is made of, where that is kept and not part of the key; else b"".
+        has_layout: Its key covers its padding as well, so that an entry holds the states of padding too.
+        layout: Digest of its padding, where states of padding are kept and the key does not cover it; else b"".
         is_misread: No other request may serve it: the head may read a place of it that is not valid, and what another
             one left there is not known; or its call may be one that the model refuses.
-        again: A key of its own, where an earlier row of the call has the same key; else "". What the model makes of the
-            two may differ in the last bits, since kernels round by the place in a batch.
+        again: A key of its own, where an earlier row of the call has the same key; else "". Their outputs may differ in
+            the last bits, since kernels round by the place in a batch.
     """
 
     number: int
@@ -103,7 +103,7 @@ class Row:
 
 @dataclass(slots=True)
 class HostInputs:
-    """What of a call is read on the host.
+    """A call's arguments on the host.
 
     Attributes:
         ids: Token ids (B, T), int64.
@@ -266,7 +266,7 @@ def _valid_positions(mask: NDArray[Any]) -> tuple[Positions, int]:
 
 
 def _activated(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> list[int] | None:
-    """From which of a row's tokens on an activated LoRA is in force; None: from none on."""
+    """Return the first valid token of a row for which an activated LoRA is in force; None: there is none."""
     n_columns = offsets[number] if number < len(offsets) else None
     if not n_columns:
         return None

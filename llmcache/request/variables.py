@@ -1,6 +1,7 @@
-"""Context variables that hold a value for a while. What is set in a thread or async task is not seen by others."""
+"""Context variables that hold a value within a block. Other threads and async tasks do not see it."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
@@ -10,8 +11,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 logger = logging.getLogger("llmcache")
+DISABLE = "LLMCACHE_DISABLE"  # environment variable
 #: Blocks of `setting` that are open in this context, oldest first: each with its variable and value.
 _OPEN: ContextVar[tuple[tuple[ContextVar[Any], Any], ...]] = ContextVar("llmcache_open", default=())
+
+
+def is_switched_off() -> bool:
+    """Whether `LLMCACHE_DISABLE` turns caches off: it is set, and not to 0."""
+    return os.environ.get(DISABLE, "0") not in ("", "0")
 
 
 @contextmanager

@@ -67,9 +67,7 @@ def test_a_calibration_prints_in_three_lines(caplog: pytest.LogCaptureFixture) -
         made = cache.calibrate(batched(requests(300)[0]))
     first, second, third = str(made).splitlines()
     assert made.chosen is not None
-    assert (
-        first
-        == f"{made.chosen.hit_rate:.0%} hits, at most {made.chosen.bound:.2%} changed at 95%, {made.n_sources:,} sources"
-    )
+    chosen = made.chosen
+    assert first == f"{chosen.hit_rate:.0%} hits, at most {chosen.bound:.2%} changed at 95%, {made.n_sources:,} sources"
     assert str(made.n_tested) in second and third == "certified"
     assert first in made._repr_html_()

@@ -98,7 +98,7 @@ def test_ways_to_encode(embedder: Embedder) -> None:
 
 def test_one_vector_a_text_is_kept_and_states_are_computed(embedder: Embedder) -> None:
     """By default an entry is one vector. Who reads the states of tokens gets the model's, in whichever way."""
-    model, whole, first = embedder(), embedder(), {name: value for name, value in tokenised().items()}
+    model, whole, first = embedder(), embedder(), dict(tokenised().items())
     expected = ask(whole, dict(first))
     with LLMCache.wrap(model) as cache:
         for turn in range(3):

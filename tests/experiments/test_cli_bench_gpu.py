@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from experiments.measures.bench.at_hand import NOT_RUN, why_not
-from experiments.runs.grid import load_experiments
 from tests.experiments.commands import Commands
 from tests.experiments.test_measure_latency import save_gpt2
 
@@ -66,25 +64,3 @@ def test_all_is_measured_that_is_asked(tmp_path: Path, command: Commands, monkey
     generated = json.loads(path.read_text())["generation"]
     assert [(row["dtype"], row["banks"]) for row in generated] == list(itertools.product(DTYPES, BANKS))
     assert all(row["prefix_hit_ms"]["n"] == 3 for row in generated)
-
-
-def test_without_the_device_one_line_and_a_file_say_that_it_was_not_run(tmp_path: Path) -> None:
-    said = why_not("cuda:99", tmp_path / "gpu")
-    told = json.loads((tmp_path / "gpu" / NOT_RUN).read_text())
-    assert said.startswith("Not run: device: ") and "\n" not in said
-    assert told["was_run"] is False and told["device"] == "cuda:99" and told["reason"] in said
-    assert told["environment"]
-    assert why_not("cpu", tmp_path / "gpu") == ""
-    assert not (tmp_path / "gpu" / NOT_RUN).exists()
-
-
-def test_what_a_gpu_is_asked_is_what_the_project_says_of_it() -> None:
-    asked = commands_of_target(BATCH_SIZES="1,8,32,128", SEQUENCES="512", ENTRIES="10000")
-    for words in asked[:2]:
-        (models,) = (word for word in words if word.startswith("models="))
-        assert {"bert-base", "minilm-l6", "gpt2", "smollm2-135m"} <= set(models[len("models=[") : -1].split(","))
-        assert "batch_sizes=[[1],[8],[32],[128]]" in words
-        assert {"device=cuda", "dtypes=[float32,bfloat16]", "banks=[host,device]"} <= set(words)
-    runs = [load_experiments(words[1], words[words.index("--set") + 1 :: 2]) for words in asked]
-    assert [len(one) for one in runs] == [4, 8, 1]  # compiled calls in two modes
-    assert not [words for words in commands_of_target(GENERATE="") if "prefix_decode" in words[1]]

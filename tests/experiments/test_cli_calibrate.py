@@ -72,7 +72,7 @@ LOSSES = "cache.max_drop=0.1: an experiment asks for the losses in max_drops"
         (["--set", "cache.max_drop=0.1"], LOSSES),
         (["--save", "kept", "--set", "max_drops=[0.2, 0.3]"], "--save keeps one calibration: choose a loss of"),
         (["--set", "task.limit=90"], "90 requests cannot show a loss of at most 0.2"),
-        (["--set", "cache.tau=0.9"], "tau=0.9 is your own choice"),
+        (["--set", "cache.tau=0.9"], "max_drop with tau=0.9: "),
         (["--json", "."], ".: cannot be written"),
         (["other.yaml"], "give one CONFIG (got "),
     ],

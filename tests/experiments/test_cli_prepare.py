@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments import prepare as recipes
 from experiments.data.labelled import Data, read_requests
 from experiments.data.squad import Question, read_squad
 from experiments.models.loading import load
-from experiments.prepare import RECIPES, squad_v2, trainer, training
+from experiments.prepare import squad_v2, trainer, training
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.split import split
@@ -176,23 +175,6 @@ def test_an_interrupted_training_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("change", "theirs"), [("--seed=1", "--seed 0"), ("--limit=25", "--limit 24"), ("--epochs=2", "--epochs 1.0")]
-)
-def test_other_options_are_no_second_half(
-    change: str, theirs: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        Interrupting(patched, last=1)
-        assert prepare("minilm-openbookqa") == INTERRUPTED
-    told = f": a training with {theirs} was interrupted here; give that again, or delete the folder"
-    assert told in prepare.refused("minilm-openbookqa", change)
-    assert prepare("minilm-openbookqa") == 0
-    refused = prepare.refused("minilm-openbookqa", change)
-    assert f": made with {theirs}, not with {change.replace('=', ' ')}" in refused
-    assert "; give what it was made with, or delete the folder" in refused
-
-
-@pytest.mark.parametrize(
     ("words", "line"),
     [
         (["no-such"], "recipe: 'no-such' is not known; known: minilm-squad_v2, "),
@@ -209,32 +191,3 @@ def test_one_line_errors(words: list[str], line: str, prepare: Prepare, monkeypa
     monkeypatch.setattr(trainer.SavingTrainer, "train", None)
     assert prepare.refused(*words).startswith(line)
     assert not list(prepare.models.glob("*/metrics.json"))
-
-
-def test_data_that_cannot_be_trained_on(prepare: Prepare, tmp_path: Path) -> None:
-    (tmp_path / "wikitext").mkdir()
-    (tmp_path / "wikitext" / "wikitext-2_train.tokens.txt").write_text("three words only")
-    told = "prepare: wikitext: no examples to train on; give more data, or a higher limit"
-    assert prepare.refused("gpt2-wikitext", f"--data-dir={tmp_path}") == told
-    (tmp_path / "openbookqa").mkdir()
-    lines = [
-        {"id": "x", "question": {"stem": "s", "choices": [{"text": "t", "label": x} for x in labels]}, "answerKey": "A"}
-        for labels in ("ABC", "ABCDE")
-    ]
-    (tmp_path / "openbookqa" / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    told = "openbookqa: training takes questions with one number of choices (got [3, 5])"
-    assert prepare.refused("minilm-openbookqa", f"--data-dir={tmp_path}") == told
-
-
-def test_all_is_every_recipe(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def note(recipe: str, *args: object, **options: object) -> tuple[dict[str, Any], bool]:
-        made.append(recipe)
-        return {"n": 1234, "f1": 0.123456, "missing": None, "titles": ["a", "b"], "test": {"x_y": 2}}, True
-
-    monkeypatch.setattr(recipes, "prepare", note)
-    assert prepare("all") == 0
-    assert made == list(RECIPES)
-    rows = [line.split() for line in prepare.command.out.splitlines()[3:8]]
-    assert rows == [["n", "1,234"], ["f1", "0.1235"], ["missing"], ["titles", "a,", "b"], ["test:", "x", "y", "2"]]

@@ -158,40 +158,7 @@ def test_a_file_that_holds_nothing_to_read(each: Known, tmp_path: Path) -> None:
     assert refused(each, "", tmp_path) == empty
 
 
-def change(values: Any, path: Sequence[Any], value: Any) -> Any:
-    """Set, or with Ellipsis remove, what lies at a path."""
-    inner = values
-    for key in path[:-1]:
-        inner = inner[key]
-    if value is ...:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return values
-
-
-ASKED = ("data", 0, "paragraphs", 0, "qas")
 FIRST, SECOND = (f", article 0, paragraph 0, question {number}" for number in (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "where", "what"),
-    [
-        (["data"], ..., "", "KeyError: 'data'"),
-        (["data"], 3, "", "TypeError: "),
-        (["data", 1, "title"], ..., "", "KeyError: 'title'"),
-        (ASKED, None, "", "TypeError: "),
-        ([*ASKED, 1], "who?", "", "TypeError: "),
-        ([*ASKED[:-1], "context"], 7, FIRST, "TypeError: expected str, got 7"),
-        ([*ASKED, 1, "id"], 7, SECOND, "TypeError: expected str, got 7"),
-        ([*ASKED, 0, "question"], ..., FIRST, "KeyError: 'question'"),
-        ([*ASKED, 0, "answers"], ..., FIRST, "KeyError: 'answers'"),
-        ([*ASKED, 0, "answers", 0, "answer_start"], "14", FIRST, "TypeError: expected int, got '14'"),
-    ],
-)
-def test_squad_records_that_are_none(path: list[Any], value: Any, where: str, what: str, tmp_path: Path) -> None:
-    line = refused(SQUAD, json.dumps(change(json.loads(SQUAD_FILE), path, value)), tmp_path)
-    assert line.startswith(f"{where}: not a record of this data set ({what}")
 
 
 @pytest.mark.parametrize(

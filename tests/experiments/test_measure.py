@@ -193,29 +193,6 @@ def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
     assert (figures["bypassed"], figures["hit_rate"], figures["entries"]) == (2, 0.0, 2)
 
 
-def test_replay_equals_a_live_run(loaded: Loaded) -> None:
-    """Same hits, same rungs, same answers, for each threshold, requests without content included."""
-    data = requests_of(400)
-    nothing = Labelled(400, "", "keep_order")
-    workload = workload_of(loaded, data[:150], [nothing, *data[150:], nothing])
-    taus = [math.inf, 0.95, 0.8, 0.6, 0.3]
-    options = {tau: {} if tau > 1 else {"tau": tau, "layers": "last"} for tau in taus}
-    methods: dict[str, Method] = {str(tau): Cached(workload, options[tau]) for tau in taus}
-    live = measure(workload, methods, rounds=1, warmup=3)
-    recording = Recording(workload)
-    units = recording.rows(make_fingerprint("mean"), fits_any_length=True)
-    replays = replay(units, taus)
-    for tau, again in zip(taus, replays, strict=True):
-        trace, served = live[str(tau)], by_request(units, again)
-        assert np.where(served == "near", "paper", served).tolist() == trace.served[0].tolist()
-        assert recording.reread(units, again) == trace.answers
-    rates = [is_hit(again.served).mean() for again in replays]
-    assert rates == sorted(rates) and rates[0] < rates[1] < rates[-1]  # the thresholds do differ here
-    assert recording.reread(units, replays[-1]) != recording.answers  # and answers do change
-    assert replays[2].similarity[replays[2].served == "near"].min() >= 0.8
-    assert not any(module._forward_pre_hooks for module in workload.module.modules())  # it is left as it was
-
-
 def trace_of(ms: Any, served: Any, evicting: Any = None, answers: Any = (), notes: Any = ()) -> Trace:
     times, rungs = np.array(ms, dtype=np.float64), np.array(served)
     evicted = np.zeros(times.shape, dtype=bool) if evicting is None else np.array(evicting)
@@ -246,28 +223,12 @@ def test_an_interval_by_hand() -> None:
     assert interval(values, alone) == interval(values, alone, seed=0) != interval(values, alone, seed=1)
 
 
-def test_there_is_no_interval_without_width() -> None:
-    """Of five values all lie on one side of where they come from in 2 of 32 cases: more often than 5 %."""
-    assert interval(np.full(50, 0.25), np.arange(50)) is None
-    assert interval(np.arange(50.0), np.zeros(50, dtype=np.int64)) is None
-    assert interval(np.arange(50.0), np.arange(50) % 5) is None
-    assert interval(np.arange(50.0), np.arange(50) % 6) is not None
-
-
 @pytest.mark.parametrize(("by", "rate", "bounds"), [("computed", 0.0, [0, 0.3085]), ("exact", 1.0, [0.6915, 1])])
 def test_clusters_that_agree_are_as_many_witnesses(by: str, rate: float, bounds: list[float]) -> None:
     """Clopper and Pearson: none of 10 clusters, and all of them, though each was asked five times."""
     figures = hit_rates(np.array([by] * 50), np.arange(50) % 10)
     assert figures["hit_rate"] == rate
     assert figures["hit_rate_ci"] == pytest.approx(bounds, abs=1e-4)
-
-
-def test_hits_that_changed_nothing_leave_something_open() -> None:
-    """Of 20 hits none changed: with 95 % confidence at most 16.8 % of hits do, a tenth of the stream's 200 requests."""
-    answers = list(range(200))
-    figures = quality(Words(answers), answers, answers, np.arange(200) < 20)
-    assert figures["accuracy_drop_ci"] == pytest.approx([-0.0168, 0.0168], abs=1e-4)
-    assert figures["changed_answers_ci"] == pytest.approx([0.0, 1 - 0.025 ** (1 / 200)])
 
 
 def test_one_text_that_is_asked_often_is_one_witness() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from experiments.data.streams.set_rate import with_repeats
-from experiments.measures.service import Pass, figures, order_of_passes, share_of_bound, threads_of_torch
-from experiments.measures.set_rates import nearest
+from experiments.measures.service import Pass, figures, order_of_passes, share_of_bound
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from experiments.tasks import build
@@ -83,11 +82,6 @@ def test_a_stream_repeats_as_often_as_it_is_told_to() -> None:
     assert with_repeats(100, 0.8, 200, random.Random(0)) == repeats != with_repeats(100, 0.8, 200, random.Random(1))
 
 
-def test_the_claim_is_the_one_that_serves_nearest_to_a_rate() -> None:
-    claims = {make_experiment(VALUES).risk_target(drop): rate for drop, rate in ((0.1, 0.3), (0.2, 0.5), (0.3, 0.9))}
-    assert [nearest(claims, rate).max_drop for rate in (0.52, 0.87, 0.1)] == [0.2, 0.3, 0.1]
-
-
 @pytest.mark.parametrize("learn", [LEARN, 0])
 def test_a_set_rate_is_measured_in_whole_passes(learn: int) -> None:
     options = {"answer": "class"} if learn else {"auto_bypass": False}
@@ -100,11 +94,3 @@ def test_a_set_rate_is_measured_in_whole_passes(learn: int) -> None:
         assert learn or way["hit_rate"] == pytest.approx(rate, abs=0.01)
         assert row["share_of_bound"] == way["share_of_bound"] == way["speedup"] * (1 - way["hit_rate"])
     assert "share_of_bound" in told(values, outcome)
-
-
-def test_threads_are_put_back_also_after_a_failure() -> None:
-    before = torch.get_num_threads()
-    with pytest.raises(ZeroDivisionError), threads_of_torch(before + 1):
-        assert torch.get_num_threads() == before + 1
-        raise ZeroDivisionError
-    assert torch.get_num_threads() == before

@@ -47,14 +47,6 @@ def test_a_folder_is_loaded_and_a_bare_model_has_no_ready_head(tmp_path: Path) -
         load(folder, "class")
 
 
-@pytest.mark.parametrize("name", ["no/such-model", "/no/such/folder", "."])
-def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^model: .* could not be loaded \(.*\); give 'minilm', a folder") as error:
-        load(name)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_model_that_was_not_prepared(is_given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told at once: the hub does not know these names, and is not asked."""

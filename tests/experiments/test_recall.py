@@ -1,6 +1,5 @@
 """What an experiment computes once and then gives again is what was computed."""
 
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from experiments.measures.trust import Trust
 from experiments.methods.base import twin
-from experiments.replay.recall import Fits, Outputs, have_same_layers, recall_fits, recall_layers
+from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.replay.rehearsal import Rehearsal
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
@@ -62,15 +61,6 @@ def test_layers_compute_each_single_request_once_for_all_copies_and_batches_each
     assert rows == [[1] * 5 + [2] * 2, []] and len(known) == 5
 
 
-def test_layers_with_other_weights_are_told_apart(rehearsal: Rehearsal) -> None:
-    module = rehearsal.workload.module
-    other = twin(module)
-    assert have_same_layers(module, other)
-    weight = locate(other).layers[-1].output.dense
-    weight.bias = torch.nn.Parameter(weight.bias + 1)
-    assert not have_same_layers(module, other)
-
-
 def test_what_was_learned_is_taken_over_from_the_same_requests_alone(rehearsal: Rehearsal) -> None:
     fitter: Any = rehearsal.calibrated.fitter
     fits, first, second = Fits(), Learned(), Learned()
@@ -101,11 +91,3 @@ def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust,
         assert torch.equal(cache(**request.inputs), alone.cache(**request.inputs))
         assert [one.rung for one in cache.last] == [one.rung for one in alone.cache.last]
     cache.unwrap()
-
-
-def test_the_models_time_is_of_requests_that_it_computed(experiment: Trust, rehearsal: Rehearsal) -> None:
-    workload = copy(rehearsal.workload)
-    workload.requests = [workload.requests[0]] * 9 + [*workload.requests[1:3]]
-    again = Rehearsal(workload, experiment.cache)
-    seconds = [case.seconds for case in again.observed]
-    assert again.model_ms == pytest.approx(1e3 * np.median([seconds[0], *seconds[9:]]))

@@ -1,12 +1,10 @@
 """Results on the disk: as a whole or not at all, and one process a run."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from experiments.runs.folder import RunFolder, as_json, without
 from experiments.runs.grid import Named, make_experiment
 from experiments.runs.runner import Finished, run_one
 from experiments.support.environment import PACKAGES, describe
-from experiments.support.files import write_together, write_whole
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from tests.experiments.test_config import LEAST, ROOT
@@ -101,46 +98,11 @@ def test_a_run_that_does_not_end_leaves_what_was_there(
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", [*sorted(FILES), ".csv", ".json"])
-def test_a_full_disk_leaves_what_was_there(
-    name: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = Path.write_text
-
-    def full(path: Path, text: str, encoding: str) -> int:
-        write(path, text[:5], encoding=encoding)
-        if name in path.name:
-            raise OSError(ENOSPC, os.strerror(ENOSPC))  # as the system does: it names no file
-        return write(path, text, encoding=encoding)
-
-    def fails(value: int) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "write_text", full)
-            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*{name}'"):
-                measured(value, force=True)
-
-    fails(1)
-    assert everything(tmp_path) == {}
-    measured(1)
-    before = everything(tmp_path)
-    fails(2)
-    assert everything(tmp_path) == before
-
-
 def test_damaged_figures_are_told(measured: Measured) -> None:
     (measured(1).path / "metrics.json").write_text('{"value": ')
     with pytest.raises(ConfigError, match=r"metrics.json: not valid JSON; measure again with --force"):
         measured(1)
     assert measured(1, force=True).metrics["value"] == 1
-
-
-def test_files_are_replaced_in_order_and_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a", "old")
-    write_together({tmp_path / "a": "new", tmp_path / "b": "ü\r\n"})
-    assert (tmp_path / "a").read_text() == "new" and (tmp_path / "b").read_bytes() == "ü\r\n".encode()
-    with pytest.raises(OSError):
-        write_together({tmp_path / "a": "newer", tmp_path / "none" / "b": ""})
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "ü\n"}
 
 
 #: Once all may go, count up in a file, each time with the lock held.

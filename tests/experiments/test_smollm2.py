@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers as tf
 
-from experiments.measures.shared_prompt import QUESTIONS, SYSTEM, run_shared_prompt
+from experiments.measures.shared_prompt import QUESTIONS, SYSTEM
 from experiments.models.loading import PREPARED, SMOLLM2, Loaded, load
 from experiments.prepare import RECIPES, smollm2
 from llmcache.cli import main as cli
@@ -105,12 +105,3 @@ def test_another_file_is_refused(
 
 def test_the_names_that_are_told_to_be_prepared_are_those_of_the_recipes() -> None:
     assert tuple(RECIPES) == PREPARED
-
-
-def test_users_behind_one_system_prompt() -> None:
-    report = run_shared_prompt(tiny())
-    users = report["users"]
-    assert [user["question"] for user in users] == list(QUESTIONS)
-    assert report["n_same"] == len(QUESTIONS) and report["speedup"] > 0
-    shared = len(SYSTEM.split())
-    assert users[0]["n_prefix"] == 0 < shared <= users[1]["n_prefix"] < users[1]["n_prompt"]

@@ -106,19 +106,3 @@ def test_nothing_is_shared_not_even_the_first_block() -> None:
     prompts = drawn(name="nothing_shared", n=50, length=40)
     assert len({tuple(prompt[:BLOCK]) for prompt in prompts}) == 50
     assert sum(known_tokens(prompts)) == 0 and {len(prompt) for prompt in prompts} == {40}
-
-
-@pytest.mark.parametrize(
-    ("settings", "part"),
-    [
-        ({"name": "chats"}, r"stream\.name: 'chats' is not known; known: mooncake, chat, chat_window"),
-        ({"n": 3}, r"stream\.name: missing"),
-        ({"name": "chat", "turn": 3}, r"stream\.turn: unknown setting; did you mean 'turns'"),
-        ({"name": "chat_window", "shared": 1.0}, r"stream\.shared"),
-        ({"name": "system_prompt", "shortest": 9, "longest": 8}, r"shortest: at most longest, 8 \(got 9\)"),
-        ({"name": "mooncake", "n": 9}, r"stream\.n: the trace has 8 requests; ask no more \(got 9\)"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(settings: dict[str, Any], part: str, trace: Folders) -> None:
-    with pytest.raises(ConfigError, match=part):
-        drawn(folders=trace, **settings)

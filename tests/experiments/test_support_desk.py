@@ -30,8 +30,3 @@ def test_intents_labels_and_texts() -> None:
     assert {request.label for request in stream} == set(INTENTS)
     assert all(request.text == request.text.strip() != "" and "\n" not in request.text for request in stream)
     assert not any(mark in request.text for request in stream for mark in "{}[]#|")
-
-
-def test_a_text_never_has_two_labels() -> None:
-    stream = support_desk(5000)
-    assert len({request.text for request in stream}) == len(set(stream))

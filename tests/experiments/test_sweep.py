@@ -60,7 +60,7 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     recording = recorded(task)
     workload = recording.workload
     tau = NEAR[fingerprint if isinstance(fingerprint, str) else fingerprint["name"]]
-    options = {"tau": tau, "fingerprint": fingerprint, "allow_unsafe": True}
+    options = {"tau": tau, "layers": "last", "fingerprint": fingerprint, "allow_unsafe": True}
     if workload.payload is not None:
         options["payload"] = workload.payload
     live = Cached(workload, options)
@@ -112,7 +112,7 @@ def test_a_sweep_has_a_point_for_every_threshold() -> None:
     ("wrong", "error"),
     [
         ({"methods": ["llmcache", "no"]}, r"^methods\.1: .*'llmcache', 'doccache' or 'semantic_response' .*'no'"),
-        ({"fingerprints": ["mean", "median"]}, "^fingerprint: unknown name 'median'; known: attention, learned, mean"),
+        ({"fingerprints": ["mean", "median"]}, "^fingerprint: unknown name 'median'; known: attention, mean"),
         ({"fingerprints": [{"name": "median", "bits": 64}]}, "^fingerprint: unknown name 'median'; known: "),
         ({"fingerprints": [{"name": "pca", "dims": 8}]}, "^fingerprint: pca does not accept {'dims': 8}"),
         ({"cache": {"max_entrys": 8}}, "^cache.max_entrys: unknown setting; did you mean 'max_entries'"),

@@ -44,18 +44,6 @@ def test_the_stream_is_half_of_train_and_all_of_test_and_the_head_is_fitted_on_t
     assert {one.id for one in known}.isdisjoint(one.id for one in rest)
 
 
-def test_the_seed_decides_half_and_order(folder: Path) -> None:
-    assert texts(folder, 1) == texts(folder, 1)
-    assert sorted(texts(folder, 1)) != sorted(texts(folder, 2))
-    assert texts(folder, limit=7) == texts(folder)[:7]
-
-
-@pytest.mark.parametrize("more", [{"head": {"kind": "ready"}}, {"traffic": {"n": 5}}])
-def test_other_heads_and_drawn_traffic_are_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="task: held_out fits its own head"):
-        make_task(TASK | more)
-
-
 def test_requests_may_arrive_in_bursts_or_again(folder: Path) -> None:
     plain = texts(folder)
     again = texts(folder, arrival={"name": "repeats", "n": 50})

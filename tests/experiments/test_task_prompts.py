@@ -10,12 +10,10 @@ from experiments.data.streams.prompts.pieces import BLOCK
 from experiments.measures.base import serve_once
 from experiments.methods import MethodSettings
 from experiments.methods.cached import Cached
-from experiments.models.loading import UNTRAINED
 from experiments.support.folders import Folders
-from experiments.tasks import build, make_task, prompts
+from experiments.tasks import build, make_task
 from experiments.tasks.prompts import Prompts
-from llmcache.errors import ConfigError
-from tests.tiny_prompts import POSITIONS, write_prompts
+from tests.tiny_prompts import write_prompts
 
 STREAM = {"name": "system_prompt", "n": 12, "system": 64, "shortest": 4, "longest": 20}
 
@@ -76,24 +74,3 @@ def test_blocks_that_leave_are_told(folders: Folders) -> None:
     _, notes = serve_once(method, range(12))
     assert method.stats.n_blocks_evicted > 0 and sum(method.stats.n_evicted.values()) == 0
     assert not notes[0].is_evicting and notes[-1].is_evicting
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"stream": {**STREAM, "system": POSITIONS}}, rf"max_length: \d+ is more than this model's {POSITIONS}"),
-        ({"stream": {**STREAM, "n": 0}}, r"task\.stream\.n"),
-        ({"stream": {"name": "queue"}}, r"task\.stream\.name: 'queue' is not known"),
-        ({"dtype": "float16"}, r"task\.dtype"),
-    ],
-)
-def test_what_does_not_fit_is_refused(folders: Folders, changes: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        built(folders, **changes)
-
-
-def test_prompts_have_no_right_answers(folders: Folders) -> None:
-    with pytest.raises(ConfigError, match="no right answers; take a measure that needs none"):
-        built(folders).scores([1] * 12)
-    with pytest.raises(ConfigError, match=r"give the task prompts \(got 'wikitext'\)"):
-        prompts.of(make_task({"name": "wikitext", "model": UNTRAINED, "data": "made"}), folders, 0)

@@ -113,23 +113,6 @@ def test_training_examples_point_at_the_answer(loaded: Loaded) -> None:
     assert example["start_positions"] == example["end_positions"] == 0
 
 
-def test_a_long_passage_is_trained_on_in_windows(loaded: Loaded) -> None:
-    context = "one two three " * 150 + "São Paulo " + "four five " * 60
-    examples = windows(loaded.tokenizer, [question(context=context, answer="São Paulo")])
-    ids = loaded.tokenizer.convert_tokens_to_ids(["sao", "paulo"])
-    assert len(examples) > 2
-    found = 0
-    for example in examples:
-        assert len(example["input_ids"]) <= 256
-        start, end = example["start_positions"], example["end_positions"]
-        holds = any(example["input_ids"][i : i + 2] == ids for i in range(len(example["input_ids"])))
-        assert holds == (start > 0)
-        if holds:
-            assert example["input_ids"][start : end + 1] == ids
-            found += 1
-    assert found >= 1
-
-
 def test_a_passage_that_does_not_fit_is_cut(loaded: Loaded) -> None:
     context = "one two three four five six seven eight nine ten"
     whole, cut = (SquadV2(loaded, [question("who?", context)], n) for n in (64, 10))

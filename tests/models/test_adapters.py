@@ -1,6 +1,5 @@
 """Finding the trunk: by class, by shape, or a refusal that says what was looked for."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,7 @@ from tests.tiny_models import (
     BARE,
     CLASSIFIERS,
     GENERATORS,
-    STRANGE_GENERATORS,
     STRANGERS,
-    VOCABULARY,
     build,
     llama,
     padded,

@@ -1,14 +1,13 @@
 """`cache.last`: what became of each row of a thread's last call."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from llmcache import LLMCache, Outcome
 from tests.calls.helpers import rungs, wrapped
-from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded, tokens
+from tests.tiny_models import CLASSIFIERS, GENERATORS, padded, tokens
 
 ONE, TWO = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
 

@@ -375,7 +375,8 @@ def test_in_a_browser(browser: Any, models: Path, tmp_path: Path) -> None:
         for size_name in SIZES:
             browser.show(address.replace("//", f"//boss:{key}@"), size_name)
             assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
-            small = "[...document.querySelectorAll('button:not([hidden])')].filter(b => b.offsetParent && b.offsetHeight < 44)"
+            buttons = "[...document.querySelectorAll('button:not([hidden])')]"
+            small = f"{buttons}.filter(b => b.offsetParent && b.offsetHeight < 44)"
             assert browser.run(f"return {small}.length") == 0
             for scheme in ("light", "dark"):
                 browser.prefer(scheme)

@@ -19,8 +19,8 @@ from llmcache.stores.disk import DiskStore
 from llmcache.stores.seal import SECRET
 from tests.contract.judge import check_same
 from tests.contract.test_stores import wide
+from tests.prefix.prompts import BLOCK, branch
 from tests.redis_server import RedisServer, redis_server, wait_until
-from tests.reuse.prompts import BLOCK, branch
 from tests.tiny_models import CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, build, tokens
 
 ROOT = Path(__file__).parents[2]

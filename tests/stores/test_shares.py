@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmcache import LLMCache
-from llmcache.call import DISABLE
 from llmcache.policies import LRU
 from llmcache.policies.shares import Shares
+from llmcache.request.variables import DISABLE
 from tests.contract.judge import check_same
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokens
 
@@ -72,7 +72,7 @@ def test_who_is_below_its_share_loses_nothing_to_others(puts: list[tuple[str, in
         key = f"{number}"
         held[key] = name, nbytes
         shares.add(name, key, nbytes)
-        shares.of(name).on_put(key, nbytes)
+        shares.policies[name].on_put(key, nbytes)
 
 
 def test_a_bank_in_which_nothing_stays_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,17 +86,20 @@ def test_a_bank_in_which_nothing_stays_says_so_once(caplog: pytest.LogCaptureFix
         assert len(told) == n_told and all("max_bytes" in one and "s3_fifo" in one for one in told)
 
 
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.9}], ids=["exact", "paper"])
 @pytest.mark.parametrize("kind", [BARE["bert"], CLASSIFIERS["bert"], GENERATORS["gpt2"]])
-def test_a_variable_turns_every_cache_off(kind: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_turns_every_cache_off(
+    kind: object, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`LLMCACHE_DISABLE=1`: models are wrapped, and each call is computed and counted as bypassed."""
     monkeypatch.setenv(DISABLE, "1")
     model, ids = build(kind), tokens(2, 9)  # type: ignore[arg-type]
     with torch.inference_mode():
         expected = model(input_ids=ids)
-    with LLMCache.wrap(model) as cache:
+    with LLMCache.wrap(model, allow_unsafe=True, **settings) as cache:
         for _ in range(2):
             check_same(cache(input_ids=ids), expected, exact=True)
         assert cache.stats().bypassed == {"disabled": 4} and cache.stats().n_stored == 0
     monkeypatch.setenv(DISABLE, "0")
-    with LLMCache.wrap(model) as cache:
-        assert [ask(cache, "default", ids) for _ in range(2)] == [None, "exact"]
+    with LLMCache.wrap(model, allow_unsafe=True, **settings) as cache:
+        assert [ask(cache, "default", ids) for _ in range(2)] == [None, "paper" if settings else "exact"]
