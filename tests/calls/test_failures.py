@@ -118,7 +118,7 @@ def test_failures_in_one_call_count_as_one() -> None:
     for _ in range(8):
         counters.error("store", ValueError("no"))
     for _ in range(20):
-        counters.done((), 1, 0.0, 0.0, 0)
+        counters.done((), 1, 0.0, 0.0, 0.0, 0)
     assert not counters.is_failing
     for _ in range(8):
         counters.error("read", ValueError("no"))
