@@ -122,6 +122,18 @@ def test_one_vector_a_text_is_kept_and_states_are_computed(embedder: Embedder) -
         assert cache.stats().bypassed == {"token_states": 2}
 
 
+def test_states_that_are_read_later_are_those_of_the_call(embedder: Embedder) -> None:
+    """What is put into the same tensors afterwards does not change what the call is owed."""
+    model, whole, first = embedder(), embedder(), dict(tokenised().items())
+    expected = ask(whole, dict(first))["token_embeddings"]
+    with LLMCache.wrap(model):
+        ask(model, dict(first))
+        features = ask(model, dict(first))
+        for value in first.values():
+            value.fill_(1)
+        torch.testing.assert_close(features["token_embeddings"], expected)
+
+
 def tokenised() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens(2, 7), "attention_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2])}
 
