@@ -197,7 +197,6 @@ class CacheConfig(BaseModel):
         given = {
             "compression": self.compression.name != "none",
             "layers": self.layers not in ("auto", "last"),
-            "fingerprint": self.fingerprint.name not in ("auto", "learned"),
         }
         if self.tau is None and (names := [name for name, is_given in given.items() if is_given]):
             raise ValueError(f"{', '.join(names)} without tau: of the paper's cache alone; set tau, or leave it out")

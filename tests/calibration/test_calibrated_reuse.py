@@ -60,7 +60,6 @@ def check_serves_within(cache: LLMCache, most: float) -> None:
     assert sum(a != b for a, b in zip(answers, own, strict=True)) / 400 <= most
 
 
-@pytest.mark.slow
 def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
     found = cache.calibrate(BATCHES, **LOOSE)
     assert found is cache.calibration
@@ -73,7 +72,6 @@ def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
     check_serves_within(cache, most=0.1)
 
 
-@pytest.mark.slow
 def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
     with LLMCache.wrap(model, **LEARNING) as cache:
         assert set(rungs_of(cache, BATCHES)) <= {None, "exact"}
@@ -95,7 +93,6 @@ def test_frozen_sources_stay_and_are_joined_by_no_other(model: nn.Module) -> Non
         assert n_stored < len(bank) <= N  # misses are stored all the same, for exact repeats
 
 
-@pytest.mark.slow
 def test_growing_sources_are_joined_by_others_and_leave_room_for_more(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=N + 10) as cache:
         found = cache.calibrate(BATCHES, sources="growing", **LOOSE)
@@ -107,7 +104,6 @@ def test_growing_sources_are_joined_by_others_and_leave_room_for_more(model: nn.
         assert (cache.stats().n_stored, cache.stats().n_too_large) == (N + 10, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sources", ["frozen", "growing"])
 def test_after_loading_a_purge_of_its_sources_ends_it_too(model: nn.Module, sources: str, tmp_path: Path) -> None:
     """Also where none is kept from leaving, so that only where they are found tells whose they are."""
@@ -125,7 +121,6 @@ def test_after_loading_a_purge_of_its_sources_ends_it_too(model: nn.Module, sour
         assert cache.calibration is None
 
 
-@pytest.mark.slow
 def test_forgetting_the_sources_ends_it(cache: LLMCache) -> None:
     for forget in (cache.clear, lambda: cache.purge(namespace="default")):
         cache.calibrate(BATCHES, **LOOSE)
@@ -146,7 +141,6 @@ def test_other_weights_end_it_and_load_nothing(ready: LLMCache, model: nn.Module
             LLMCache.load(model, tmp_path)
 
 
-@pytest.mark.slow
 def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> None:
     changed = cache.calibrate(BATCHES, **LOOSE)
     accuracy = cache.calibrate(BATCHES, labels=LABELS, metric="accuracy", **LOOSE)
@@ -158,7 +152,6 @@ def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> Non
     assert cache.calibrate(BATCHES, labels=names, metric="accuracy", **LOOSE).curve == accuracy.curve
 
 
-@pytest.mark.slow
 def test_a_metric_of_ones_own_is_bounded(cache: LLMCache) -> None:
     inputs, labels = requests(1200)
     metric = Metric(lambda output, label: float(torch.tensor(output).softmax(0)[label]), name="confidence")
@@ -297,7 +290,7 @@ def test_heads_that_answer_by_token_are_refused() -> None:
         ({"learn": 100}, r"learn=100: 100 requests cannot show .* at least 1196"),
         ({"learn": 2000, "max_entries": 500}, "max_entries=500"),
         (LEARNING | {"gate": True}, "tokenizer"),
-        (LEARNING | {"fingerprint": "mean"}, "fingerprint without tau"),
+        (LEARNING | {"fingerprint": "mean"}, "learned"),
         (LEARNING | {"compression": "fp16"}, "compression"),
         (LEARNING | {"policy": {"name": "ttl", "ttl_s": 9}}, "ttl"),
         (LEARNING | {"policy": "divergence"}, "divergence"),
@@ -385,7 +378,6 @@ def test_states_that_are_no_numbers_are_not_learned_from(model: nn.Module) -> No
             cache.calibrate(inputs, **LOOSE)
 
 
-@pytest.mark.slow
 def test_a_calibration_survives_saving_and_loading(ready: LLMCache, model: nn.Module, tmp_path: Path) -> None:
     found = ready.calibration
     ready.save(tmp_path)
@@ -397,7 +389,6 @@ def test_a_calibration_survives_saving_and_loading(ready: LLMCache, model: nn.Mo
         assert len(inside.sources(loaded)) <= found.n_sources
 
 
-@pytest.mark.slow
 def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> None:
     class Words:
         def get_vocab(self) -> dict[str, int]:
@@ -449,7 +440,6 @@ def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache
     assert found.n_sources + found.n_tested == LEAST
 
 
-@pytest.mark.slow
 def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=100) as cache:
         with pytest.raises(CalibrationError, match="raise max_entries"):

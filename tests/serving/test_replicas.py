@@ -47,11 +47,12 @@ def _n_computed(replicas: Replicas, requests: Sequence[bytes]) -> int:
 
 
 def _streamed(replicas: Replicas) -> list[bytes]:
-    async def run() -> list[bytes]:
-        asked = {"prompt": "where", "temperature": 0, "max_tokens": 8, "stream": True, "ignore_eos": True}
-        return [event async for event in Client(replicas.port).events(post("/v1/completions", asked))]
-
-    return asyncio.run(run())
+    """The data of each event of a completion that is streamed."""
+    asked = {"prompt": "where", "temperature": 0, "max_tokens": 8, "stream": True, "ignore_eos": True}
+    with closing(http.client.HTTPConnection("127.0.0.1", replicas.port)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        lines = connection.getresponse().read().splitlines()
+    return [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
 
 
 def test_a_session_has_a_replica_a_key_has_one_and_streams_come_through(models: Path) -> None:
