@@ -25,7 +25,7 @@ from tests.tiny_models import (
 
 SEEN = padded([6, 6, 6])
 MIXED = {name: torch.cat([SEEN[name], fresh]) for name, fresh in padded([6, 6], seed=40).items()}
-STRANGE = {"qwen3", "modernbert", "convbert"}
+STRANGE = ("convbert", "modernbert", "qwen3")
 EVERY: dict[str, Any] = {
     **BARE,
     **{name: STRANGERS[name] for name in STRANGE},
