@@ -29,7 +29,7 @@ from llmcache.decide import Semantic
 from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk
-from llmcache.models.arguments import DECIDING
+from llmcache.models.arguments import DECIDING, count_rows
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
@@ -47,12 +47,11 @@ from llmcache.request.forms import Forms
 from llmcache.request.outcome import Outcome
 from llmcache.request.packing import Packing, parts_of
 from llmcache.request.reading import RequestReader
-from llmcache.request.rows import Row, Scope
+from llmcache.request.rows import DEFAULT_NAMESPACE, Row, Scope
 from llmcache.request.variables import is_switched_off, setting
 from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
-DEFAULT_NAMESPACE = "default"
 _MOST_SCOPES = 256  # that are remembered
 
 
@@ -452,7 +451,7 @@ class CachedForward(Swap):
             call.storing_s += perf_counter() - started
         if call.reason is not None:
             self.withdraw(call)
-            n_rows = _count_rows(call.arguments or self.arguments.bind(call.args, call.kwargs))
+            n_rows = count_rows(call.arguments or self.arguments.bind(call.args, call.kwargs))
             self._counters.bypass(call.reason, n_rows)
             if call.reason != "decode" and not call.is_collected:
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
@@ -547,7 +546,7 @@ class CachedForward(Swap):
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         if torch.is_grad_enabled():
             self._weights.suspect()
-        n_rows = _count_rows(self.arguments.bind(args, kwargs))
+        n_rows = count_rows(self.arguments.bind(args, kwargs))
         self._counters.bypass("compiled", n_rows)
         self._local.last = (Outcome(bypassed="compiled"),) * n_rows
 
@@ -590,9 +589,3 @@ class _LookedUp(BaseException):
 def _versions(inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """Version counters of tensors; those made in inference mode have none."""
     return tuple(one._version for one in inputs.values() if isinstance(one, Tensor) and not one.is_inference())
-
-
-def _count_rows(arguments: Mapping[str, Any]) -> int:
-    given = arguments.get("input_ids")
-    given = arguments.get("inputs_embeds") if given is None else given
-    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

@@ -1,7 +1,7 @@
 """What a forward is passed: its arguments by name, and those of a layer for some rows of a batch only."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -114,3 +114,10 @@ def _may_be_by_row(value: Any, n_rows: int) -> bool:
     if isinstance(value, tuple | list):
         return any(_may_be_by_row(part, n_rows) for part in value)
     return not isinstance(value, _PLAIN)
+
+
+def count_rows(arguments: Mapping[str, Any]) -> int:
+    """The number of rows that a trunk is passed; 1 where it is passed no tensor."""
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

@@ -5,7 +5,7 @@ Sizes: B rows, T tokens, D hidden width.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk, repack, unpack
+from llmcache.models.arguments import count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, listen
 from llmcache.models.payloads import Payload, last_valid
@@ -29,13 +30,12 @@ from llmcache.paper.fingerprints import Fingerprint
 from llmcache.paper.forwards import LayerForward, Reuse, Runner, TrunkForward, can_take_rows, copy_kv, install
 from llmcache.paper.opening import Call, Opener
 from llmcache.request.outcome import Outcome
-from llmcache.request.rows import Row
+from llmcache.request.rows import DEFAULT_NAMESPACE, Row
 from llmcache.request.variables import is_switched_off
 from llmcache.save import Saved, save
 from llmcache.stats import Stats
 from llmcache.threads import forkable
 
-DEFAULT_NAMESPACE = "default"
 RUNG = "paper"
 
 
@@ -300,7 +300,7 @@ class Layerwise:
         if self._is_veiled and call.reused and not call.is_closed:
             self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
         if call.reason is not None:
-            n_rows = _count_rows(call.arguments)
+            n_rows = count_rows(call.arguments)
             self.counters.bypass(call.reason, n_rows)
             if call.reason != "decode":  # a step of a generation belongs to the request that its prefill was
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
@@ -335,8 +335,9 @@ class Layerwise:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         if torch.is_grad_enabled():
             self._weights.suspect()
-        self.counters.bypass("compiled", _count_rows(arguments))
-        self._local.last = (Outcome(bypassed="compiled"),) * _count_rows(arguments)
+        n_rows = count_rows(arguments)
+        self.counters.bypass("compiled", n_rows)
+        self._local.last = (Outcome(bypassed="compiled"),) * n_rows
 
     # -- what the facade asks ------------------------------------------------------------------------------------------
 
@@ -410,9 +411,3 @@ class Layerwise:
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save."""
         saved.restore(self.payload.name, {"layers": self._banks})
-
-
-def _count_rows(arguments: Mapping[str, Any]) -> int:
-    given = arguments.get("input_ids")
-    given = arguments.get("inputs_embeds") if given is None else given
-    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

@@ -3,7 +3,6 @@
 Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -13,20 +12,19 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.intact import Layers
 from llmcache.models.masks import flatten
-from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload
 from llmcache.models.weights import Mark, Weights
 from llmcache.paper.bank import Entry, Kind
 from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.paper.forwards import Reuse, Way
-from llmcache.request.bypass import find_reason, is_plain_cache
+from llmcache.request.bypass import find_reason, find_reason_of_kv, is_plain_cache
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope, to_host
 
@@ -88,7 +86,7 @@ class Opener:
         call.arguments, mask_4d = flatten(call.arguments)
         reason = find_reason(call.arguments, self._trunk, names.defaults)
         if reason is None and self.keeps_no_kv:
-            reason = self._find_reason_of_kv(call.arguments)
+            reason = find_reason_of_kv(call.arguments, self._trunk)
         reason = reason or self._find_reason_of_model(call)
         if reason is None:
             assert call.scope is not None
@@ -128,16 +126,6 @@ class Opener:
         """What a request must have in common with those that it is compared with."""
         assert call.scope is not None
         return Kind(call.scope, 0 if self._payload.fits_any_length else row.n_valid, call.kv_cache is not None)
-
-    def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
-        """Why a call cannot be run without the K/V that the model would make."""
-        asked = arguments.get("use_cache")
-        if asked or arguments.get(CACHE) is not None:
-            return "kv_cache_with_pooled_payload"
-        makes_kv = setting(self._trunk.config, "use_cache") if asked is None else asked
-        # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
-        is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
-        return "packed" if makes_kv and is_unmasked else None
 
     def _find_reason_of_model(self, call: Call) -> str | None:
         """Why calls of the model, as it is now, cannot be served."""

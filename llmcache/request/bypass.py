@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from llmcache.models.adapters import Trunk
+from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.model_config import setting
 
 CURES: dict[str, str] = {
@@ -176,6 +176,17 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
         if name not in defaults or not _is_same(value, defaults[name]):
             return "unknown_argument"
     return None
+
+
+def find_reason_of_kv(arguments: Mapping[str, Any], trunk: Trunk) -> str | None:
+    """Return the reason why a call cannot run without making K/V, which entries do not hold; or None."""
+    asked = arguments.get("use_cache")
+    if asked or arguments.get(CACHE) is not None:
+        return "kv_cache_with_pooled_payload"
+    makes_kv = setting(trunk.config, "use_cache") if asked is None else asked
+    # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
+    is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
+    return "packed" if makes_kv and is_unmasked else None
 
 
 def is_plain_cache(cache: Any) -> bool:

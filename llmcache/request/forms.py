@@ -16,7 +16,7 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import keys_of, setting
-from llmcache.request.bypass import are_strange, find_reason_of
+from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv
 from llmcache.request.call import Call, Form, State
 from llmcache.request.reading import RequestReader
 
@@ -118,7 +118,7 @@ class Forms:
         reason = "traced" if are_strange(arguments.values()) else None
         reason = reason or find_reason_of(arguments, self._trunk, self._arguments.defaults)
         if reason is None and self.keeps_no_kv:
-            reason = self._find_reason_of_kv(arguments)
+            reason = find_reason_of_kv(arguments, self._trunk)
         if reason is None and arguments["input_ids"].dtype not in _ID_DTYPES:
             reason = "input_shape"
         if reason is not None:
@@ -136,16 +136,6 @@ class Forms:
             return arguments.get(CACHE) is not None
         asked = arguments.get("use_cache")
         return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
-
-    def _find_reason_of_kv(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the reason why a call cannot run without making K/V, which entries do not hold; or None."""
-        if arguments.get("use_cache") or arguments.get(CACHE) is not None:
-            return "kv_cache_with_pooled_payload"
-        asked = arguments.get("use_cache")
-        makes_kv = setting(self._trunk.config, "use_cache") if asked is None else asked
-        # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
-        is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
-        return "packed" if makes_kv and is_unmasked else None
 
 
 def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from llmcache.arrays import Positions
 from llmcache.errors import ConfigError
 
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
+DEFAULT_NAMESPACE = "default"
 
 
 @dataclass(frozen=True, slots=True)
