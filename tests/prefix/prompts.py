@@ -26,7 +26,6 @@ CACHES: dict[str, Callable[[Any], Any]] = {
     "made ahead": lambda config: DynamicCache(config=config),
     "static": lambda config: StaticCache(config=config, max_cache_len=24),
 }
-#: A small Llama that was trained on stories.
 
 close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 

@@ -5,27 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
-from tests.prefix.prompts import FAMILIES, branch, close, run, wrapped
-from tests.tiny_models import build, tokens
+from tests.prefix.prompts import branch, close, run, wrapped
+from tests.tiny_models import tokens
 
 LONG = tokens(1, 23)
 LONGER = branch(LONG, 21, 30)
 SIZE = 5
-
-
-@pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> nn.Module:
-    return build(FAMILIES[request.param])
-
-
-@pytest.fixture
-def llama() -> Any:
-    return build(FAMILIES["llama"])
 
 
 def asked(cache: LLMCache, ids: Tensor, between: Callable[[], None], **inputs: Any) -> tuple[Tensor, Any]:

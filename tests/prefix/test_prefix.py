@@ -30,16 +30,6 @@ ASKED = branch(STEM, 20, 24)
 ROWS = [branch(STEM, n, length, seed) for seed, (n, length) in enumerate([(20, 22), (9, 15), (16, 16), (12, 24)])]
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> nn.Module:
-    return build(FAMILIES[request.param])
-
-
-@pytest.fixture
-def llama() -> Any:
-    return build(FAMILIES["llama"])
-
-
 @pytest.fixture
 def gpt2() -> Any:
     return build(FAMILIES["gpt2"])

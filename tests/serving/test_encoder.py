@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from llmcache.cache import LLMCache
 from llmcache.serving.server import Server
+from tests.redis_server import wait_until
 from tests.serving.served import LABELS, client_of, figure, make_server, model_held, tokenizer
 
 TEXTS = [f"lost my card w{i}" for i in range(8)]
@@ -49,14 +50,6 @@ def check(server: Server, texts: list[str], answer: Any) -> None:
             own = server.model(**tokenizer()(text, return_tensors="pt")).logits[0].numpy()
         scores = {one["label"]: one["score"] for one in found}
         np.testing.assert_allclose([scores[label] for label in LABELS], own, atol=1e-5)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if is_so():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came to be so")
 
 
 @pytest.fixture
@@ -110,10 +103,10 @@ def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_bat
     before = server.cache.stats().n_misses
     with model_held(server):
         pool.submit(ask, client, "my card")  # is the first batch
-        until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+        wait_until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
         asked = [pool.submit(ask, client, text) for text in ["where is cash"] * 9 + ["where is my rate"]]
-        until(lambda: server.encoder is not None and len(server.encoder) == 3)
-        until(lambda: figure(server, "concurrent_requests") == 11)
+        wait_until(lambda: server.encoder is not None and len(server.encoder) == 3)
+        wait_until(lambda: figure(server, "concurrent_requests") == 11)
         time.sleep(0.05)  # in which the last ones are looked up
     answers = [one.result().json() for one in asked]
     assert server.cache.stats().n_misses - before == 3
@@ -188,12 +181,12 @@ def test_what_nobody_waits_for_is_not_computed(client: TestClient, server: Serve
     assert encoder is not None
     with model_held(server):
         first = pool.submit(ask, client, "my card")
-        until(lambda: len(encoder) == 1 and encoder.n_waiting == 0)
+        wait_until(lambda: len(encoder) == 1 and encoder.n_waiting == 0)
         assert client.portal is not None
         gone = client.portal.start_task_soon(encoder.run, ["my cash"], "default", False, "right")
-        until(lambda: encoder.n_waiting == 1)
+        wait_until(lambda: encoder.n_waiting == 1)
         gone.cancel()
-        until(lambda: len(encoder) == 1)
+        wait_until(lambda: len(encoder) == 1)
     assert first.result().status_code == 200
     assert server.cache.stats().n_misses - before == 1 and figure(server, "requests_cancelled_total") == 1
 
@@ -203,9 +196,9 @@ def test_a_queue_that_is_too_slow_refuses(models: Path, pool: ThreadPoolExecutor
     with client_of(server) as client:
         with model_held(server):
             first = pool.submit(ask, client, "my card")
-            until(lambda: figure(server, "num_requests_running") == 1 and server.n_waiting == 0)
+            wait_until(lambda: figure(server, "num_requests_running") == 1 and server.n_waiting == 0)
             late = pool.submit(ask, client, "my cash")
-            until(lambda: server.n_waiting == 1)
+            wait_until(lambda: server.n_waiting == 1)
             time.sleep(0.1)
         assert first.result().status_code == 200
         assert (late.result().status_code, late.result().headers["retry-after"]) == (429, "1")

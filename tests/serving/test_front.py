@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from starlette.websockets import WebSocketDisconnect
 from llmcache.serving.front import OPEN
 from llmcache.serving.keys import add_key
 from llmcache.serving.server import Server
+from tests.redis_server import wait_until
 from tests.serving.served import client_of, figure, listening, make_server, model_held
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -56,14 +56,6 @@ def client(server: Server) -> Iterator[TestClient]:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as made:
         yield made
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if is_so():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came to be so")
 
 
 def routes_of(client: Any) -> set[tuple[str, str]]:
@@ -227,11 +219,11 @@ def test_above_the_limits_requests_are_refused_and_liveness_and_operators_are_no
 
         with model_held(server):
             first = pool.submit(ask, "ann", "my card")
-            until(lambda: figure(server, "concurrent_requests") == 1)
+            wait_until(lambda: figure(server, "concurrent_requests") == 1)
             late = ask("ann", "my cash")
             assert (late.status_code, late.headers["retry-after"]) == (429, "1") and "this key" in late.text
             second = pool.submit(ask, "bob", "my card")
-            until(lambda: figure(server, "concurrent_requests") == 2)
+            wait_until(lambda: figure(server, "concurrent_requests") == 2)
             late = ask("boss", "my cash")
             assert late.status_code == 429 and "the server" in late.text
             assert client.get("/health").status_code == 200
@@ -271,13 +263,13 @@ def test_over_a_socket(server: Server, pool: ThreadPoolExecutor) -> None:
         before = figure(server, "requests_cancelled_total")
         with model_held(server):
             first = pool.submit(raw, url, post(body.replace(b"card", b"cash")))
-            until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+            wait_until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
             host, port = url.removeprefix("http://").split(":")
             gone = socket.create_connection((host, int(port)))
             gone.sendall(post(body.replace(b"card", b"rate")))
-            until(lambda: server.n_waiting == 1)
+            wait_until(lambda: server.n_waiting == 1)
             gone.close()
-            until(lambda: server.n_waiting == 0 and figure(server, "concurrent_requests") == 1)
+            wait_until(lambda: server.n_waiting == 0 and figure(server, "concurrent_requests") == 1)
         assert b" 200 OK" in first.result()
         assert figure(server, "requests_cancelled_total") == before + 1
         assert figure(server, "http_requests_total", status="499") == 1
@@ -298,10 +290,10 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs_and_refuses_the_rest(
         ask("the")
         with model_held(server):
             first = pool.submit(ask, "my card")
-            until(lambda: figure(server, "concurrent_requests") == 1)
+            wait_until(lambda: figure(server, "concurrent_requests") == 1)
             second = pool.submit(ask, "the card")
-            until(lambda: figure(server, "concurrent_requests") == 2)
-            until(lambda: server.n_waiting == 1 or kind == "classifier")
+            wait_until(lambda: figure(server, "concurrent_requests") == 2)
+            wait_until(lambda: server.n_waiting == 1 or kind == "classifier")
             uvicorn.handle_exit(signal.SIGTERM, None)
             if kind == "decoder":  # what has no place may be long
                 assert (second.result().status_code, second.result().headers["retry-after"]) == (503, "1")
@@ -320,7 +312,7 @@ def test_what_outlasts_the_grace_is_told_so(kind: str, models: Path, pool: Threa
         release = threading.Event()
         server.thread.submit(lambda: release.wait(20))
         asked = pool.submit(httpx2.post, url + path, json=body, timeout=20)
-        until(lambda: figure(server, "concurrent_requests") == 1)
+        wait_until(lambda: figure(server, "concurrent_requests") == 1)
         uvicorn.handle_exit(signal.SIGTERM, None)
         answer = asked.result()
         release.set()

@@ -6,7 +6,7 @@ Generations take turns; equal ones in flight are computed once; nothing is compu
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from llmcache.generation import Generation, Sampling, generate
 from llmcache.serving.keys import add_key
 from llmcache.serving.server import Server
+from tests.redis_server import wait_until
 from tests.serving.served import CONTEXT, byte_tokenizer, client_of, decoder, figure, listening, make_server, model_held
 
 PROMPT = "where is my card"
@@ -100,14 +101,6 @@ def piece_of(chunk: dict[str, Any]) -> str:
     """The text of a chunk."""
     choice = chunk["choices"][0]
     return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(4000):
-        if is_so():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came to be so")
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -319,7 +312,7 @@ def test_equal_requests_in_flight_are_computed_once(
     before, n_before = figure(server, "generation_tokens_total"), figure(server, "requests_total", rung="in_flight")
     with model_held(server):
         asked = [pool.submit(complete, client, ignore_eos=True) for _ in range(4)]
-        until(lambda: figure(server, "concurrent_requests") == 4)
+        wait_until(lambda: figure(server, "concurrent_requests") == 4)
         time.sleep(0.05)
     expected = text_of(own(plain, ids_of(PROMPT), stop_ids=()).tokens)
     assert {one.result() for one in asked} == {expected}
@@ -346,7 +339,7 @@ def test_a_short_request_is_not_held_up_by_a_long_one(
 ) -> None:
     before = figure(server, "generation_tokens_total")
     long = pool.submit(complete, client, **LONG)
-    until(lambda: figure(server, "generation_tokens_total") > before)
+    wait_until(lambda: figure(server, "generation_tokens_total") > before)
     complete(client, prompt="the cash")
     assert not long.done()
     long.result()
@@ -359,19 +352,19 @@ def test_who_waits_too_long_is_refused_and_who_has_gone_takes_no_place(
     with listening(server) as (_, url), httpx2.Client(base_url=url, timeout=20) as client:
         with model_held(server):
             first = pool.submit(complete, client)
-            until(lambda: figure(server, "num_requests_running") == 1)
+            wait_until(lambda: figure(server, "num_requests_running") == 1)
             late = client.post("/v1/completions", json={"prompt": "the", **GREEDY})
             assert late.status_code == 429 and late.headers["retry-after"] == "1"
             assert "answering 1 requests" in late.text
             with pytest.raises(httpx2.TimeoutException):
                 client.post("/v1/completions", json={"prompt": "is", **GREEDY}, timeout=0.05)
-            until(lambda: server.n_waiting == 0)
+            wait_until(lambda: server.n_waiting == 0)
         assert first.result() == text_of(own(plain, ids_of(PROMPT)).tokens)
         for more in ({}, {"stream": True}):
             n_made = figure(server, "generation_tokens_total")
             with pytest.raises(httpx2.TimeoutException), model_held(server):
                 client.post("/v1/completions", json={"prompt": "my", **LONG, **more}, timeout=0.1)
-            until(lambda: figure(server, "num_requests_running") == 0)
+            wait_until(lambda: figure(server, "num_requests_running") == 0)
             assert figure(server, "generation_tokens_total") - n_made < 100
         assert complete(client) == first.result()
         assert figure(server, "requests_cancelled_total") >= 2
@@ -429,4 +422,4 @@ def test_the_openai_client(models: Path, plain: Any) -> None:
         long = client.completions.create(model="decoder", prompt="the", max_tokens=200, stream=True)
         next(long)
         long.close()
-        until(lambda: figure(server, "num_requests_running") == 0)
+        wait_until(lambda: figure(server, "num_requests_running") == 0)

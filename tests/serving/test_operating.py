@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,6 +23,7 @@ from llmcache.serving.keys import add_key
 from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Health, Stats
+from tests.redis_server import wait_until
 from tests.serving.served import client_of, listening, make_server, model_held
 from tests.serving_browser import SIZES, open_browser
 
@@ -62,14 +63,6 @@ def ask(client: Any, text: str = "my card") -> Any:
 
 def done(answer: Any) -> Any:
     return answer.raise_for_status().json()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if is_so():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came to be so")
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -145,7 +138,7 @@ def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(server: Serve
     with ThreadPoolExecutor(2) as pool:
         with model_held(server):
             asked = pool.submit(ask, client)
-            until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+            wait_until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
             purging = pool.submit(client.post, "/admin/purge", json=NAMESPACE)
             time.sleep(0.05)
         assert asked.result().status_code == purging.result().status_code == 200
@@ -213,7 +206,9 @@ def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(server: Serve
     with ThreadPoolExecutor(1) as pool:
         with model_held(server):
             under_way = pool.submit(ask, client)
-            until(lambda: server.metrics.n_under_way == 1 and server.encoder is not None and len(server.encoder) == 1)
+            wait_until(
+                lambda: server.metrics.n_under_way == 1 and server.encoder is not None and len(server.encoder) == 1
+            )
             assert done(client.post("/admin/drain")) == {"phase": "draining", "under_way": 1}
             refused = client.post("/predict", json={"inputs": "my card"})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -389,11 +384,11 @@ def test_in_a_browser(browser: Any, models: Path, tmp_path: Path) -> None:
             ("resume", "The server is ready."),
             ("save", "Saved."),
         ):
-            until(lambda action=action: browser.shows(action))
+            wait_until(lambda action=action: browser.shows(action))
             browser.press(action, "go")
-            until(lambda told=told: browser.told() == told)
+            wait_until(lambda told=told: browser.told() == told)
         browser.press("purge", "go", namespace="<b>another</b>")
-        until(lambda: browser.told() == "Purged 0 requests of namespace <b>another</b>.")
+        wait_until(lambda: browser.told() == "Purged 0 requests of namespace <b>another</b>.")
         assert browser.complaints() == []
 
 

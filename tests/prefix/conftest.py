@@ -1,0 +1,19 @@
+"""Decoders that the tests of blocks ask."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.prefix.prompts import FAMILIES
+from tests.tiny_models import build
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return build(FAMILIES[request.param])
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build(FAMILIES["llama"])
