@@ -19,26 +19,26 @@ from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
 from llmcache.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
-from llmcache.calibration.observer import Observer, collect
+from llmcache.calibration.observer import ModelForward, Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
 from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
 from llmcache.calibration.risk_target import Sources as Growth
 from llmcache.calibration.sharing import SharedCalibration
 from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.calibration.training import CalibrationFitter
-from llmcache.call import CachedForward, ModelForward
+from llmcache.call import CachedForward
 from llmcache.config import CacheConfig
 from llmcache.content_gate import ContentGate
 from llmcache.counters import Counters
 from llmcache.decide import NeighbourChooser, Semantic
 from llmcache.errors import CalibrationError, ConfigError, WrapError
 from llmcache.fingerprint import Learned
-from llmcache.index import INDEXES
+from llmcache.index import AutoIndex
 from llmcache.models.adapters import Trunk, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed
-from llmcache.models.payloads import Payload
+from llmcache.models.packing import Payload
 from llmcache.models.twin import make_replicas, run_unseen
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
@@ -86,14 +86,15 @@ class Calibrator:
         names = _names(model)
         if config.audit and names is not None and "input_ids" not in names:
             raise ConfigError(
-                f"audit={config.audit}: a hit is computed again from input_ids, which {type(model).__name__}.forward() "
-                f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
+                f"audit={config.audit.rate}: a hit is computed again from input_ids, which {type(model).__name__}."
+                f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set "
+                "audit=0"
             )
         tokens = TokenVectors(trunk, payload, partial(run_unseen, trunk.module))
         fingerprint = Learned(**config.fingerprint_component.options)
         fingerprint.bind(tokens.embed, tokens.think)
         answers = find_answers(config.answer, head, model)
-        sources = Sources(lambda dim: config.index_component.build(INDEXES, dim), not payload.fits_any_length)
+        sources = Sources(AutoIndex, not payload.fits_any_length)
         bank.on_leave = sources.remove
         gate = _make_gate(trunk, config, tokenizer)
         chooser = NeighbourChooser(sources, answers, gate)

@@ -35,12 +35,48 @@ _NOT_WITH_TAU = {
     "sources": "every request that was computed serves",
     "share_calibration": "tau is your own choice, and no calibration",
     "store": "entries may rest on other requests' states, so they stay in memory",
-    "store_least_tokens": "entries stay in memory",
     "auto_bypass": "every call is looked up, as in the paper",
 }
 
 
-class CacheConfig(BaseModel):
+class _Settings(BaseModel):
+    """Settings by name; unknown ones are refused with what there is, where pydantic names the setting alone."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _are_known(cls, given: Any) -> Any:
+        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, Mapping) else []
+        if unknown:
+            raise ValueError("; ".join(_unknown(str(key), list(cls.model_fields)) for key in unknown))
+        return given
+
+
+class PrefixOptions(_Settings):
+    """How prefixes are kept."""
+
+    block: int = Field(default=16, ge=1)  # tokens
+
+
+class AuditOptions(_Settings):
+    """How much of calibrated reuse is audited, and when."""
+
+    rate: float = Field(default=0.05, ge=0.0, le=1.0)
+    share: float = Field(default=0.02, ge=0.0, le=1.0)
+    in_background: bool = True
+
+    def __bool__(self) -> bool:
+        return self.rate > 0
+
+
+class StoreOptions(Component):
+    """A store, and when it is read."""
+
+    least_tokens: int | None = Field(default=None, ge=0)
+
+
+class CacheConfig(_Settings):
     """All settings of one cache. The defaults serve lossless rungs only.
 
     Attributes:
@@ -52,17 +88,16 @@ class CacheConfig(BaseModel):
             without `tau`, no with it.
         prefix: Serve the longest prefix that a request shares with a stored one from K/V, and run the layers on the
             tokens that are left. For calls of causal models in the adapter table that keep K/V; others ignore it.
-        prefix_block: Tokens a block: prefixes are known in whole blocks.
+            True, false, or `{block: 16}`: the tokens of a block, since prefixes are known in whole blocks.
         payload: Which hidden states an entry keeps of each request: all tokens (`sequence`), the first (`cls`), the
             last valid one (`last`) or their mean. `auto` keeps what the model's head reads.
         layers: With `tau`, the layers that have a bank. `all` (or `auto`) is Algorithm 1 as written: each bank is
             searched when its layer is reached, and a hit skips that layer. `last`, or a list of layer numbers (negative
             ones count from the end): the banks of these layers are searched before layer 0, the deepest first, and a
             hit resumes after that layer. With `last` a hit skips all layers, and an entry keeps what the head reads.
-        fingerprint: Vector that similarity is measured on. With `tau`: `mean` (or `auto`), `simhash`, `pca`,
+        fingerprint: With `tau`, the vector that similarity is measured on: `mean` (or `auto`), `simhash`, `pca`,
             `attention` (layer 0 has to run first) or `minhash` (token shingles). `mean` and `simhash` take `per_layer:
-            true`: each bank is searched by the states that enter its layer, not by the embedding output. Without
-            `tau`: `learned`.
+            true`: each bank is searched by the states that enter its layer, not by the embedding output.
         answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
             the model's head, and takes what it does not know for embeddings.
         gate: Compare tokens as well (`ContentGate` and its options): true, false or options. Needs the
@@ -75,19 +110,18 @@ class CacheConfig(BaseModel):
             bound holds; or `growing`, later misses of this process as well, without a bound.
         audit: Least probability with which each hit of calibrated reuse is computed after all, 0 to 1, to see whether
             its answer changed: five times as high for the first 500 requests and after an alarm, and up to twice as
-            high for risky ones. 0: none is. Less while much of that work waits, which `audit_share` explains.
-        audit_in_background: A thread of its own does that work, while no call is under way and none was for 20 ms; else
-            only `cache.drain()` does.
-        audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
-            share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
+            high for risky ones. 0: none is. Or `{rate: 0.05, share: 0.02, in_background: true}`. In the background, a
+            thread of its own does that work while no call is under way and none was for 20 ms; else only
+            `cache.drain()` does. Where calls leave no such moment for a second, the work is done within calls, for no
+            more than `share` of their time, 0 to 1; of what that cannot carry, less is drawn.
         share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
             publishes its own, looks for another's once a second, also instead of learning one (`learn`), and follows
             alarms of the others. Each audits its own hits on its own account.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
-        index: `flat` (exact), `hnsw` (a graph), `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its
-            threshold is the least tau, if none is given), or `auto`: the fingerprint's own, else `flat`, and from some
-            30,000 entries on an inverted file.
+        index: With `tau`: `flat` (exact), `hnsw` (a graph), `binary` (for `simhash` alone), `lsh` (for `minhash`
+            alone; its threshold is the least tau, if none is given), or `auto`: the fingerprint's own, else `flat`, and
+            from some 30,000 entries on an inverted file.
         policy: Which entry or prefix block leaves when the budget is used up: `lru`, `lfu`, `fifo`, `s3_fifo`
             (newcomers are on trial: a scan drives out no others), `gdsf` (uses times the cost of computing, per byte),
             `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
@@ -96,8 +130,8 @@ class CacheConfig(BaseModel):
         store: Where entries and prefix blocks lie: `memory`, the process alone; or behind that memory as well, to
             outlive the process and to be shared: `disk` (a `folder` of this machine), `redis` (the `url` of a server),
             or one that was registered (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
-        store_least_tokens: Tokens from which they are read from the store rather than computed; None: as reading and
-            computing are measured in service. 0: all are read.
+            Each takes `least_tokens`: requests of fewer are computed rather than read from it; None: as reading and
+            computing are measured in service; 0: all are read.
         compression: With `tau`, the codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last
             two keep `dim` float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are
             to be stored in the layer, anew for other weights, in the call that brings the last of them, which takes up
@@ -118,12 +152,9 @@ class CacheConfig(BaseModel):
             by those of another input. For experiments.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     tau: float | dict[int, float] | None = None
     exact: bool | None = None
-    prefix: bool = True
-    prefix_block: int = Field(default=16, ge=1)
+    prefix: PrefixOptions | None = PrefixOptions()
     payload: Literal["auto", "sequence", "cls", "last", "mean"] = "auto"
     layers: Literal["auto", "last", "all"] | list[int] = "auto"
     fingerprint: Component = Component(name="auto")
@@ -133,15 +164,12 @@ class CacheConfig(BaseModel):
     max_drop: float = Field(default=0.005, gt=0.0, lt=1.0)
     delta: float = Field(default=0.05, gt=0.0, lt=1.0)
     sources: Literal["frozen", "growing"] = "frozen"
-    audit: float = Field(default=0.05, ge=0.0, le=1.0)
-    audit_in_background: bool = True
-    audit_share: float = Field(default=0.02, ge=0.0, le=1.0)
+    audit: AuditOptions = AuditOptions()
     share_calibration: bool = False
     recalibrate: int | None = Field(default=None, ge=1)
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
-    store: Component = Component(name="memory")
-    store_least_tokens: int | None = Field(default=None, ge=0)
+    store: StoreOptions = StoreOptions(name="memory")
     compression: Component = Component(name="none")
     auto_bypass: bool = True
     max_entries: int | None = Field(default=None, ge=1)
@@ -150,14 +178,15 @@ class CacheConfig(BaseModel):
     adapter: str = "auto"
     allow_unsafe: bool = False
 
-    @model_validator(mode="before")
+    @field_validator("prefix", mode="before")
     @classmethod
-    def _are_known(cls, given: Any) -> Any:
-        """Refuse an unknown setting with what there is; pydantic names the setting alone."""
-        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, Mapping) else []
-        if unknown:
-            raise ValueError("; ".join(_unknown(str(key), list(cls.model_fields)) for key in unknown))
-        return given
+    def _on_or_off(cls, value: Any) -> Any:
+        return (PrefixOptions() if value else None) if isinstance(value, bool) else value
+
+    @field_validator("audit", mode="before")
+    @classmethod
+    def _rate_alone(cls, value: Any) -> Any:
+        return value if isinstance(value, Mapping | AuditOptions) else {"rate": value}
 
     @field_validator("fingerprint", "index", "policy", "store", "compression", mode="before")
     @classmethod
@@ -197,6 +226,8 @@ class CacheConfig(BaseModel):
         given = {
             "compression": self.compression.name != "none",
             "layers": self.layers not in ("auto", "last"),
+            "fingerprint": self.fingerprint.name not in ("auto", "learned"),
+            "index": self.index.name != "auto",
         }
         if self.tau is None and (names := [name for name, is_given in given.items() if is_given]):
             raise ValueError(f"{', '.join(names)} without tau: of the paper's cache alone; set tau, or leave it out")

@@ -16,7 +16,7 @@ from llmcache.answers import Reading
 from llmcache.bank import Bank
 from llmcache.calibrator import Calibrator
 from llmcache.call import CachedForward
-from llmcache.config import CacheConfig
+from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.counters import Counters
 from llmcache.engines.compiled import CompiledTrunk
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
@@ -25,7 +25,7 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
 from llmcache.models.kinds import Kinds
-from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.packing import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
@@ -86,7 +86,7 @@ class Core:
             self.counters,
             self.blocks,
             # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
-            cuts=config.prefix and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
+            cuts=config.prefix is not None and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
             device=self._device(),
             is_exact=config.serves_exact,
@@ -181,7 +181,7 @@ class Core:
         Raises:
             StoreError: As of `clear`.
         """
-        one = self.forward.prepare(call)
+        one = self.forward.prepared.look_up(call)
         if one is None or one.reason is not None or one.scope is None:
             return 0
         entries = [key for row in one.rows for key in (row.again, row.key) if key]
@@ -300,7 +300,7 @@ class Core:
             return None
         device = self._device()
         return BlockPool(
-            config.prefix_block,
+            _block_of(config),
             config.max_bytes,
             device,
             lambda: config.policy.build(POLICIES),
@@ -308,11 +308,16 @@ class Core:
         )
 
 
+def _block_of(config: CacheConfig) -> int:
+    """Tokens of a block: a call that keeps K/V lies in blocks also where prefixes are not served."""
+    return (config.prefix or PrefixOptions()).block
+
+
 def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Counters, memory: Memory) -> Tier | None:
     """Open the store behind memory; None where the setting names none."""
     if config.store.name == MEMORY:
-        if config.store.options:
-            raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(config.store.options)})")
+        if options := config.store.model_fields_set - {"name"}:
+            raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(sorted(options))})")
         return None
     if POLICIES.find(config.policy.name).lets_entries_leave_early:
         raise ConfigError(
@@ -321,12 +326,12 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
         )
     settings = {
         "payload": payload.name,
-        "prefix_block": config.prefix_block,
+        "prefix_block": _block_of(config),
         "device": device_of(trunk.module).type,
         "versions": [torch.__version__, transformers.__version__],
     }
     seal = Seal.from_environment()  # first: what it refuses leaves no store open
-    return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store_least_tokens)
+    return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store.least_tokens)
 
 
 def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:

@@ -37,7 +37,7 @@ _NAMES = {
         "try_limits",
     ),
     # Settings, models and servers, loaded as the commands load them.
-    "config": ("explain",),
+    "config": ("PrefixOptions", "explain"),
     "registry": ("Component", "Registry"),
     "yaml_file": ("parse_yaml", "read_yaml"),
     "models.loading": (

@@ -13,7 +13,7 @@ from experiments.measures.base import Experiment, Outcome
 from experiments.measures.bench import generation
 from experiments.models.architectures import Dtype
 from experiments.support.folders import Folders
-from llmcache import CacheConfig
+from llmcache.lab import PrefixOptions
 
 #: Kinds as they are shown.
 KINDS = {
@@ -36,7 +36,7 @@ class Decode(Experiment):
     prompt_tokens: int = Field(default=128, ge=2)  # tokens of a prompt
     new_tokens: int = Field(default=64, ge=2)  # tokens generated, always as many
     # First tokens that a prompt with a known beginning has of a known one.
-    shared_tokens: int = Field(default=96, ge=CacheConfig().prefix_block)
+    shared_tokens: int = Field(default=96, ge=PrefixOptions().block)
     rounds: int = Field(default=20, ge=3)  # generations of each kind
     device: str = "cpu"  # torch device
     # Where blocks are kept: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.

@@ -29,9 +29,10 @@ from experiments.models.architectures import Requests, build, check
 from experiments.models.loading import find
 from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
-from llmcache import CacheConfig, LLMCache
+from llmcache import LLMCache
+from llmcache.lab import PrefixOptions
 
-BLOCK = CacheConfig().prefix_block
+BLOCK = PrefixOptions().block
 MAX_BYTES = 4_000_000_000
 
 Way = Callable[[Tensor], tuple[int, Tensor | None]]  # from ids (1, T) to the first token, and its logits (V,) if told

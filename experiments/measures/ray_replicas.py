@@ -62,7 +62,7 @@ class RayReplicas(Experiment):
     sessions: int = Field(default=32, ge=1)
     span_s: float = Field(default=10.0, gt=0)
     start_s: float = Field(default=180.0, gt=0)
-    cache: dict[str, Any] = Field(default_factory=lambda: {"auto_bypass": False, "store_least_tokens": 0})
+    cache: dict[str, Any] = Field(default_factory=lambda: {"auto_bypass": False})
 
 
 def run(experiment: RayReplicas, folders: Folders) -> Outcome:
@@ -72,7 +72,7 @@ def run(experiment: RayReplicas, folders: Folders) -> Outcome:
 
     source = find(experiment.model, folders.models)
     with TemporaryDirectory() as place, redis_server(Path(place)) as redis, quiet():
-        cache = {**experiment.cache, "store": {"name": "redis", "url": redis.url}}
+        cache = {**experiment.cache, "store": {"name": "redis", "url": redis.url, "least_tokens": 0}}
         server = {"reveal_hits": True, "warmup_tokens": 8}
         settings = ReplicaSettings.make({"model": source, "cache": cache, "server": server})
         with running_replicas(settings, experiment.replicas) as replicas:

@@ -38,7 +38,7 @@ from llmcache import Calibration, LLMCache
 from llmcache.lab import Observation, RiskTarget
 
 CACHE = "llmcache"
-AS_BY_DEFAULT = {"auto_bypass": True, "audit_in_background": True}  # elsewhere experiments turn these off
+AS_BY_DEFAULT = {"auto_bypass": True}  # elsewhere experiments turn it off
 
 
 class Service(LearningExperiment):
@@ -79,7 +79,7 @@ class Server:
         self.stream = later(workload, learn)  # what is answered
         self._plain = twin(workload.module)
         by_default = {} if "tau" in options else AS_BY_DEFAULT
-        config = configure(workload, {**by_default, **options})
+        config = configure(workload, {**by_default, **options}, audits_in_background=True)
         self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
         first = [request.inputs for request in workload.requests[:learn]]
         self._observed: list[Observation] = self.cache.observe(first) if first else []

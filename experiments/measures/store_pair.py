@@ -120,8 +120,8 @@ def drawn() -> list[Tensor]:
 
 
 def settings(url: str, prefix: str = "llmcache") -> dict[str, Any]:
-    store = {"name": "redis", "url": url, "prefix": prefix, "timeout_ms": 50.0}
-    return {"store": store, "store_least_tokens": 0, "auto_bypass": False}
+    store = {"name": "redis", "url": url, "prefix": prefix, "timeout_ms": 50.0, "least_tokens": 0}
+    return {"store": store, "auto_bypass": False}
 
 
 def kill_worker(url: str, chance: random.Random) -> None:

@@ -103,12 +103,17 @@ class Cached:
         return self.stats.n_stored
 
 
-def configure(workload: Workload, options: Mapping[str, Any]) -> CacheConfig:
+def configure(workload: Workload, options: Mapping[str, Any], audits_in_background: bool = False) -> CacheConfig:
     """Settings of a cache on a workload's model, whose payload has to be what the head reads."""
     keeps_tokens = options.get("tau") is not None and options.get("layers") != "last"
     if workload.payload is not None and not keeps_tokens:
         options = {"payload": workload.payload, **options}
-    config = CacheConfig.make({"auto_bypass": False, "audit_in_background": False, **options})
+    settings = {"auto_bypass": False, **options}
+    if options.get("tau") is None:
+        audit = options.get("audit", {})
+        audit = audit if isinstance(audit, Mapping) else {"rate": audit}
+        settings["audit"] = {"in_background": audits_in_background, **audit}
+    config = CacheConfig.make(settings)
     if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):
         raise ConfigError(f"payload: the head reads {workload.payload!r} (got {config.payload!r}); leave it out")
     return config

@@ -37,14 +37,14 @@ class Audit:
     """Audits approximate hits of calibrated reuse. Thread-safe. A recomputation that fails is counted and lost."""
 
     def __init__(self, recomputer: Recomputer, semantic: Semantic, config: CacheConfig) -> None:
-        self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
+        self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit.in_background, share=config.audit.share)
         self._recomputer = recomputer
         self._sources = semantic.sources
         self._calibrated = recomputer.calibrated
         self._weights = recomputer.weights
         self._counters = recomputer.counters
         self._answers = recomputer.observer.answers
-        self._floor = config.audit
+        self._floor = config.audit.rate
         self._fresh = RenewalBuffer(config.recalibrate)
         self._made: Calibration | None = None  # whose account it is
         self._account: AuditAccount | None = None

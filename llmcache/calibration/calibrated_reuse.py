@@ -68,7 +68,7 @@ class CalibratedReuse:
         self._counters = counters
         self._learn = config.learn  # requests after which it calibrates by itself; None: when told
         self._risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
-        self._is_watched = config.audit > 0  # else no status says `certified`
+        self._is_watched = bool(config.audit)  # else no status says `certified`
         #: Of those who serve; with one of them the calibration is forgotten.
         self.namespaces: set[str] = set()
         self._observed: list[Observation] = []

@@ -33,17 +33,9 @@ def check_settings(head: Head, config: CacheConfig) -> None:
         raise ConfigError(
             f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
         )
-    if (name := config.fingerprint_component.name) != "learned":
-        raise ConfigError(
-            f"fingerprint={name!r}: a calibration compares requests by 'learned'; leave it out, or set tau instead"
-        )
     refuse_unsafe("a calibration", head, config)
     if head.name == "multiple-choice head":
         raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
-    if config.compression.name != "none":
-        raise ConfigError(
-            f"compression={config.compression.name!r}: what it changes is not part of the bound; calibrate with 'none'"
-        )
     if not config.serves_exact:
         raise ConfigError(
             "exact=False: a calibration counts on repeats being served from their own states; leave it out"

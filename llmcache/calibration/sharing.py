@@ -35,7 +35,7 @@ _BODY_S = 30.0  # for a body, which no call waits for
 _AT_FIRST, _NEXT = 1024, 32  # versions that are looked for
 _META = "__meta__"  # JSON of a body, beside its tensors
 #: What of the settings decides how requests are compared and served, and what a calibration has to show.
-_SETTINGS = ("answer", "gate", "max_drop", "delta", "sources", "audit")
+_SETTINGS = {"answer", "gate", "max_drop", "delta", "sources", "audit"}
 
 
 class Place(NamedTuple):
@@ -60,9 +60,12 @@ class SharedCalibration:
         """Share what is `calibrated`; `alarm` follows another's, `special_ids` are left out of fingerprints."""
         self._tier, self._calibrated, self._alarm, self._counters = tier, calibrated, alarm, counters
         self._config = config
-        components = [config.fingerprint_component.model_dump(), config.index_component.model_dump()]
         self._settings = json.dumps(
-            [components, {name: getattr(config, name) for name in _SETTINGS}, list(special_ids)]
+            [
+                config.fingerprint_component.model_dump(),
+                config.model_dump(mode="json", include=_SETTINGS),
+                list(special_ids),
+            ]
         )
         self._version = 0  # the latest that was seen
         self._body = ""  # digest of the one in force here; "" without

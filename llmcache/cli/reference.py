@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from llmcache.cli.main import COMMANDS, app
@@ -53,6 +54,7 @@ def render_settings() -> str:
     sections = []
     for name, field in CacheConfig.model_fields.items():
         default = field.default.name if isinstance(field.default, Component) else field.default
+        default = default.model_dump() if isinstance(default, BaseModel) else default
         lines = [f"## `{name}`", f"Type `{_kind(field.annotation)}`, default `{_literal(default)}`.", told[name]]
         if name in parts:
             lines.append("\n".join(_table(parts[name])))
@@ -84,8 +86,10 @@ def _attributes(docstring: str) -> dict[str, str]:
 
 
 def _kind(annotation: Any) -> str:
-    if annotation is Component:
+    if isinstance(annotation, type) and issubclass(annotation, Component):
         return "name | {name, options}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"{{{', '.join(annotation.model_fields)}}}"
     if get_origin(annotation) is Literal:
         return " | ".join(map(_literal, get_args(annotation)))
     if get_origin(annotation) is types.UnionType or "Union" in str(get_origin(annotation)):

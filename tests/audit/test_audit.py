@@ -20,7 +20,7 @@ from llmcache.audit.account import AuditAccount
 from llmcache.audit.idle_worker import GaveWay
 from llmcache.audit.recomputer import Recomputer
 from llmcache.errors import ConfigError
-from llmcache.request.packing import Packing
+from llmcache.models.packing import Packing
 from tests import inside
 from tests.topics import (
     N_CALIBRATED,

@@ -22,7 +22,7 @@ NOW = Origin("weights", "head", "sdpa")
 OTHER = NOW._replace(attention="eager")
 SETTINGS: dict[str, Any] = {
     "max_drop": 0.2,
-    "audit": 1.0,
+    "audit": {"rate": 1.0, "in_background": False},
     "payload": "sequence",
     "answer": "class",
 }
@@ -165,7 +165,7 @@ def test_looks_find_what_is_so_and_are_padded_where_they_come_out_alike(
     model, inputs = Own(pool).eval(), varied(90, 50)
     if is_sorted:  # the first groups are of one length
         inputs.sort(key=lambda one: one["input_ids"].shape[1])
-    with LLMCache.wrap(model, audit_in_background=False, **SETTINGS) as cache:
+    with LLMCache.wrap(model, **SETTINGS) as cache:
         learned = sorted(varied(240, 0), key=lambda one: one["input_ids"].shape[1])
         cache.calibrate(learned if pool is single else batched(learned, size=27))  # batches of one length each
         given = [(int(cache(**one).argmax()), cache.last[0].rung == "semantic") for one in inputs]
@@ -187,7 +187,7 @@ def test_a_model_that_makes_its_own_mask_is_looked_into() -> None:
         def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(input_ids, torch.ones_like(input_ids))
 
-    with LLMCache.wrap(Maskless(masked).eval(), audit_in_background=False, **SETTINGS) as cache:
+    with LLMCache.wrap(Maskless(masked).eval(), **SETTINGS) as cache:
         cache.calibrate([{"input_ids": one["input_ids"]} for one in varied(240, 0)])
         for one in varied(60, 50):
             cache(input_ids=one["input_ids"])

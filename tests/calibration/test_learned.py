@@ -9,7 +9,7 @@ from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
-from llmcache.models.payloads import PAYLOADS
+from llmcache.models.packing import PAYLOADS
 from llmcache.request.rows import Row
 from tests.tiny_models import BARE, STRANGERS, VOCABULARY, build
 

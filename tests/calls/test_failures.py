@@ -21,8 +21,8 @@ BREAKS = {
     "policy hits": ("policies.lru.LRU", "on_hit", "look up a call"),
     "policy removes": ("policies.lru.LRU", "on_remove", "store a call"),
     "policy chooses": ("policies.lru.LRU", "victim", "store a call"),
-    "entries are taken": ("request.packing.Packing", "take", "store a call"),
-    "outputs are joined": ("request.packing.Packing", "join", "serve a call"),
+    "entries are taken": ("models.packing.Packing", "take", "store a call"),
+    "outputs are joined": ("models.packing.Packing", "join", "serve a call"),
     "rows are taken out": ("models.arguments.Arguments", "replace", "serve a call"),
     "arguments are read": ("request.reading.RequestReader", "read", "read a call"),
 }
@@ -53,7 +53,7 @@ def test_a_broken_part_costs_speed_only(
 
 
 def test_a_prefix_that_cannot_be_served_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, alone = pair(GENERATORS["llama"], prefix_block=4)
+    cache, alone = pair(GENERATORS["llama"], prefix={"block": 4})
     text = tokens(1, 20)
     cache(text[:, :12])
     with monkeypatch.context() as broken:

@@ -137,7 +137,12 @@ _ENTERED = ("builtins", "collections", "functools", "llmcache")
 def test_a_purge_leaves_no_key_of_the_namespace() -> None:
     """Neither of what was stored, nor of what was compared, noted, audited or learned from."""
     asked = requests(300, seed=7)[0]
-    with LLMCache.wrap(classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, audit_in_background=False) as cache:
+    with LLMCache.wrap(
+        classifier(),
+        max_drop=0.05,
+        audit={"rate": 1.0, "in_background": False},
+        recalibrate=2000,
+    ) as cache:
         with cache.namespace("tenant"):
             cache.calibrate(batched(requests(500)[0]))
             keys = {source.key for source in cache.calibrated.fitter.sources}

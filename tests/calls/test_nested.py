@@ -113,7 +113,7 @@ def test_generation_within_a_call_and_calls_within_a_generation() -> None:
     prompt, other = tokens(1, 6, seed=8), tokens(1, 5, seed=3)
     model.model.layers[1].mlp = Calling(model.model.layers[1].mlp)
     MAKE.append(lambda: model.generate(other, **GENERATION))
-    cache = LLMCache.wrap(model, prefix_block=2)
+    cache = LLMCache.wrap(model, prefix={"block": 2})
     for inputs in (OUTER, OUTER, padded([6, 6, 6])):
         agree(cache, alone, **inputs)
     expected = alone.generate(other, **GENERATION)

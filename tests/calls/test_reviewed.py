@@ -86,7 +86,7 @@ def test_a_purge_while_it_is_learned_leaves_nothing_to_serve(monkeypatch: pytest
 def test_hits_of_graphs_are_audited() -> None:
     """What graphs keyed is recomputed under the same keys, and found the same."""
     model = classifier()
-    with LLMCache.wrap(model, max_drop=0.1, audit=1.0, audit_in_background=False) as cache:
+    with LLMCache.wrap(model, max_drop=0.1, audit={"rate": 1.0, "in_background": False}) as cache:
         cache.compile(lengths=(8,), rows=(1,), backend="eager")
         cache.calibrate(batched(requests(200)[0], 1))
         n_hits = ask(cache, requests(30, seed=7)[0]).count("semantic")

@@ -91,7 +91,7 @@ def test_weights_that_change_while_threads_run_are_followed() -> None:
 @pytest.mark.parametrize("n_known", [0, 4, 6])
 def test_a_call_during_which_the_cache_is_taken_off_ends_right(kind: str, n_known: int) -> None:
     """With what was found so far, and K/V that a decode step continues."""
-    cache, alone = pair(GENERATORS["llama"], prefix_block=2)
+    cache, alone = pair(GENERATORS["llama"], prefix={"block": 2})
     ids, step = tokens(2, 6), tokens(2, 1, seed=5)
     if n_known:
         cache(ids[:, :n_known])

@@ -124,7 +124,7 @@ def test_a_rung_and_a_store_serve_rows(register: Callable[..., Any], tmp_path: P
     store = register("store")
     mine = type("SameTokens", (outside.SameTokens,), {"n_used": 0})
     model, ids = build(CLASSIFIERS["bert"]), tokens(2, 6)
-    settings: dict[str, Any] = {"store": {"name": "mine", "place": "here"}, "store_least_tokens": 0}
+    settings: dict[str, Any] = {"store": {"name": "mine", "place": "here", "least_tokens": 0}}
     with LLMCache.wrap(model, rungs=[partial(mine, least=6)], **settings) as cache:
         stored = cache(ids).logits
         keys = [outcome.key for outcome in cache.last]

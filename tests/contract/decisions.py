@@ -57,7 +57,7 @@ CASES: Mapping[str, Case] = {
     "labels": Case(4, {"max_drop": 0.15}, "labels"),
     "score": Case(5, {"max_drop": 0.15}, "score"),
     "embedding": Case(6, {"max_drop": 0.15, "answer": "embedding"}, "embedding", span=70),
-    "audit": Case(7, {"max_drop": 0.2, "audit": 1.0, "audit_in_background": False}),  # each hit is drawn
+    "audit": Case(7, {"max_drop": 0.2, "audit": {"rate": 1.0, "in_background": False}}),  # each hit is drawn
 }
 
 

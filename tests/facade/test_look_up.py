@@ -119,10 +119,10 @@ def test_what_changed_in_between_is_looked_up_anew(cache: LLMCache, change: str)
 
 def test_what_is_never_run_is_let_go(cache: LLMCache) -> None:
     found = cache.look_up(BATCH)
-    assert len(cache._core.forward._prepared) == 2
+    assert len(cache._core.forward.prepared.kept) == 2
     del found
     gc.collect()
-    assert len(cache._core.forward._prepared) == 0
+    assert len(cache._core.forward.prepared.kept) == 0
 
 
 def test_threads_look_up_and_run_at_once(cache: LLMCache) -> None:

@@ -144,7 +144,7 @@ def test_settings_come_from_files_and_those_beside_them_first(write: Callable[[b
     assert CacheConfig.from_yaml(str(path)).max_entries == 3
     assert CacheConfig.make(CacheConfig(tau=0.5), max_entries=2) == CacheConfig(tau=0.5, max_entries=2)
     assert CacheConfig.from_yaml(write(b"# nothing\n")) == CacheConfig()
-    marked = write(b"\xef\xbb\xbfpolicy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n")
+    marked = write(b"\xef\xbb\xbftau: 0.5\npolicy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n")
     assert CacheConfig.from_yaml(marked).policy.name == "ttl"
     assert CacheConfig.from_yaml(marked).index.options == {"ttl_s": 60}
 

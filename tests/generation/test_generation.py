@@ -211,7 +211,7 @@ def test_percentiles_take_enough_values() -> None:
 
 
 def test_what_served_a_request(llama: Any) -> None:
-    cache = LLMCache.wrap(llama, prefix_block=4, auto_bypass=False)
+    cache = LLMCache.wrap(llama, prefix={"block": 4}, auto_bypass=False)
     latencies, ids = Latencies(), tokens(1, 20)
     longer = torch.cat([ids, tokens(1, 4, seed=1)], dim=1)
     for prompt in (ids, longer, ids):

@@ -37,7 +37,7 @@ def branch(ids: Tensor, n_shared: int, length: int, seed: int = 1) -> Tensor:
 
 def wrapped(model: nn.Module, *known: Tensor, **settings: Any) -> LLMCache:
     """A cache with small blocks, which some prompts were asked already."""
-    cache = LLMCache.wrap(model, **{"prefix_block": BLOCK, "auto_bypass": False, **settings})
+    cache = LLMCache.wrap(model, **{"prefix": {"block": BLOCK}, "auto_bypass": False, **settings})
     for ids in known:
         cache(ids)
     return cache

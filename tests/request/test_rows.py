@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.request.rows import HostInputs, Row, Scope, id_dtype, read_rows
+from llmcache.request.reading import HostInputs, read_rows
+from llmcache.request.rows import Row, Scope, id_dtype
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 

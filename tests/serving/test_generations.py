@@ -27,7 +27,7 @@ CHAT = [{"role": "system", "content": "the cash"}, {"role": "user", "content": P
 GREEDY = {"temperature": 0, "max_tokens": 12}
 DRAWN = {"temperature": 2.0, "top_p": 0.9, "top_k": 40, "seed": -3, "repetition_penalty": 1.2, "max_tokens": 12}
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
-BLOCKS = {"prefix_block": 8}
+BLOCKS = {"prefix": {"block": 8}}
 ROUTES = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
 
 

@@ -47,8 +47,8 @@ def start(folder: Path) -> Iterator[Start]:
     started = []
 
     def act(family: str = "bert", **settings: Any) -> LLMCache:
-        store = {"name": "disk", "folder": str(folder)}
-        settings = {"store": store, "store_least_tokens": 0, "prefix_block": BLOCK, **settings}
+        store = {"name": "disk", "folder": str(folder), "least_tokens": 0}
+        settings = {"store": store, "prefix": {"block": BLOCK}, **settings}
         started.append(LLMCache.wrap(build(MODELS[family]), **settings))
         return started[-1]
 
@@ -186,8 +186,8 @@ def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> Non
     """Within ten seconds what one cache computes another one is served again, however long the server was away."""
 
     def wrapped() -> LLMCache:
-        store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0}
-        return LLMCache.wrap(build(MODELS["bert"]), store=store, store_least_tokens=0)
+        store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0, "least_tokens": 0}
+        return LLMCache.wrap(build(MODELS["bert"]), store=store)
 
     with wrapped() as one, wrapped() as other:
         one(input_ids=tokens(1, 9))
@@ -258,7 +258,7 @@ def test_what_was_read_before_a_purge_is_kept_nowhere(
 @pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x", None])
 def test_damaged_values_are_computed_and_counted(start: Start, folder: Path, family: str, damage: Any) -> None:
     """A file that was cut, changed or removed is a miss."""
-    ids, settings = tokens(1, 60), {"payload": "sequence", "prefix_block": 64}
+    ids, settings = tokens(1, 60), {"payload": "sequence", "prefix": {"block": 64}}
     first = start(family, **settings)
     first(input_ids=ids)
     first.unwrap()

@@ -204,8 +204,8 @@ def test_settings_may_change_where_they_say_nothing_of_what_is_kept(tmp_path: Pa
         cache.save(tmp_path)
     with LLMCache.load(build(BARE["bert"]), tmp_path, config={"max_entries": 2, "policy": "fifo"}) as cache:
         assert cache.stats().n_stored == 2
-    with pytest.raises(ConfigError, match=r"prefix_block is 4, and was 16\. Leave the settings out"):
-        LLMCache.load(build(BARE["bert"]), tmp_path, config={"prefix_block": 4})
+    with pytest.raises(ConfigError, match=r"prefix is {'block': 4}, and was {'block': 16}\. Leave the settings out"):
+        LLMCache.load(build(BARE["bert"]), tmp_path, config={"prefix": {"block": 4}})
     for config in ({"nosuch": 1}, {"max_bytes": -1}, {"policy": "nosuch"}):
         edit_manifest(tmp_path, config=config)
         with pytest.raises(UnfitBankError) as error:

@@ -90,7 +90,7 @@ class Judge:
         name = type(model).__name__
         self.counts[name]["wrapped"] += 1
         try:
-            cache = LLMCache.wrap(model, auto_bypass=False, prefix_block=2)  # their prompts have few tokens
+            cache = LLMCache.wrap(model, auto_bypass=False, prefix={"block": 2})  # their prompts have few tokens
         except LLMCacheError as error:
             self.refused[name] = f"{type(error).__name__}: {error}"
             return

@@ -9,7 +9,7 @@ from pydantic import Field
 from experiments.support.section import Section
 from llmcache import ConfigError
 
-#: Tokens of a piece, as many as `llmcache.CacheConfig.prefix_block` by default, so that what is known can be served.
+#: Tokens of a piece, as many as a block of the cache has by default, so that what is known can be served.
 BLOCK = 16
 
 Prompt = list[int]
