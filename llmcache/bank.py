@@ -8,15 +8,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from llmcache.policies import Policy
 from llmcache.policies.shares import Shares
+from llmcache.request.call import Call, Hit
 from llmcache.request.rows import Row, Scope
 from llmcache.stacks import pack, unpack
 from llmcache.threads import forkable
+
+if TYPE_CHECKING:  # asked for what is not in memory; it fills the bank
+    from llmcache.stores.entries import StoredEntries
 
 logger = logging.getLogger("llmcache")
 
@@ -296,3 +300,24 @@ class Bank:
             self._pinned_nbytes -= entry.nbytes
         else:
             self._shares.remove(entry.scope.namespace, key)
+
+
+class Exact:
+    """Serves a request from the entry under its own key. Lossless."""
+
+    name = "exact"
+    is_lossless = True
+
+    def __init__(self, bank: Bank, stored: "StoredEntries | None") -> None:
+        self._bank, self._stored = bank, stored
+
+    def look_up(self, call: Call, rows: Sequence[Row]) -> None:
+        if self._stored is not None:
+            self._stored.recall(call, rows)
+        found = self._bank.find(rows)
+        for row, entry in zip(rows, found, strict=True):
+            if entry is not None:
+                padding = entry.padding if entry.layout == row.layout else ()
+                call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
+        if self._stored is not None:
+            self._stored.offer_again(call, [entry for entry in found if entry is not None])

@@ -9,19 +9,18 @@ Failures of the cache are counted, logged once, and computed around. Errors of t
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
 
 from llmcache.account import Account
 from llmcache.audit.audit import Audit
-from llmcache.bank import Bank, Entry
+from llmcache.bank import Bank, Entry, Exact
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
@@ -34,18 +33,17 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
 from llmcache.models.kinds import Kinds
-from llmcache.models.payloads import Payload
+from llmcache.models.packing import Packing, Payload, parts_of
 from llmcache.models.sentences import Compute, later
 from llmcache.models.weights import Weights
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.chunks import Chunks
 from llmcache.prefix.prefix import Prefix
 from llmcache.prefix.stored import StoredBlocks
-from llmcache.request.bypass import find_reason_now
-from llmcache.request.call import Call, Hit, Rung
-from llmcache.request.forms import Forms
+from llmcache.request.call import Call, Rung
+from llmcache.request.forms import Forms, find_reason_now
 from llmcache.request.outcome import Outcome
-from llmcache.request.packing import Packing, parts_of
+from llmcache.request.prepared import Prepared
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import DEFAULT_NAMESPACE, Row, Scope
 from llmcache.request.variables import is_switched_off, setting
@@ -53,27 +51,7 @@ from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
 _MOST_SCOPES = 256  # that are remembered
-
-
-class Exact:
-    """Serves a request from the entry under its own key. Lossless."""
-
-    name = "exact"
-    is_lossless = True
-
-    def __init__(self, bank: Bank, stored: StoredEntries | None) -> None:
-        self._bank, self._stored = bank, stored
-
-    def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        if self._stored is not None:
-            self._stored.recall(call, rows)
-        found = self._bank.find(rows)
-        for row, entry in zip(rows, found, strict=True):
-            if entry is not None:
-                padding = entry.padding if entry.layout == row.layout else ()
-                call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
-        if self._stored is not None:
-            self._stored.offer_again(call, [entry for entry in found if entry is not None])
+_NOT_BUSY = nullcontext()
 
 
 class CachedForward(Swap):
@@ -123,7 +101,7 @@ class CachedForward(Swap):
         self.account: Account | None = None  # None: searches that do not pay are made all the same
         self.is_retired = False
         self._local = threading.local()
-        self._prepared: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
+        self.prepared = Prepared()
         is_off = is_switched_off()
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
@@ -131,7 +109,6 @@ class CachedForward(Swap):
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
-        self._is_preparing: ContextVar[bool] = ContextVar("llmcache_preparing", default=False)
         #: Within the forward of a sentence-transformers model, what computes states that are left out; else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         #: Calls that have ended, of the forward of the whole model that is under way.
@@ -143,12 +120,7 @@ class CachedForward(Swap):
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk, engine: str) -> "CachedForward":
-        """Swap the forward of a twin of the trunk; its calls are computed and observed, never served or stored.
-
-        Args:
-            trunk: The twin.
-            engine: Name of the engine under which its requests are keyed.
-        """
+        """Swap the forward of a twin of the trunk; its calls, keyed by this engine, are observed and never stored."""
         other = CachedForward(
             trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
         )
@@ -172,25 +144,20 @@ class CachedForward(Swap):
             return self.original(*args, **kwargs)
         # Some calls are computed to be observed: nothing serves them, and nothing of them is stored or counted.
         is_collecting = self._observer is not None and self._observer.collected.get() is not None
-        if self._audit is None or is_collecting:
-            return self._run(self.open(args, kwargs, is_collecting))
-        with self._audit.busy():
-            return self._run(self.open(args, kwargs, is_collecting))
-
-    def _run(self, call: Call) -> Any:
-        before = self.last
-        try:
-            self.look_up(call)
-            output = self.answer(call)
-        except BaseException:
-            self.withdraw(call)
-            if not call.is_collected:
-                self._local.last = ()
-            raise
-        self.close(call, output)
-        if call.reason == "decode":  # a part of the request before
-            self._local.last = before
-        return output
+        with _NOT_BUSY if self._audit is None or is_collecting else self._audit.busy():
+            before, call = getattr(self._local, "last", ()), self.open(args, kwargs, is_collecting)
+            try:
+                self.look_up(call)
+                output = self.answer(call)
+            except BaseException:
+                self.withdraw(call)
+                if not is_collecting:
+                    self._local.last = ()
+                raise
+            self.close(call, output)
+            if call.reason == "decode":  # a part of the request before
+                self._local.last = before
+            return output
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
@@ -236,8 +203,10 @@ class CachedForward(Swap):
             return "other_pooling"
         if self._forms.are_hooked(state):
             return "hooked"
-        device = call.arguments["input_ids"].device.type
-        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        autocast = ""
+        if torch._C._is_any_autocast_enabled():
+            device = call.arguments["input_ids"].device.type
+            autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         call.engine = self.engine
         if self.engine is not self.eager:
             call.engine = self.engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
@@ -254,8 +223,8 @@ class CachedForward(Swap):
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
         call.is_whole = bool(state.coupling)
-        known = self._prepared.pop(id(call.arguments["input_ids"]), None) if self._prepared else None
-        if known is not None and self._is_still(known, call):
+        known = self.prepared.take(call) if self.prepared.kept else None
+        if known is not None and self._may_serve(known):
             call.take_over(known, range(len(known.rows)))
             return None
         call.requests = self._reader.read(
@@ -266,35 +235,8 @@ class CachedForward(Swap):
             return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
 
-    # -- calls that are looked up before they are made: see `found.py` -------------------------------------------------
-
-    def prepare(self, run: Callable[[], object]) -> Call | None:
-        """Look up the trunk call that `run` makes, without running the trunk; None if it makes none."""
-        if not self.is_retired:
-            try:
-                with setting(self._is_preparing, True):
-                    run()
-            except _LookedUp as prepared:
-                return prepared.call
-        return None
-
-    def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
-        """Keep the hits of some rows until the model is run on `inputs`, or the returned call is garbage-collected."""
-        kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
-        kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
-        kept.take_over(call, numbers)
-        self._prepared[id(inputs["input_ids"])] = kept
-        return kept
-
-    def _is_still(self, known: Call, call: Call) -> bool:
-        """Whether a call has the arguments that were looked up, and its hits are still valid."""
-        is_same = all(call.arguments.get(name) is known.inputs.get(name) for name in DECIDING)
-        if not is_same or known.versions != _versions(known.inputs):
-            return False
-        if (known.generation, known.number) != (call.generation, call.number):
-            return False
-        if (known.scope, known.kind) != (call.scope, call.kind):
-            return False
+    def _may_serve(self, known: Call) -> bool:
+        """Whether the hits of a prepared call are still there."""
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
         return all(hit.rung != "exact" or hit.source in self._bank for hit in known.hits.values())
@@ -317,8 +259,8 @@ class CachedForward(Swap):
                     call.prefill.whole, call.prefill.served = {}, {}
                 self._counters.error("look up a call", error)
             call.lookup_s += perf_counter() - started
-        if self._is_preparing.get():
-            raise _LookedUp(call)
+        if self.prepared.is_on.get():
+            self.prepared.stop(call)
         if self.is_only_if_cached.get():
             found = call.hits if call.prefill is None else call.prefill.whole
             if call.reason is not None or len(found) < len(call.rows):
@@ -356,10 +298,6 @@ class CachedForward(Swap):
         if not is_known or (needs_all and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
-    def _drop_hits(self, call: Call) -> None:
-        call.hits.clear()
-        self.withdraw(call)
-
     def withdraw(self, call: Call) -> None:
         """Take back the audit's draws of a call whose hits are not served."""
         if call.audited and self._audit is not None:
@@ -377,7 +315,8 @@ class CachedForward(Swap):
             try:
                 return self._serve(call)
             except Exception as error:  # also of the model: if it is, it is raised below
-                self._drop_hits(call)
+                call.hits.clear()
+                self.withdraw(call)
                 self._counters.error("serve a call", error)
         return self._compute(call, range(len(call.rows)))
 
@@ -486,7 +425,8 @@ class CachedForward(Swap):
             assert prefix is not None
             known, served = call.prefill.whole, call.prefill.served
             n_left = (row.n_valid - served.get(row.number, 0) for row in call.rows if row.number not in known)
-            self._tell_time(call, sum(n_left))
+            if self._tier is not None:
+                self._tier.computed(call, sum(n_left))
             return prefix.store(call, output)
         n_tokens = call.arguments["input_ids"].shape[1]
         packing = self.packings.get(call.kind)
@@ -509,13 +449,8 @@ class CachedForward(Swap):
                 self._counters.too_large()
             if self._stored is not None:
                 self._stored.put(call, call.entries.values())
-                self._tell_time(call, len(call.computed) * n_tokens)
+                self._stored.tier.computed(call, len(call.computed) * n_tokens)
         return None
-
-    def _tell_time(self, call: Call, n_tokens: int) -> None:
-        """Tell the store the time that computing took; not on accelerators, where that means waiting for the device."""
-        if self._tier is not None and call.arguments["input_ids"].device.type == "cpu":
-            self._tier.break_even.computed(n_tokens, call.computing_s)
 
     def _outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:
@@ -549,43 +484,3 @@ class CachedForward(Swap):
         n_rows = count_rows(self.arguments.bind(args, kwargs))
         self._counters.bypass("compiled", n_rows)
         self._local.last = (Outcome(bypassed="compiled"),) * n_rows
-
-
-class ModelForward(Swap):
-    """Stands in for the forward of the whole model: shows its output to the observer, which learns from answers."""
-
-    def __init__(self, model: nn.Module, forward: CachedForward) -> None:
-        """Take the place of the model's forward; `forward` stands in for its trunk's."""
-        super().__init__(model, forward)
-        self._forward = forward
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, and show it to the observer."""
-        if self._forward.is_retired or torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
-        calls: list[Call] = []
-        token = self._forward.seen.set(calls)
-        try:
-            output = self.original(*args, **kwargs)
-        except BaseException:
-            for call in calls:
-                self._forward.withdraw(call)
-            raise
-        finally:
-            self._forward.seen.reset(token)
-        if len(calls) == 1:  # of several nobody knows which of them made which answer
-            self._forward.observe(calls[0], output)
-        return output
-
-
-class _LookedUp(BaseException):
-    """Ends the model's forward before the trunk runs, in a call that is only looked up."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__("looked up")
-        self.call = call
-
-
-def _versions(inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Version counters of tensors; those made in inference mode have none."""
-    return tuple(one._version for one in inputs.values() if isinstance(one, Tensor) and not one.is_inference())

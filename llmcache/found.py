@@ -58,7 +58,7 @@ def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str,
         return Found(None, Part(tuple(every), dict(batch)))
     run = partial(model, dict(batch)) if isinstance(model, nn.Sequential) else partial(model, **batch)
     with torch.inference_mode():
-        call = forward.prepare(run)
+        call = forward.prepared.look_up(run)
     if call is not None and not _can_resume(call, batch):
         call = None
     hits = () if call is None else sorted(call.hits)
@@ -67,7 +67,7 @@ def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str,
         if not numbers:
             return None
         inputs = _take(batch, numbers, len(ids))
-        return Part(tuple(numbers), inputs, None if call is None else forward.keep(call, numbers, inputs))
+        return Part(tuple(numbers), inputs, None if call is None else forward.prepared.keep(call, numbers, inputs))
 
     return Found(part(hits), part([number for number in every if number not in set(hits)]))
 

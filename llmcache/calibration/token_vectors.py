@@ -12,7 +12,7 @@ import torch
 from llmcache.arrays import Floats, Ids
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import Trunk, unpack
-from llmcache.models.payloads import Payload
+from llmcache.models.packing import Payload
 from llmcache.request.rows import Row
 
 _BATCH = 256

@@ -183,10 +183,10 @@ class Attributes:
             self._read_module(*self._pending.popleft())
         self._getters = {kind: self._make_getters(kind) for kind in _KINDS}
 
-    def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    def state(self) -> tuple[Iterator[Any], Iterator[Any], tuple[Any, ...]]:
         """Settings and what containers of tensors hold, compared by identity; contents, compared by value."""
         rows = chain.from_iterable(starmap(map, self._getters["same"]))
-        settings, held = tuple(chain.from_iterable(rows)), tuple(chain.from_iterable(self._containers))
+        settings, held = chain.from_iterable(rows), chain.from_iterable(self._containers)
         return settings, held, self._contents() if self._getters["flat"] or self._getters["deep"] else ()
 
     def _contents(self) -> tuple[Any, ...]:

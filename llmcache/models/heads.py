@@ -24,7 +24,7 @@ from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, voc
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
-from llmcache.models.payloads import PAYLOADS, Payload, head_reads_padding
+from llmcache.models.packing import PAYLOADS, Payload, head_reads_padding
 from llmcache.models.pooling import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
 from llmcache.threads import forkable
@@ -235,7 +235,7 @@ class _Shown(nn.Module):
     def _place(self, payload: Payload, states: Tensor, valid: Ids, ids: Ids) -> None:
         """Put a row's states (T, D) in as an entry of it would."""
         if not head_reads_padding(_PLACES[payload.name], valid, ids, self._pad_id):
-            payload.place(payload.take(states, valid), states, valid)
+            states[:] = payload.place([payload.take(states, valid)], [valid], len(states), states.device)[0]
             self.n_placed += 1
 
 

@@ -17,7 +17,7 @@ import threading
 import uuid
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, ValuesView
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ from llmcache.threads import forkable
 _VERSION = attrgetter("_version")
 _TRAINING = itemgetter("training")
 _FORWARD = attrgetter("forward")
+_END = (object(),)
+_CHANGED = (KeyError, TypeError, AttributeError, RuntimeError)  # an attribute is gone, or of another kind
 
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
@@ -49,9 +51,12 @@ class Mark:
     __slots__ = ("contents", "era", "held", "numbers", "settings")
 
     def __init__(
-        self, numbers: tuple[int, ...], held: tuple[Any, ...], settings: tuple[Any, ...], contents: tuple[Any, ...]
+        self, numbers: tuple[Any, ...], held: tuple[Any, ...], settings: tuple[Any, ...], contents: tuple[Any, ...]
     ) -> None:
-        """Take addresses, versions and sizes; modules and tensors; settings; what containers of settings hold."""
+        """Take addresses, versions, classes and sizes; modules and tensors; settings; contents of containers.
+
+        `held` and `settings` end with `_END`: none is the beginning of another.
+        """
         self.numbers = numbers
         self.held = held
         self.settings = settings
@@ -60,20 +65,13 @@ class Mark:
 
     def has_structure_of(self, other: "Mark") -> bool:
         """Whether all but settings are alike."""
-        is_like = self.numbers == other.numbers and len(self.held) == len(other.held)
-        return is_like and all(map(is_, self.held, other.held))
+        return self.numbers == other.numbers and all(map(is_, self.held, other.held))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mark):
             return NotImplemented
-        return (  # written out: it is asked in each call
-            self.numbers == other.numbers
-            and len(self.held) == len(other.held)
-            and all(map(is_, self.held, other.held))
-            and len(self.settings) == len(other.settings)
-            and all(map(is_, self.settings, other.settings))
-            and self.contents == other.contents
-        )
+        is_like = self.has_structure_of(other) and all(map(is_, self.settings, other.settings))
+        return is_like and self.contents == other.contents
 
     def __hash__(self) -> int:
         return hash((self.numbers, self.contents, *map(id, self.settings)))
@@ -114,7 +112,7 @@ class Weights:
         self._suspecting = forkable(threading.Lock())
         self._found = Attributes({})
         self._modules: list[nn.Module] = []
-        self._holders: list[dict[str, Any]] = []
+        self._holders: list[ValuesView[Any]] = []
         self._empty: list[dict[str, Any]] = []
         self._named: list[tuple[str, Tensor]] = []
         self._tensors: list[Tensor] = []
@@ -191,7 +189,7 @@ class Weights:
     def differs_in_values(self, before: Mark) -> bool:
         """Whether nothing but values of tensors was edited since a mark was taken, and these in place."""
         after, n = self.mark(), len(self._tensors)
-        rest = 2 * n + len(self._pointers)
+        rest = 2 * n + len(self._pointers) + len(self._modules)
         before_numbers, after_numbers = before.numbers, after.numbers
         if len(before_numbers) != len(after_numbers):
             return False
@@ -250,28 +248,45 @@ class Weights:
         before = self._state[0]
         if self._suspects or self._trained or before is None:
             return True
-        return self.mark() != before or self._samples.differ() or bool(is_kept and self._samples.edited())
+        return not self._is_as(before) or self._samples.differ() or bool(is_kept and self._samples.edited())
 
     def mark(self) -> Mark:
         """What every edit makes another one, also an edit that was taken back; no weight is read."""
-        found, tensors = self._found, self._tensors
         try:
-            numbers = (
-                *map(Tensor.data_ptr, tensors),
-                *map(_VERSION, tensors),
-                *map(Tensor.data_ptr, self._pointers),
-                *map(_VERSION, self._outer),
-                *map(len, found.spaces),
-                any(self._empty),
-                self._first is None or self._first.requires_grad,  # PEFT freezes a model before it writes to it
-            )
-            forwards = map(_FORWARD, found.kinds)
-            kinds = (*map(type, self._modules), *forwards)
-            settings, within, contents = found.state()
-            held = (*chain.from_iterable(map(dict.values, self._holders)), *kinds, *within)
-            return Mark(numbers, held, settings, contents)
-        except (KeyError, TypeError, AttributeError, RuntimeError):  # an attribute is gone, or of another kind
+            numbers, held, settings, contents = self._now()
+            return Mark(numbers, tuple(held), tuple(settings), contents)
+        except _CHANGED:
             return Mark((), (object(),), (), ())
+
+    def _is_as(self, mark: Mark) -> bool:
+        """Whether `mark()` would equal this one; nothing is built, since this is asked in each call."""
+        try:
+            numbers, held, settings, contents = self._now()
+            return (
+                numbers == mark.numbers
+                and all(map(is_, held, mark.held))
+                and all(map(is_, settings, mark.settings))
+                and contents == mark.contents
+            )
+        except _CHANGED:
+            return False
+
+    def _now(self) -> tuple[tuple[Any, ...], Iterator[Any], Iterator[Any], tuple[Any, ...]]:
+        """What a mark is made of; both iterators end with `_END`, so that none is the beginning of another."""
+        found, tensors = self._found, self._tensors
+        numbers = (
+            *map(Tensor.data_ptr, tensors),
+            *map(_VERSION, tensors),
+            *map(Tensor.data_ptr, self._pointers),
+            *map(type, self._modules),
+            *map(_VERSION, self._outer),
+            *map(len, found.spaces),
+            any(self._empty),
+            self._first is None or self._first.requires_grad,  # PEFT freezes a model before it writes to it
+        )
+        settings, within, contents = found.state()
+        held = chain(*self._holders, map(_FORWARD, found.kinds), within, _END)
+        return numbers, held, chain(settings, _END), contents
 
     def _may_be_alike(self, before: Mark, after: Mark) -> bool:
         """Whether all that changed may have left the digest as it was.
@@ -282,7 +297,7 @@ class Weights:
         if len(before.numbers) != len(after.numbers):
             return False
         n = len(self._tensors)
-        spaces = 2 * n + len(self._pointers) + len(self._outer)  # where their sizes begin
+        spaces = 2 * n + len(self._pointers) + len(self._modules) + len(self._outer)  # where their sizes begin
         changed = (i for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b)
         is_known = all(i >= spaces or (n <= i < 2 * n and id(self._tensors[i - n]) in self._rewritten) for i in changed)
         return is_known and Mark(after.numbers, before.held, before.settings, before.contents) == after
@@ -349,14 +364,14 @@ class Weights:
         self._found = Attributes(named, left_out, has_values=other is None)
         parts = self._found.parts
         self._modules = list(parts.values())
-        scripted = torch.jit.ScriptModule
         holders = [
             holder
             for part in self._modules
-            if not isinstance(part, scripted)
+            if not isinstance(part, torch.jit.ScriptModule)
             for holder in (part._parameters, part._buffers, part._modules)
         ]
-        self._holders, self._empty = [holder for holder in holders if holder], [one for one in holders if not one]
+        self._holders = [holder.values() for holder in holders if holder]
+        self._empty = [holder for holder in holders if not holder]
         self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
         self._find_tuners()
         self._named = self._name_tensors()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmcache.arrays import Floats, below
 from llmcache.index import Index
-from llmcache.models.payloads import cosine_distance
+from llmcache.models.packing import cosine_distance
 from llmcache.paper.codecs import Codec
 from llmcache.paper.packer import Packer
 from llmcache.policies import Policy

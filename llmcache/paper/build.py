@@ -13,7 +13,7 @@ from llmcache.index import INDEXES, Index
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
-from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.packing import PAYLOADS, Payload
 from llmcache.models.weights import Weights
 from llmcache.paper.bank import LayerBank
 from llmcache.paper.banks import Banks

@@ -19,7 +19,7 @@ from llmcache.errors import WrapError
 from llmcache.models.adapters import CACHE, Adapter, Trunk, repack, unpack
 from llmcache.models.arguments import can_select_rows, select_rows
 from llmcache.models.hooks import Installed, Swap, is_wrapped
-from llmcache.models.payloads import Payload
+from llmcache.models.packing import Payload
 from llmcache.request.rows import Row
 
 _WITHIN = -1  # a layer is running: others that run within it are none of the trunk's steps
@@ -192,7 +192,8 @@ class Runner:
         else:
             hidden = hidden.clone()
         for row, reuse in placed.items():
-            self._payload.place(reuse.hidden.to(hidden.device), hidden[row], way.rows[row].valid)
+            valid, n_tokens = way.rows[row].valid, hidden.shape[1]
+            hidden[row] = self._payload.place([reuse.hidden], [valid], n_tokens, hidden.device)[0]
         return hidden
 
 

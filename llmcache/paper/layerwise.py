@@ -22,7 +22,7 @@ from llmcache.models.adapters import CACHE, Trunk, repack, unpack
 from llmcache.models.arguments import count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, listen
-from llmcache.models.payloads import Payload, last_valid
+from llmcache.models.packing import Payload, last_valid
 from llmcache.models.pooling import Veil
 from llmcache.models.weights import Weights
 from llmcache.paper.banks import Banks

@@ -3,6 +3,7 @@
 Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,14 +20,15 @@ from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.intact import Layers
 from llmcache.models.masks import flatten
-from llmcache.models.payloads import Payload
+from llmcache.models.packing import Payload
 from llmcache.models.weights import Mark, Weights
 from llmcache.paper.bank import Entry, Kind
 from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.paper.forwards import Reuse, Way
-from llmcache.request.bypass import find_reason, find_reason_of_kv, is_plain_cache
-from llmcache.request.reading import RequestReader
-from llmcache.request.rows import Row, Scope, to_host
+from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv, is_plain_cache
+from llmcache.request.forms import find_reason_now
+from llmcache.request.reading import RequestReader, to_host
+from llmcache.request.rows import Row, Scope
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class Opener:
     def open(self, call: Call, names: Arguments) -> str | None:
         """Read a call before the trunk runs; the reason for a bypass, or None."""
         call.arguments, mask_4d = flatten(call.arguments)
-        reason = find_reason(call.arguments, self._trunk, names.defaults)
+        reason = _find_reason(call.arguments, self._trunk, names.defaults)
         if reason is None and self.keeps_no_kv:
             reason = find_reason_of_kv(call.arguments, self._trunk)
         reason = reason or self._find_reason_of_model(call)
@@ -94,7 +96,7 @@ class Opener:
             requests = self._reader.read(
                 call.arguments, mask_4d, call.scope, content, self._weights.activated, is_whole=False
             )
-            call.rows, call.content = requests.rows, torch.from_numpy(requests.content)
+            call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
             call.may_search = not requests.may_be_refused  # else the model is to say so
         return reason
 
@@ -151,3 +153,14 @@ class Opener:
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)
         return None
+
+
+def _find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
+    """Return the reason why a call of the trunk bypasses the cache, or None; no tensor is read."""
+    if reason := find_reason_now(trunk):
+        return reason
+    if are_strange(arguments.values()):
+        return "traced"
+    if not trunk.runs_its_layers:
+        return "other_depth"
+    return find_reason_of(arguments, trunk, defaults)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmcache.models.payloads import cosine_distance
+from llmcache.models.packing import cosine_distance
 from llmcache.paper.codecs import Codec
 
 logger = logging.getLogger("llmcache")

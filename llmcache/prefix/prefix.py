@@ -24,7 +24,7 @@ from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
-from llmcache.models.payloads import padding_of
+from llmcache.models.packing import padding_of
 from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
 from llmcache.prefix.block_hash import links
 from llmcache.prefix.block_pool import BlockPool

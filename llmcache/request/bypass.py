@@ -1,15 +1,12 @@
 """Reasons for a bypass, in which a call is computed as if there were no cache, and their cures."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn import Parameter
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.model_config import setting
@@ -86,10 +83,6 @@ CURES: dict[str, str] = {
     "error": "the cache failed and the model computed instead; see the log",
 }
 
-_is_within_mode: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_is_transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-_n_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_function_modes: Callable[[], list[object]] = _get_current_function_mode_stack
 _TENSORS = (Tensor, Parameter)
 
 _BY_TOKEN = ("input_ids", "token_type_ids", "position_ids")
@@ -113,40 +106,6 @@ _KNOWN = frozenset(
         "logits_to_keep",
     ]
 )
-
-
-def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
-    """Return the reason why a forward of the trunk bypasses the cache, or None.
-
-    Args:
-        arguments: The trunk's arguments by name.
-        trunk: The trunk.
-        defaults: Default values of the arguments that its signature names.
-
-    Returns:
-        A key of `CURES`. Cheap: no tensor is read.
-    """
-    if reason := find_reason_now(trunk):
-        return reason
-    if are_strange(arguments.values()):
-        return "traced"
-    if not trunk.runs_its_layers:
-        return "other_depth"
-    return find_reason_of(arguments, trunk, defaults)
-
-
-def find_reason_now(trunk: Trunk) -> str | None:
-    """Return the reason for a bypass that holds for any arguments at this moment, or None."""
-    if torch._C._is_tracing():  # by torch.jit.trace
-        return "compiled"
-    # Whoever watches the call is to see it computed. All of this takes a microsecond.
-    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
-        return "traced"
-    if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):
-        return "traced"  # a default device changes nothing
-    if trunk.module.training:
-        return "training"
-    return "gradients" if torch.is_grad_enabled() else None
 
 
 def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from llmcache.arrays import Bools, Floats
+from llmcache.arrays import Floats
 from llmcache.models.weights import Mark
 from llmcache.request.prefill import Prefill
 from llmcache.request.rows import Row, Scope
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # parts that serve a call; this is what they fill
     from llmcache.calibration.calibration import Calibration
     from llmcache.decide import Choice
     from llmcache.engines.engine import Engine
-    from llmcache.request.packing import Fields
+    from llmcache.models.packing import Fields
     from llmcache.request.reading import Requests
 
 
@@ -44,9 +44,10 @@ class State:
     modules: Sequence[Any]  # of the trunk, see `Look.modules`
     reason: str | None  # why no call can be cached
     coupling: str  # why rows of a call affect each other, or ""
-    spaces: Sequence[dict[str, Any]]  # attributes of the modules within, whose hooks would not run
+    hooks: Sequence[dict[int, Any]]  # of the modules within, which would not run
+    n_hooks: int  # that any module had ever been given when these were last seen to be none that count
     sees_later: bool  # tokens of a row see later ones
-    content: Bools  # which tokens carry content (vocabulary,)
+    content: bytes  # which tokens carry content, a 0 or 1 for each of the vocabulary
     flags: Callable[[], Iterable[Any]]  # what the config asks for beside the arguments, as it is now
     forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
     scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by what they hold beside the weights

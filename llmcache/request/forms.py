@@ -4,11 +4,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, itemgetter, ne, not_
+from operator import attrgetter, is_, ne, not_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
@@ -26,7 +30,11 @@ _MOST_FORMS = 64  # of a state
 _OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that depend on more than a form
 _PLAIN = {Tensor, type(None), bool, int, float, str}
 # Read in every call.
-_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
+_is_within_mode: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+_n_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_function_modes: Callable[[], list[object]] = _get_current_function_mode_stack
+_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks")
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
@@ -61,14 +69,15 @@ class Forms:
         trunk, parts = self._trunk, self._trunk.module.modules()
         reason = None if trunk.runs_its_layers else "other_depth"
         reason = reason or ("other_attention" if trunk.looks_otherwise else None)
-        spaces = [vars(part) for part in parts if part is not trunk.module]
-        directions = [space.get("is_causal") for space in spaces] + [setting(trunk.config, "is_causal")]
+        within = [part for part in parts if part is not trunk.module]
+        directions = [vars(part).get("is_causal") for part in within] + [setting(trunk.config, "is_causal")]
+        hooks = list(chain.from_iterable(map(_HOOKS, within)))
         coupling, content = self._coupling.reason(digest), self._reader.content_table()
         config, keys = trunk.config, keys_of(trunk.config, self._flags)
         flags = (
             partial(map, setting, repeat(config), self._flags) if keys is None else partial(map, vars(config).get, keys)
         )
-        state = State(digest, modules, reason, coupling, spaces, False in directions, content, flags)
+        state = State(digest, modules, reason, coupling, hooks, -1, False in directions, content, flags)
         self._states[digest] = state
         while len(self._states) > _MOST_STATES:
             self._states.popitem(last=False)
@@ -76,9 +85,12 @@ class Forms:
 
     def are_hooked(self, state: State) -> bool:
         """Whether modules within the trunk have hooks of others, which a hit would not run."""
-        if not any(chain.from_iterable(map(_HOOKS, state.spaces))) and not are_hooked(()):
+        n_hooks = RemovableHandle.next_id
+        if n_hooks == state.n_hooks and not any(state.hooks):
             return False
-        return are_hooked([part for part in self._trunk.module.modules() if part is not self._trunk.module])
+        is_hooked = are_hooked([part for part in self._trunk.module.modules() if part is not self._trunk.module])
+        state.n_hooks = -1 if is_hooked else n_hooks
+        return is_hooked
 
     def find(self, call: Call, state: State) -> Form:
         """Return the form of a call, and set `call.arguments`."""
@@ -136,6 +148,20 @@ class Forms:
             return arguments.get(CACHE) is not None
         asked = arguments.get("use_cache")
         return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
+
+
+def find_reason_now(trunk: Trunk) -> str | None:
+    """Return the reason for a bypass that holds for any arguments at this moment, or None."""
+    if torch._C._is_tracing():  # by torch.jit.trace
+        return "compiled"
+    # Whoever watches the call is to see it computed. All of this takes a microsecond.
+    if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
+        return "traced"
+    if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):
+        return "traced"  # a default device changes nothing
+    if trunk.module.training:
+        return "training"
+    return "gradients" if torch.is_grad_enabled() else None
 
 
 def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:

@@ -1,28 +1,78 @@
 """Copies a call's tokens to the host and builds one `Row` a request: exact key, valid positions, reason for a bypass.
 
-Sizes: B rows, T tokens of a row (padding included).
+Sizes: B rows, T tokens of a row (padding included), n valid tokens of a row.
 """
 
+import base64
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.arrays import Bools, Floats
+from llmcache.arrays import Bools, Floats, Positions
 from llmcache.models.adapters import Trunk, first_position, special_ids, vocabulary_size
 from llmcache.models.heads import Head
 from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
-from llmcache.models.payloads import Payload, head_reads_padding
+from llmcache.models.packing import Payload, head_reads_padding
 from llmcache.models.rope import steady_length
-from llmcache.request.rows import HostInputs, Row, Scope, id_dtype, read_rows, to_host
+from llmcache.request.rows import KEY_LENGTH, Row, Scope, id_dtype, key_of
 
 _ONE = np.int64(1).tobytes()
 _SIGN = 7 if sys.byteorder == "little" else 0  # of an int64, the byte that holds the sign
+
+
+@dataclass(slots=True)
+class HostInputs:
+    """A call's arguments on the host.
+
+    Attributes:
+        ids: Token ids (B, T), int64.
+        valid: Which tokens are valid, bool (B, T), or None without a mask; of one that is all ones the mask itself.
+        types: Token type ids (B, T) or (1, T), or None.
+        positions: Position ids (B, T) or (1, T), or None.
+        is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
+        order: Where the K/V of the tokens goes (T,), or None.
+        is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
+        is_full: Every token is valid.
+        activated: For how many of a row's last columns an activated LoRA is in force (None: for none), or None.
+    """
+
+    ids: Any
+    valid: Any
+    types: Any
+    positions: Any
+    is_causal: Any
+    order: Any
+    is_binary: Any = None
+    is_full: Any = False
+    activated: Any = None
+
+
+def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
+    """Copy tensors to the host with one synchronisation for all of them.
+
+    Args:
+        *tensors: On one device, that of the first; None stays None.
+
+    Returns:
+        NumPy arrays; on CPU they share the tensors' memory.
+    """
+    made: list[NDArray[Any] | None] = []
+    on = None if tensors[0] is None else tensors[0].device
+    if on is not None and on.type == "cuda":
+        tensors = tuple(None if one is None else one.to("cpu", non_blocking=True) for one in tensors)
+        torch.cuda.current_stream(on).synchronize()
+    for tensor in tensors:
+        made.append(None if tensor is None else tensor.numpy() if tensor.is_cpu else tensor.cpu().numpy())
+    return made
 
 
 @dataclass(slots=True)
@@ -32,14 +82,16 @@ class Requests:
     Attributes:
         rows: One a request.
         ids: Token ids (B, T), int64, on the host.
-        content: Which tokens are valid and not special, bool (B, T).
+        valid: Which tokens are valid, bool (B, T); None: all.
+        table: See `RequestReader.content_table`.
         reader: The reader that made them.
         inputs: The call's arguments on the host.
     """
 
     rows: Sequence[Row]
     ids: NDArray[np.int64]
-    content: Bools
+    valid: Bools | None
+    table: bytes
     reader: "RequestReader"
     inputs: HostInputs
 
@@ -51,11 +103,17 @@ class Requests:
     def take(self, numbers: Sequence[int]) -> "Requests":
         """Return some of the requests, numbered from 0 as in a call of their own."""
         rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
-        return Requests(rows, self.ids[numbers], self.content[numbers], self.reader, self.inputs)
+        valid = None if self.valid is None else self.valid[numbers]
+        return Requests(rows, self.ids[numbers], valid, self.table, self.reader, self.inputs)
+
+    def content(self, numbers: int | slice | Sequence[int] = slice(None)) -> Bools:
+        """Which tokens of one row, bool (T,), or of several (B, T), are valid and not special."""
+        made: Bools = np.frombuffer(self.table, np.bool_)[self.ids[numbers]]
+        return made if self.valid is None else made & self.valid[numbers]
 
     def features(self, numbers: int | Sequence[int]) -> Floats:
         """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere."""
-        return np.where(self.content[numbers], self.ids[numbers], -1).astype(np.float32)
+        return np.where(self.content(numbers), self.ids[numbers], -1).astype(np.float32)
 
 
 class RequestReader:
@@ -90,17 +148,17 @@ class RequestReader:
         arguments: Mapping[str, Any],
         mask_4d: Tensor | None,
         scope: Scope,
-        content: Bools,
+        table: bytes,
         activated: Sequence[int | None] | None,
         is_whole: bool,
     ) -> Requests:
         """Read a call.
 
         Args:
-            arguments: Of the trunk, by name; checked by `find_reason`.
+            arguments: Of the trunk, by name; checked by `Forms.find`.
             mask_4d: The 4-D mask that was passed, of which `arguments` holds the 2-D one; None without.
             scope: Of the call.
-            content: See `content_table`.
+            table: See `content_table`.
             activated: For how many of each row's last columns an activated LoRA is in force; None without one.
             is_whole: Rows affect each other, so that the key of each covers the call.
 
@@ -116,30 +174,38 @@ class RequestReader:
         types, positions = arguments.get("token_type_ids"), arguments.get("position_ids")
         inputs = HostInputs(*to_host(ids, mask, types, positions, is_causal, arguments.get("cache_position")))
         inputs.activated = activated
-        _read_mask(inputs)
+        mask = inputs.valid
+        if mask is not None and mask.dtype != np.bool_:
+            # Mostly nothing is padded. Bytes take a microsecond to compare; after a model, NumPy's functions take ten.
+            inputs.is_full = mask.dtype == np.int64 and mask.tobytes() == _ONE * mask.size
+            if not inputs.is_full:
+                inputs.valid = mask.astype(np.bool_)
+                if not np.array_equal(mask, inputs.valid):  # some models multiply by it
+                    inputs.is_binary = (mask == inputs.valid).all(axis=1)
         # Its sign is in one byte of each, so that no function of NumPy's is needed, which takes long after a model.
         if not inputs.ids.astype(np.int64, copy=False).tobytes()[_SIGN::8].isascii():
             raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")  # else taken for one of the last
-        is_content = content[inputs.ids]
         is_full = inputs.is_full or inputs.valid is None
-        if not is_full:
-            is_content &= inputs.valid
         rows = read_rows(
             scope,
             inputs,
-            id_dtype(len(content)),
+            id_dtype(len(table)),
             self._trunk.adapter.is_guess,
             self.layout_counts,
             self.layout_is_kept,
             is_whole=is_whole,
         )
-        has_content = is_content.any(axis=1).tolist()
+        requests = Requests(rows, inputs.ids, None if is_full else inputs.valid, table, self, inputs)
+        if is_full:  # mostly the second token is content; functions of NumPy take long after a model
+            has_content = [any(map(table.__getitem__, row)) for row in inputs.ids.tolist()]
+        else:
+            has_content = np.any(requests.content(), axis=1).tolist()
         is_usual = positions is None and inputs.order is None and activated is None
         if not (is_usual and is_full and self._is_plain and all(has_content)):
             reason = self._refusal_of_all(inputs)
             for row, has_any in zip(rows, has_content, strict=True):
                 row.bypass_reason = reason or self._refusal(row, inputs, has_any)
-        return Requests(rows, inputs.ids, is_content, self, inputs)
+        return requests
 
     def _refusal_of_all(self, inputs: HostInputs) -> str:
         """Return the reason why no row takes part, or "": tokens in another order, or positions that vary by length."""
@@ -179,11 +245,11 @@ class RequestReader:
             else _reaches(inputs.positions, n_positions)
         )
 
-    def content_table(self) -> Bools:
-        """Whether a token carries content, bool (vocabulary,), as the model is now."""
+    def content_table(self) -> bytes:
+        """Whether a token carries content, 0 or 1 for each of the vocabulary, as the model is now."""
         table = np.ones(vocabulary_size(self._trunk), np.bool_)
         table[list(special_ids(self._trunk, self._tokenizer))] = False
-        return table
+        return table.tobytes()
 
 
 def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
@@ -202,15 +268,134 @@ def _reaches(values: NDArray[Any] | None, n: int | None) -> bool:
     return values is not None and n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
 
 
-def _read_mask(inputs: HostInputs) -> None:
-    """Set the valid tokens from the mask. Some models multiply by it, so its values are checked as well."""
-    mask = inputs.valid
-    if mask is None or mask.dtype == np.bool_:
+def read_rows(
+    scope: Scope,
+    inputs: HostInputs,
+    dtype: np.dtype[Any],
+    padding_counts: bool = False,
+    layout_counts: bool = False,
+    layout_is_kept: bool = False,
+    is_whole: bool = False,
+) -> list[Row]:
+    """Work out each row's valid tokens and exact key.
+
+    The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
+    Without them a model may derive positions from the padding that comes before a valid token, so that is covered too.
+
+    Args:
+        scope: Scope of the call.
+        inputs: The call's inputs, arrays on the host.
+        dtype: Of packed ids; see `id_dtype`.
+        padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
+        layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
+        layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
+        is_whole: Rows affect each other: the key of each covers all rows, and its place among them.
+    """
+    prefix = _sha_of(scope)
+    if is_whole:
+        prefix = prefix.copy()
+        for number, mask in enumerate([None] * len(inputs.ids) if inputs.valid is None else inputs.valid):
+            _update_layout(prefix, inputs, number, mask)
+    ids, types, positions = np.asarray(inputs.ids, np.int64), inputs.types, inputs.positions
+    types = None if types is None else np.asarray(types, np.int64)
+    n_tokens = ids.shape[1]
+    everything = slice(0, n_tokens)
+    rows: list[Row] = []
+    n_seen: dict[str, int] = {}
+    for number in range(len(ids)):
+        mask, row_ids = None if inputs.valid is None else inputs.valid[number], ids[number]
+        valid: Positions = everything
+        n_valid, start = n_tokens, 0 if n_tokens else None
+        if not (mask is None or padding_counts or inputs.is_full or mask.all()):
+            valid, n_valid = _valid_positions(mask)
+            row_ids = row_ids[valid]
+            start = valid.start if isinstance(valid, slice) and n_valid else None
+        sha, packed = prefix.copy(), row_ids.tobytes()
+        if is_whole:
+            _update(sha, b"place", [number])
+        sha.update(b"ids:%d;" % len(packed) + packed)
+        if types is None:
+            sha.update(b"types:none;")
+        else:
+            packed = types[number if len(types) > 1 else 0, valid].tobytes()
+            sha.update(b"types:%d;" % len(packed) + packed)
+        if positions is not None:
+            own = positions[number if len(positions) > 1 else 0, valid]
+            _update(sha, b"positions", own)
+            is_steady = start is not None and bool((np.diff(own) == 1).all())
+            start = int(own[0]) if is_steady and n_valid else None
+        if padding_counts:
+            _update(sha, b"mask", mask)
+        elif positions is None and n_valid and start != 0:
+            end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
+            _update(sha, b"before", ids[number, :end])
+            _update(sha, b"where", np.arange(end)[valid])
+        elif not isinstance(valid, slice):
+            _update(sha, b"gaps", valid - valid[0])
+        if inputs.activated is not None:
+            _update(sha, b"activated", _activated(inputs.activated, number, valid, n_tokens))
+        has_layout, layout = layout_counts and n_valid < n_tokens, b""
+        if has_layout:
+            _update_layout(sha, inputs, number, mask)
+        elif layout_is_kept and n_valid < n_tokens:
+            whole = sha.copy()
+            _update_layout(whole, inputs, number, mask)
+            layout = whole.digest()
+        key = base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()  # as `key_of`
+        row = Row(number, key, row_ids.astype(dtype).tobytes(), valid, n_valid, start, "", has_layout, layout)
+        if nth := n_seen.get(key, 0):
+            _update(sha, b"again", [nth])
+            row.again = key_of(sha.digest())
+        n_seen[key] = nth + 1
+        rows.append(row)
+    return rows
+
+
+def _update_layout(sha: Any, inputs: HostInputs, number: int, mask: NDArray[Any] | None) -> None:
+    """Add the whole row, padding included, and how it was masked."""
+    everything = slice(None)
+    _update(sha, b"row", inputs.ids[number])
+    _update(sha, b"row types", _row(inputs.types, number, everything))
+    _update(sha, b"row positions", _row(inputs.positions, number, everything))
+    _update(sha, b"row mask", mask)
+    sha.update(b"2-D;" if inputs.is_causal is None else b"4-D;")
+
+
+@lru_cache(maxsize=64)
+def _sha_of(scope: Scope) -> Any:
+    """A SHA-256 that has taken in the scope; copied, never written."""
+    return hashlib.sha256(scope.key)
+
+
+def _valid_positions(mask: NDArray[Any]) -> tuple[Positions, int]:
+    """Valid positions as a slice where they are contiguous, which they are but for masks with holes."""
+    where = np.flatnonzero(mask)
+    if len(where) == 0:
+        return slice(0, 0), 0
+    start, stop = int(where[0]), int(where[-1]) + 1
+    return (slice(start, stop) if stop - start == len(where) else where), len(where)
+
+
+def _activated(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> list[int] | None:
+    """Return the first valid token of a row for which an activated LoRA is in force; None: there is none."""
+    n_columns = offsets[number] if number < len(offsets) else None
+    if not n_columns:
+        return None
+    return [length - min(n_columns, length) - (valid.start if isinstance(valid, slice) else 0)]
+
+
+def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:
+    if values is None:
+        return None
+    row: NDArray[np.int64] = values[number if len(values) > 1 else 0][valid]
+    return row
+
+
+def _update(sha: Any, name: bytes, values: NDArray[Any] | Sequence[int] | None) -> None:
+    """Add one field, so that no two different sets of fields hash the same bytes."""
+    if values is None:
+        sha.update(b"%s:none;" % name)
         return
-    # Mostly nothing is padded. Bytes take a microsecond to compare; after a model, each function of NumPy's takes ten.
-    inputs.is_full = mask.dtype == np.int64 and mask.tobytes() == _ONE * mask.size
-    if inputs.is_full:
-        return
-    inputs.valid = mask.astype(np.bool_)
-    if not np.array_equal(mask, inputs.valid):
-        inputs.is_binary = (mask == inputs.valid).all(axis=1)
+    packed = np.asarray(values, np.int64).tobytes()
+    sha.update(b"%s:%d;" % (name, len(packed)))
+    sha.update(packed)

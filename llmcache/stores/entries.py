@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from llmcache.bank import Bank, Entry
 from llmcache.models.kinds import Kinds
+from llmcache.models.packing import Packing
 from llmcache.request.call import Call
-from llmcache.request.packing import Packing
 from llmcache.request.rows import Row
 from llmcache.stores.tier import Tier
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from llmcache.counters import Counters
+from llmcache.request.call import Call
 from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
 from llmcache.stores.base import FORMAT, Bytes, Store, StoreKey
@@ -218,6 +219,11 @@ class Tier:
         if n_found:
             self.break_even.read(n_tokens, took_s)
         return found
+
+    def computed(self, call: Call, n_tokens: int) -> None:
+        """Note how long a call took to compute; not on accelerators, where that means waiting for the device."""
+        if call.arguments["input_ids"].device.type == "cpu":
+            self.break_even.computed(n_tokens, call.computing_s)
 
     def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
         """Likewise of values that are no entries: whatever they save, and not counted."""

@@ -1,0 +1,337 @@
+"""Takes a trunk's output apart into rows to keep, and makes outputs of rows that were kept.
+
+A trunk returns a `ModelOutput`, a tuple, a list or a tensor. Each tensor in it has one row a request: hidden states
+(B, T, D), of which the payload keeps what the head reads, or anything else (B, ...), which is kept as it is. What an
+output looks like is learned from one that the trunk returned.
+
+A pooled head reads one vector, so the payloads `cls`, `last` and `mean` keep one row whatever the length; such an entry
+fits any request. `sequence` keeps every valid token and fits only rows with as many. Tokens that are not valid come
+back as zeros, unless their states are known; all that `cls` and `last` do not keep comes back as NaN: the head does not
+read it, and whatever else does shall not take it for a state.
+
+Sizes: B rows of a call, T tokens of a row (padding included), n of them valid, D hidden width.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as fields_of
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from llmcache.arrays import Positions
+from llmcache.models.kinds import name_of, type_of
+
+if TYPE_CHECKING:  # a row of a call
+    from llmcache.request.rows import Row
+
+#: What is kept of one row: one tensor for each field of the output, in order.
+Fields = tuple[Tensor, ...]
+STATES = "last_hidden_state"
+_NAMED = (STATES, "pooler_output")
+
+
+class Payload(ABC):
+    """How one row is taken from, and put back into, a layer's output."""
+
+    name: str
+    fits_any_length = True
+    after_norm = False
+
+    @abstractmethod
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        """A copy of the rows (R, D) to keep of hidden states (T, D): later layers may write to theirs in place."""
+
+    @abstractmethod
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
+        """Make hidden states (S, T, D) of S rows from what is kept (R, D) of each, and its valid positions."""
+
+
+class EveryToken(Payload):
+    """Every valid token: R = n."""
+
+    name = "sequence"
+    fits_any_length = False
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        return hidden[_index(valid, hidden)].clone()
+
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
+        if all(len(one) == n_tokens for one in kept):
+            return torch.stack([*kept]).to(device)
+        hidden = torch.zeros((len(kept), n_tokens, kept[0].shape[1]), dtype=kept[0].dtype, device=device)
+        for row, one, where in zip(hidden, kept, valid, strict=True):
+            row[_index(where, row)] = one.to(device)
+        return hidden
+
+
+class Cls(Payload):
+    """The first row, which [CLS] heads read."""
+
+    name = "cls"
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        return hidden[:1].clone()
+
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
+        # One function, since each of PyTorch's takes long the first time after a model.
+        return torch.constant_pad_nd(torch.stack([*kept]).to(device), [0, 0, 0, n_tokens - 1], torch.nan)
+
+
+class Last(Payload):
+    """The last valid row, which causal classifiers read."""
+
+    name = "last"
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        row = last_valid(valid)
+        return hidden[row : row + 1].clone()
+
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
+        last = torch.cat([*kept]).to(device)
+        hidden = last.new_full((len(kept), n_tokens, last.shape[1]), torch.nan)
+        hidden[list(range(len(kept))), list(map(last_valid, valid))] = last
+        return hidden
+
+
+class Mean(Payload):
+    """The mean over valid tokens, after the final norm where there is one.
+
+    Put back on every valid token, so that the mean comes out the same for any length and mask. Taken before the norm
+    it would not: a norm of a mean is not the mean of norms.
+    """
+
+    name = "mean"
+    after_norm = True
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        return hidden[_index(valid, hidden)].mean(dim=0, keepdim=True)
+
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
+        means = torch.cat([*kept]).to(device)
+        hidden = means.new_zeros((len(kept), n_tokens, means.shape[1]))
+        for row, mean, where in zip(hidden, means, valid, strict=True):
+            row[_index(where, row)] = mean
+        return hidden
+
+
+PAYLOADS: dict[str, type[Payload]] = {payload.name: payload for payload in (EveryToken, Cls, Last, Mean)}
+
+
+def last_valid(valid: Positions) -> int:
+    return valid.stop - 1 if isinstance(valid, slice) else int(valid[-1])
+
+
+def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad_id: int | None) -> bool:
+    """Whether the head would read a token that is not kept, or not the one that is.
+
+    Heads that read the `first` row read place 0 even where that is padding. Causal classifiers of transformers read the
+    `last` token whose id is not the padding id (the very last one when there is no padding id), whatever the mask says.
+    """
+    if reads == "first":
+        return (valid.start if isinstance(valid, slice) else int(valid[0])) != 0
+    if reads == "last":
+        not_pad = np.arange(len(ids)) if pad_id is None else np.flatnonzero(ids != pad_id)
+        return len(not_pad) == 0 or int(not_pad[-1]) != last_valid(valid)
+    return False
+
+
+def cosine_distance(x: Tensor, y: Tensor) -> float:
+    """Mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D) on any devices; a row of zeros is 1 from all.
+
+    2 where a value is not finite: such states stand for nothing. Computed on the host, as some devices lack float64.
+    """
+    cosine = torch.nn.functional.cosine_similarity(x.cpu().double(), y.cpu().double(), dim=-1)
+    distance = 1.0 - float(cosine.mean())
+    return max(0.0, distance) if math.isfinite(distance) else 2.0  # rounding may put a cosine over 1
+
+
+def padding_of(valid: Positions, n_tokens: int) -> NDArray[np.int64]:
+    """The places of a row of T tokens that are not valid, in order."""
+    is_padding = np.ones(n_tokens, np.bool_)
+    is_padding[valid] = False
+    return np.flatnonzero(is_padding)
+
+
+def place_padding(padding: Tensor | None, hidden: Tensor, valid: Positions) -> None:
+    """Write the states (T - n, D) of places that are not valid into hidden states (T, D), if they are known."""
+    if padding is not None:
+        hidden[_index(padding_of(valid, len(hidden)), hidden)] = padding.to(hidden.device)
+
+
+def _index(valid: Positions, like: Tensor) -> slice | Tensor:
+    return valid if isinstance(valid, slice) else torch.as_tensor(valid, device=like.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of an output, as it is for a batch."""
+
+    name: Any  # its key in a ModelOutput, its place in a tuple
+    is_states: bool  # (B, T, D); else (B, *shape)
+    shape: tuple[int, ...]  # (D,), or all but the first dimension
+    dtype: torch.dtype
+
+
+class Kept(Protocol):
+    """What is kept of a row that is served."""
+
+    fields: Fields
+    padding: Fields  # of each field that holds states, those of its padding; empty: nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What a trunk returns for calls of one kind.
+
+    Attributes:
+        kind: Its class.
+        fields: Its tensors, in order.
+        payload: What is kept of hidden states.
+    """
+
+    kind: type
+    fields: tuple[Field, ...]
+    payload: Payload
+
+    @classmethod
+    def learn(cls, output: Any, n_rows: int, n_tokens: int, payload: Payload) -> "Packing | None":
+        """Describe an output for (B, T) tokens; None if it holds more than one row of numbers a request."""
+        fields: list[Field] = []
+        for name, value in parts_of(output).items():
+            if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != n_rows:
+                return None
+            is_states = value.ndim == 3 and value.shape[1] == n_tokens
+            is_first = not fields  # hidden states come first in tuples
+            if (name == STATES or is_first) and not is_states:
+                return None
+            if payload.fits_any_length and not is_first and (is_states or name not in (1, *_NAMED)):
+                return None  # only states are known to be of any length
+            fields.append(Field(name, is_states, tuple(value.shape[2:] if is_states else value.shape[1:]), value.dtype))
+        return cls(type(output), tuple(fields), payload) if fields else None
+
+    def describe(self) -> list[Any]:
+        """What `read` makes the same of; JSON can hold it."""
+        fields = [(one.name, one.is_states, one.shape, str(one.dtype).removeprefix("torch.")) for one in self.fields]
+        return [name_of(self.kind), fields]
+
+    @classmethod
+    def read(cls, described: Any, payload: Payload) -> "Packing | None":
+        """The reverse; None of a class that is not loaded, or no output of a model."""
+        name, fields = described
+        kind = type_of(name)
+        if kind is None or not (kind in (tuple, list, Tensor) or issubclass(kind, ModelOutput)):
+            return None
+        made = (Field(name, is_states, tuple(shape), getattr(torch, dtype)) for name, is_states, shape, dtype in fields)
+        return cls(kind, tuple(made), payload)
+
+    def fits(self, output: Any, n_rows: int, n_tokens: int) -> bool:
+        """Whether an output for (B, T) tokens is of this kind."""
+        return self == Packing.learn(output, n_rows, n_tokens, self.payload)
+
+    def take(self, output: Any, place: int, row: "Row", device: torch.device) -> tuple[Fields, Fields]:
+        """A copy, on a device, of what is kept of a request, whose row is at some place in an output of the trunk.
+
+        Returns:
+            Of each field what is kept; of each that holds states those of padding (T - n, D), where they are kept.
+        """
+        fields: list[Tensor] = []
+        padding: list[Tensor] = []
+        for field, value in zip(self.fields, parts_of(output).values(), strict=True):
+            own = self.payload.take(value[place], row.valid) if field.is_states else value[place].clone()
+            fields.append(_owned(own, device))
+            if field.is_states and (row.has_layout or row.layout):
+                places = torch.from_numpy(padding_of(row.valid, value.shape[1])).to(value.device)
+                padding.append(_owned(value[place][places], device))
+        return tuple(fields), tuple(padding)
+
+    def join(
+        self,
+        rows: "Sequence[Row]",
+        n_tokens: int,
+        kept: Mapping[int, Kept],
+        output: Any,
+        places: Mapping[int, int],
+        device: torch.device,
+    ) -> Any:
+        """Make the output of a call.
+
+        Args:
+            rows: All rows of the call.
+            n_tokens: T.
+            kept: What was kept of the rows that are served, and of their padding (empty: nothing), by number.
+            output: Of the trunk for the other rows; None where all are served.
+            places: Where each of these is in `output`, by number.
+            device: Of the call's tensors.
+
+        Returns:
+            An output of the kind that the trunk returns, in tensors of its own.
+        """
+        served = [row for row in rows if row.number in kept]
+        valid = [row.valid for row in served]
+        computed, order, n_states = [], None, 0
+        if output is not None:
+            computed, n_served = list(parts_of(output).values()), len(served)
+            place_of = {row.number: place for place, row in enumerate(served)}
+            place_of |= {number: n_served + place for number, place in places.items()}
+            order = torch.tensor([place_of[row.number] for row in rows], device=device)
+        made: list[Tensor] = []
+        for number, field in enumerate(self.fields):
+            own = [kept[row.number].fields[number] for row in served]
+            if field.is_states:
+                whole = self.payload.place(own, valid, n_tokens, device)
+                for place, row in enumerate(served):
+                    if padding := kept[row.number].padding:
+                        place_padding(padding[n_states], whole[place], row.valid)
+                n_states += 1
+            else:
+                whole = torch.stack(own).to(device)
+            made.append(whole if order is None else torch.cat([whole, computed[number]])[order])
+        if self.kind in (tuple, list):
+            return self.kind(made)
+        if self.kind is Tensor:
+            return made[0]
+        return make_output(self.kind, {field.name: value for field, value in zip(self.fields, made, strict=True)})
+
+
+def make_output(kind: type, values: Mapping[str, Tensor]) -> Any:
+    """An output of a model with these fields, and None in its others."""
+    defaults = _defaults_of(kind)
+    if defaults is None:
+        return kind(**values)
+    # As its constructor would, which looks at all fields of the class for each of them.
+    made: Any = OrderedDict.__new__(kind)
+    vars(made).update(defaults, **values)
+    for name, value in values.items():
+        OrderedDict.__setitem__(made, name, value)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _defaults_of(kind: type) -> dict[str, Any] | None:
+    """The fields of a class of outputs, all None; None instead where its constructor does more than set them."""
+    is_plain = issubclass(kind, ModelOutput) and kind.__post_init__ is ModelOutput.__post_init__ and is_dataclass(kind)
+    return dict.fromkeys(one.name for one in fields_of(kind)) if is_plain else None
+
+
+def _owned(field: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, normal and without gradient also in inference mode, with a storage of its own size."""
+    if not field.is_inference():
+        return field.detach().to(device)
+    with torch.inference_mode(False):
+        return torch.empty(field.shape, dtype=field.dtype, device=device).copy_(field)
+
+
+def parts_of(output: Any) -> dict[Any, Any]:
+    """What an output holds, by name or place."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    return dict(enumerate(output)) if isinstance(output, tuple | list) else {0: output}
