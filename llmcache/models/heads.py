@@ -235,7 +235,7 @@ class _Shown(nn.Module):
     def _place(self, payload: Payload, states: Tensor, valid: Ids, ids: Ids) -> None:
         """Put a row's states (T, D) in as an entry of it would."""
         if not head_reads_padding(_PLACES[payload.name], valid, ids, self._pad_id):
-            states[:] = payload.place([payload.take(states, valid)], [valid], len(states), states.device)[0]
+            states[:] = payload.place([payload.take(states, valid)], [valid], len(states))[0]
             self.n_placed += 1
 
 

@@ -51,7 +51,7 @@ class Payload(ABC):
         """A copy of the rows (R, D) to keep of hidden states (T, D): later layers may write to theirs in place."""
 
     @abstractmethod
-    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
         """Make hidden states (S, T, D) of S rows from what is kept (R, D) of each, and its valid positions."""
 
 
@@ -64,12 +64,12 @@ class EveryToken(Payload):
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         return hidden[_index(valid, hidden)].clone()
 
-    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
         if all(len(one) == n_tokens for one in kept):
-            return torch.stack([*kept]).to(device)
-        hidden = torch.zeros((len(kept), n_tokens, kept[0].shape[1]), dtype=kept[0].dtype, device=device)
+            return torch.stack([*kept])
+        hidden = kept[0].new_zeros((len(kept), n_tokens, kept[0].shape[1]))
         for row, one, where in zip(hidden, kept, valid, strict=True):
-            row[_index(where, row)] = one.to(device)
+            row[_index(where, row)] = one
         return hidden
 
 
@@ -81,9 +81,11 @@ class Cls(Payload):
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         return hidden[:1].clone()
 
-    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
-        # One function, since each of PyTorch's takes long the first time after a model.
-        return torch.constant_pad_nd(torch.stack([*kept]).to(device), [0, 0, 0, n_tokens - 1], torch.nan)
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
+        # One function of PyTorch's for all: each takes long the first time after a model.
+        rest = _nan(n_tokens - 1, kept[0].shape[1], kept[0].dtype, kept[0].device)
+        hidden = torch.cat([part for one in kept for part in (one, rest)])
+        return hidden[None] if len(kept) == 1 else hidden.view(len(kept), n_tokens, -1)
 
 
 class Last(Payload):
@@ -95,8 +97,8 @@ class Last(Payload):
         row = last_valid(valid)
         return hidden[row : row + 1].clone()
 
-    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
-        last = torch.cat([*kept]).to(device)
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
+        last = torch.cat([*kept])
         hidden = last.new_full((len(kept), n_tokens, last.shape[1]), torch.nan)
         hidden[list(range(len(kept))), list(map(last_valid, valid))] = last
         return hidden
@@ -115,12 +117,19 @@ class Mean(Payload):
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         return hidden[_index(valid, hidden)].mean(dim=0, keepdim=True)
 
-    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int, device: torch.device) -> Tensor:
-        means = torch.cat([*kept]).to(device)
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
+        means = torch.cat([*kept])
         hidden = means.new_zeros((len(kept), n_tokens, means.shape[1]))
         for row, mean, where in zip(hidden, means, valid, strict=True):
             row[_index(where, row)] = mean
         return hidden
+
+
+@lru_cache(maxsize=8)
+def _nan(n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows that are not known; read, and never written to or given away."""
+    with torch.inference_mode(False):
+        return torch.full((n_rows, width), torch.nan, dtype=dtype, device=device)
 
 
 PAYLOADS: dict[str, type[Payload]] = {payload.name: payload for payload in (EveryToken, Cls, Last, Mean)}
@@ -285,15 +294,17 @@ class Packing:
             order = torch.tensor([place_of[row.number] for row in rows], device=device)
         made: list[Tensor] = []
         for number, field in enumerate(self.fields):
-            own = [kept[row.number].fields[number] for row in served]
+            own: Sequence[Tensor] = [kept[row.number].fields[number] for row in served]
+            if own[0].device != device:  # all in one transfer
+                own = torch.split(torch.cat([*own]).to(device), [*map(len, own)])
             if field.is_states:
-                whole = self.payload.place(own, valid, n_tokens, device)
+                whole = self.payload.place(own, valid, n_tokens)
                 for place, row in enumerate(served):
                     if padding := kept[row.number].padding:
                         place_padding(padding[n_states], whole[place], row.valid)
                 n_states += 1
             else:
-                whole = torch.stack(own).to(device)
+                whole = torch.stack([*own])
             made.append(whole if order is None else torch.cat([whole, computed[number]])[order])
         if self.kind in (tuple, list):
             return self.kind(made)

@@ -193,7 +193,7 @@ class Runner:
             hidden = hidden.clone()
         for row, reuse in placed.items():
             valid, n_tokens = way.rows[row].valid, hidden.shape[1]
-            hidden[row] = self._payload.place([reuse.hidden], [valid], n_tokens, hidden.device)[0]
+            hidden[row] = self._payload.place([reuse.hidden.to(hidden.device)], [valid], n_tokens)[0]
         return hidden
 
 

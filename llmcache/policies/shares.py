@@ -1,7 +1,8 @@
 """Who leaves for whom: each namespace has a policy, and a share of the budget, of its own.
 
 Where room is needed, the namespace that holds most loses an entry, what is coming counted. It holds at least an equal
-share, so a namespace below its share never loses an entry to another one, and one that is alone may fill the budget.
+share, so a namespace below its share never loses an entry to another one, unless what is coming is by itself larger
+than a share. One that is alone may fill the budget.
 """
 
 from collections.abc import Callable, Iterator

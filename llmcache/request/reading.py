@@ -182,9 +182,6 @@ class RequestReader:
                 inputs.valid = mask.astype(np.bool_)
                 if not np.array_equal(mask, inputs.valid):  # some models multiply by it
                     inputs.is_binary = (mask == inputs.valid).all(axis=1)
-        # Its sign is in one byte of each, so that no function of NumPy's is needed, which takes long after a model.
-        if not inputs.ids.astype(np.int64, copy=False).tobytes()[_SIGN::8].isascii():
-            raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")  # else taken for one of the last
         is_full = inputs.is_full or inputs.valid is None
         rows = read_rows(
             scope,
@@ -298,27 +295,34 @@ def read_rows(
             _update_layout(prefix, inputs, number, mask)
     ids, types, positions = np.asarray(inputs.ids, np.int64), inputs.types, inputs.positions
     types = None if types is None else np.asarray(types, np.int64)
+    # Most rows are full, and cut out of the bytes of all: after a model, functions of NumPy's take long.
+    of_ids, short, of_types = ids.tobytes(), ids.astype(dtype).tobytes(), b"" if types is None else types.tobytes()
+    if not of_ids[_SIGN::8].isascii():  # the byte that holds the sign
+        raise IndexError(f"token ids must be at least 0, got {ids.min()}")  # else taken for one of the last
     n_tokens = ids.shape[1]
+    width, short_width = 8 * n_tokens, dtype.itemsize * n_tokens
     everything = slice(0, n_tokens)
     rows: list[Row] = []
     n_seen: dict[str, int] = {}
     for number in range(len(ids)):
-        mask, row_ids = None if inputs.valid is None else inputs.valid[number], ids[number]
+        mask = None if inputs.valid is None else inputs.valid[number]
         valid: Positions = everything
         n_valid, start = n_tokens, 0 if n_tokens else None
-        if not (mask is None or padding_counts or inputs.is_full or mask.all()):
+        type_row = 0 if types is None or len(types) == 1 else number
+        if mask is None or padding_counts or inputs.is_full or mask.all():
+            own_ids = of_ids[number * width : (number + 1) * width]
+            own_types = of_types[type_row * width : (type_row + 1) * width]
+            own_short = short[number * short_width : (number + 1) * short_width]
+        else:
             valid, n_valid = _valid_positions(mask)
-            row_ids = row_ids[valid]
+            own_ids, own_short = ids[number, valid].tobytes(), ids[number, valid].astype(dtype).tobytes()
+            own_types = b"" if types is None else types[type_row, valid].tobytes()
             start = valid.start if isinstance(valid, slice) and n_valid else None
-        sha, packed = prefix.copy(), row_ids.tobytes()
+        sha = prefix.copy()
         if is_whole:
             _update(sha, b"place", [number])
-        sha.update(b"ids:%d;" % len(packed) + packed)
-        if types is None:
-            sha.update(b"types:none;")
-        else:
-            packed = types[number if len(types) > 1 else 0, valid].tobytes()
-            sha.update(b"types:%d;" % len(packed) + packed)
+        told = b"types:none;" if types is None else b"types:%d;%b" % (len(own_types), own_types)
+        sha.update(b"ids:%d;%b%b" % (len(own_ids), own_ids, told))
         if positions is not None:
             own = positions[number if len(positions) > 1 else 0, valid]
             _update(sha, b"positions", own)
@@ -342,7 +346,7 @@ def read_rows(
             _update_layout(whole, inputs, number, mask)
             layout = whole.digest()
         key = base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()  # as `key_of`
-        row = Row(number, key, row_ids.astype(dtype).tobytes(), valid, n_valid, start, "", has_layout, layout)
+        row = Row(number, key, own_short, valid, n_valid, start, "", has_layout, layout)
         if nth := n_seen.get(key, 0):
             _update(sha, b"again", [nth])
             row.again = key_of(sha.digest())

@@ -67,7 +67,8 @@ def test_who_is_below_its_share_loses_nothing_to_others(puts: list[tuple[str, in
             owner, n_left = held.pop(leaving)
             n_own = n_left + sum(n for other, n in held.values() if other == owner)
             n_names = len({owner, name, *(other for other, _ in held.values())})
-            assert owner == name or n_own >= max_bytes / n_names
+            share = max_bytes / n_names
+            assert owner == name or n_own >= share or nbytes > share
             shares.remove(owner, leaving)
         key = f"{number}"
         held[key] = name, nbytes
