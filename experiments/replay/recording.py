@@ -165,7 +165,7 @@ class _Answered:
 
 def make_fingerprint(options: Mapping[str, Any] | str) -> Fingerprint:
     """A fingerprint by name, or by name and settings."""
-    return CacheConfig.make(None, fingerprint=options).fingerprint.build(FINGERPRINTS)
+    return CacheConfig.make(None, fingerprint=options, tau=1.0).fingerprint.build(FINGERPRINTS)
 
 
 def first_states(workload: Workload, trunk: Trunk, inputs: Inputs, wants_attention: bool) -> tuple[Any, Any]:
