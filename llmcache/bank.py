@@ -35,8 +35,9 @@ class Entry:
         key: Its exact key.
         scope: Namespace, weights and all else but tokens that decides its states.
         fields: Its row of each tensor of the trunk's output; of hidden states the payload. See `Packing.take`.
-        padding: States of its padding, of each field that holds states; empty without padding, or where none is kept.
-        layout: Digest of what its padding was made of, where the key does not cover that; else b"".
+        padding: One tensor (T - n, D) a field of states: those of padding. Empty if there is none, or none is kept.
+        layout: Digest of the padded row, if padding is kept and the key does not cover it; else b"". Only a row with
+            the same `layout` gets `padding` back.
         was_hit: It has served a request.
         nbytes: Bytes of `fields` and `padding`.
     """
@@ -83,7 +84,7 @@ class Bank:
             make_policy: Makes a policy, which is called under the bank's lock.
             max_bytes: Budget of all entries' `nbytes`.
             max_entries: Most entries; None: no limit.
-            make_way: Called once `nbytes` has grown, where blocks share the budget.
+            make_way: Called after each `put` and `pin`, without the lock: blocks that share the budget leave as needed.
         """
         self.max_bytes = max_bytes
         self.max_entries = max_entries
@@ -134,7 +135,7 @@ class Bank:
                     self._use(entry)
 
     def pin(self, entries: Sequence[Entry]) -> bool:
-        """Hold entries that leave by `release`, `clear` or `forget` alone; False, and none, if they do not fit."""
+        """Store entries that no policy may evict until `release`; return False, and store none, if they do not fit."""
         with self._lock:
             nbytes = sum(entry.nbytes for entry in entries)
             if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):
@@ -148,7 +149,8 @@ class Bank:
             self._pinned |= {entry.key for entry in entries}
             self._pinned_nbytes += nbytes
             self.nbytes += nbytes
-            return True
+        self._make_way()
+        return True
 
     def release(self) -> None:
         """Let pinned entries leave again, as if they had just been stored."""

@@ -109,18 +109,18 @@ class CachedForward(Swap):
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
-        #: Within the forward of a sentence-transformers model, what computes states that are left out; else None.
+        #: Within a sentence-transformers forward: takes functions that compute the states a hit left out. Else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
-        #: Calls that have ended, of the forward of the whole model that is under way.
+        #: Within the whole model's forward: trunk calls that were closed, to be observed with its output. Else None.
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
     def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
-        """Reuse approximately as well, within a calibration's limit; `semantic` is asked after all other rungs."""
+        """Add the rung `semantic`, asked last, and who learns from calls. Without a calibration it serves nothing."""
         self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
         self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk, engine: str) -> "CachedForward":
-        """Swap the forward of a twin of the trunk; its calls, keyed by this engine, are observed and never stored."""
+        """Stand in for a twin of the trunk, whose calls are keyed by this engine, observed and never stored."""
         other = CachedForward(
             trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
         )
@@ -142,7 +142,7 @@ class CachedForward(Swap):
             if not (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):  # that leaves no graph
                 self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
-        # Some calls are computed to be observed: nothing serves them, and nothing of them is stored or counted.
+        # Some calls are computed to be observed: nothing serves them, and nothing of them is stored.
         is_collecting = self._observer is not None and self._observer.collected.get() is not None
         with _NOT_BUSY if self._audit is None or is_collecting else self._audit.busy():
             before, call = getattr(self._local, "last", ()), self.open(args, kwargs, is_collecting)
@@ -155,7 +155,7 @@ class CachedForward(Swap):
                     self._local.last = ()
                 raise
             self.close(call, output)
-            if call.reason == "decode":  # a part of the request before
+            if call.reason == "decode":  # `last` keeps the outcome of the prefill that this step belongs to
                 self._local.last = before
             return output
 
@@ -166,7 +166,7 @@ class CachedForward(Swap):
         call = Call(args, kwargs, self.namespace.get(), is_collected)
         call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
         if call.n_read is not None:
-            self.n_read.set(None)  # it is about the head's own call, which comes first
+            self.n_read.set(None)  # the head set it for its own trunk call, the first to come; later ones read None
         try:
             call.reason = self._read(call)
         except Exception as error:
@@ -197,9 +197,8 @@ class CachedForward(Swap):
         form = self._forms.find(call, state)
         if form.reason is not None or state.reason is not None:
             return form.reason or state.reason
-        if self._observed is not None and self._observed.has_changed(look.digest):
-            return "other_pooling"
-        if pooled is not None and pooled.has_changed():
+        is_observed_anew = self._observed is not None and self._observed.has_changed(look.digest)
+        if is_observed_anew or (pooled is not None and pooled.has_changed()):
             return "other_pooling"
         if self._forms.are_hooked(state):
             return "hooked"
@@ -219,7 +218,7 @@ class CachedForward(Swap):
         if self._sharing is not None and not call.is_collected:
             self._sharing.step(call.scope, call.number)
         call.kind = (look.digest, autocast, *form.kind)
-        if self.packings.get(call.kind, True) is None:
+        if self.packings.get(call.kind, True) is None:  # seen before, and cannot be packed; a kind not seen yet passes
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
         call.is_whole = bool(state.coupling)
@@ -236,7 +235,7 @@ class CachedForward(Swap):
         return None
 
     def _may_serve(self, known: Call) -> bool:
-        """Whether the hits of a prepared call are still there."""
+        """Whether a prepared call may be served: same calibration, its sources serve, its entries are in the bank."""
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
         return all(hit.rung != "exact" or hit.source in self._bank for hit in known.hits.values())
@@ -270,6 +269,7 @@ class CachedForward(Swap):
             with self._counters.guard("draw for the audit") as tried:
                 self._audit.draw(call)
             if tried.has_failed:
+                # Without the audit no hit of `semantic` is served; these alone have an `answer`.
                 call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
                 self.withdraw(call)
 
@@ -314,7 +314,7 @@ class CachedForward(Swap):
         if call.hits:
             try:
                 return self._serve(call)
-            except Exception as error:  # also of the model: if it is, it is raised below
+            except Exception as error:  # if it is the model's, the whole call below raises it again
                 call.hits.clear()
                 self.withdraw(call)
                 self._counters.error("serve a call", error)
@@ -356,7 +356,7 @@ class CachedForward(Swap):
         started, run = perf_counter(), partial(self._compute_prefill, call)
         try:
             return self.prefix.answer(call, run)
-        except Exception as error:  # also of the model: if it is, it is raised below
+        except Exception as error:  # if it is the model's, the second run below raises it again
             chunks = self.chunks.get()
             if not (call.prefill.whole or call.prefill.served) or (chunks is not None and chunks.error is error):
                 raise
@@ -372,13 +372,13 @@ class CachedForward(Swap):
         if chunks is None or call.is_activated or not chunks.fit(self.arguments, args, kwargs):
             assert call.engine is not None and call.prefill is not None
             return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in call.prefill.whole])
-        with setting(self.chunks, None):  # others may be let in, and call the model for themselves
+        with setting(self.chunks, None):  # between chunks, `between` may call this model: such calls are not chunked
             return chunks.run(self.original, self.arguments, args, kwargs)
 
     # -- close ---------------------------------------------------------------------------------------------------------
 
     def close(self, call: Call, output: Any) -> None:
-        """Store computed rows, unless weights or namespace changed meanwhile; count; note the outcome of each row."""
+        """Store computed rows, count, note the outcome of each row; what rules out storing is counted as a bypass."""
         prefill = call.prefill
         is_computed = call.computed or (prefill is not None and len(prefill.whole) < len(call.rows))
         if call.reason is None and is_computed:
@@ -436,7 +436,7 @@ class CachedForward(Swap):
             if packing is None:
                 return "more_output"
         elif not packing.fits(call.output, len(call.computed), n_tokens):
-            return None
+            return None  # unlike earlier outputs of this kind: answered and counted, but not stored
         for number, place in call.computed.items():
             row = call.rows[number]
             if not row.bypass_reason:
@@ -473,7 +473,7 @@ class CachedForward(Swap):
             self._observer.see(call, output)
 
     def reads_last(self, n_columns: int | None) -> None:
-        """Note how many of the last columns the head reads, before it runs; None: maybe all, and after it has run."""
+        """Take from the head how many of the last columns it is about to read. None: maybe all, or it has run."""
         self.n_read.set(n_columns)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

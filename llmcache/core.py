@@ -67,7 +67,7 @@ class Core:
                 self._coupling.reason(digest)
         self.tier = _open_tier(self.trunk, self.payload, config, self.counters, self)
         self.blocks = self._make_blocks()
-        # One budget: blocks fill what the bank leaves, which is half of it at least.
+        # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
         max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
         make_way = (lambda: None) if self.blocks is None else self.blocks.make_way
         self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, make_way)
@@ -191,7 +191,7 @@ class Core:
         else:
             n_requests = self.drop_keys([*entries, *blocks])
         if self.calibrator is not None:
-            one.hits.clear()  # who would serve them once they are gone?
+            one.hits.clear()  # find the sources that would serve these rows next: they are buried, too
             self.calibrator.semantic.look_up(one, [row for row in one.rows if not row.bypass_reason])
             sources = self.calibrator.semantic.sources
             for key in {*entries, *(hit.source for hit in one.hits.values())}:

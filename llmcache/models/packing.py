@@ -213,7 +213,11 @@ class Packing:
 
     @classmethod
     def learn(cls, output: Any, n_rows: int, n_tokens: int, payload: Payload) -> "Packing | None":
-        """Describe an output for (B, T) tokens; None if it holds more than one row of numbers a request."""
+        """Describe an output for (B, T) tokens; None if it cannot be stored by rows.
+
+        So it is if a part is no tensor with one row a request, if states (B, T, D) do not come first, or if a pooled
+        payload could not give a part back for another length.
+        """
         fields: list[Field] = []
         for name, value in parts_of(output).items():
             if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != n_rows:
@@ -247,10 +251,10 @@ class Packing:
         return self == Packing.learn(output, n_rows, n_tokens, self.payload)
 
     def take(self, output: Any, place: int, row: "Row", device: torch.device) -> tuple[Fields, Fields]:
-        """A copy, on a device, of what is kept of a request, whose row is at some place in an output of the trunk.
+        """Copy to `device` what is kept of one request: row `place` of the trunk's output.
 
         Returns:
-            Of each field what is kept; of each that holds states those of padding (T - n, D), where they are kept.
+            One tensor for each field. And one (T - n, D) for each field of states: those of padding; () if not kept.
         """
         fields: list[Tensor] = []
         padding: list[Tensor] = []
@@ -276,13 +280,13 @@ class Packing:
         Args:
             rows: All rows of the call.
             n_tokens: T.
-            kept: What was kept of the rows that are served, and of their padding (empty: nothing), by number.
-            output: Of the trunk for the other rows; None where all are served.
-            places: Where each of these is in `output`, by number.
+            kept: By row number, what serves the rows with a hit.
+            output: The trunk's output for the other rows; None: every row has a hit.
+            places: By row number, the place of each computed row in `output`.
             device: Of the call's tensors.
 
         Returns:
-            An output of the kind that the trunk returns, in tensors of its own.
+            An output of the trunk's type, its rows in the order of `rows`, in new tensors.
         """
         served = [row for row in rows if row.number in kept]
         valid = [row.valid for row in served]
@@ -291,6 +295,7 @@ class Packing:
             computed, n_served = list(parts_of(output).values()), len(served)
             place_of = {row.number: place for place, row in enumerate(served)}
             place_of |= {number: n_served + place for number, place in places.items()}
+            # Below, served rows come first, then computed ones; `order` brings them into the call's order.
             order = torch.tensor([place_of[row.number] for row in rows], device=device)
         made: list[Tensor] = []
         for number, field in enumerate(self.fields):

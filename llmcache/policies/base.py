@@ -41,7 +41,8 @@ class Policy(ABC):
         Args:
             key: Key of the entry. An unknown one is ignored.
             cost: Over 0, in a unit that is the same for all entries of the policy: milliseconds of the call that
-                computed it, by its share of the tokens; tokens where the model is on an accelerator.
+                computed it, by its share of the rows; with `tau` of the tokens, which are counted alone where the model
+                is on an accelerator.
 
         Raises:
             ValueError: `cost` is not such a number.

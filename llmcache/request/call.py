@@ -45,7 +45,7 @@ class State:
     reason: str | None  # why no call can be cached
     coupling: str  # why rows of a call affect each other, or ""
     hooks: Sequence[dict[int, Any]]  # of the modules within, which would not run
-    n_hooks: int  # that any module had ever been given when these were last seen to be none that count
+    n_hooks: int  # torch's count of hooks ever registered, when last seen without foreign ones; -1: look again
     sees_later: bool  # tokens of a row see later ones
     content: bytes  # which tokens carry content, a 0 or 1 for each of the vocabulary
     flags: Callable[[], Iterable[Any]]  # what the config asks for beside the arguments, as it is now
@@ -79,8 +79,8 @@ class Call:
     reason: str | None = None  # why it bypasses the cache: a key of `CURES`
     scope: Scope | None = None
     mark: Mark | None = None  # of the weights, when it was opened
-    generation: int = 0  # of the namespace in memory, likewise
-    number: int = 0  # of the namespace in the store, likewise
+    generation: int = 0  # when opened: how often the namespace had been cleared in memory (`Bank.generation`)
+    number: int = 0  # when opened: the store's number of the namespace; a purge changes it (`Store.numbers`)
     kind: tuple[Any, ...] = ()  # what decides how its output is packed, beside the weights
     engine: "Engine | None" = None  # computes what nothing serves
     is_activated: bool = False  # an activated LoRA is in force for its last columns

@@ -15,7 +15,8 @@ class Link:
     """One full block of a request, or its tail: the tokens after its last full block.
 
     Attributes:
-        key: SHA-256 (base64) over the root, all blocks before, and this one; of the end of a request its exact key.
+        key: Of a full block, SHA-256 (base64) over scope, block size, first position and all tokens up to its end. Of a
+            tail, the exact key of the request.
         ids: Its token ids, packed; compared on a hit.
     """
 

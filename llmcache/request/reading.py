@@ -35,7 +35,7 @@ class HostInputs:
 
     Attributes:
         ids: Token ids (B, T), int64.
-        valid: Which tokens are valid, bool (B, T), or None without a mask; of one that is all ones the mask itself.
+        valid: Which tokens are valid, bool (B, T); None: no mask. If `is_full`, the mask as passed, in its own dtype.
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.

@@ -75,8 +75,8 @@ class Row:
         bypass_reason: Why the row takes no part in caching, or "".
         has_layout: Its key covers its padding as well, so that an entry holds the states of padding too.
         layout: Digest of its padding, where states of padding are kept and the key does not cover it; else b"".
-        is_misread: No other request may serve it: the head may read a place of it that is not valid, and what another
-            one left there is not known; or its call may be one that the model refuses.
+        is_misread: No other request's entry may serve it: the head may read a column that is not valid, where such an
+            entry holds nothing known. Its own entry may.
         again: A key of its own, where an earlier row of the call has the same key; else "". Their outputs may differ in
             the last bits, since kernels round by the place in a batch.
     """
