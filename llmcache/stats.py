@@ -136,7 +136,7 @@ class TierStats:
         n_written: Values that were written.
         n_dropped: Values that were not, since too much waited, or the store failed.
         read_ms: Total time in reading and checking values.
-        least_tokens: Tokens from which a value is read rather than computed; None: reading never pays.
+        least_tokens: Tokens from which a value is read rather than computed, as measured in service or set.
         is_answering: False after failures in a row, until the store answers a ping.
         n_values: Values that the store holds, of all caches; None where it cannot tell now.
         nbytes: Bytes of these.
@@ -166,7 +166,7 @@ class Stats:
         n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
         hits: Hits by rung.
         hits_by_layer: Hits by the deepest layer reused; those of prefixes, which skip none, are not among them.
-        reuses_by_layer: Reuses by layer. In `paper` mode a hit counts at each layer whose output was taken from the
+        reuses_by_layer: Reuses by layer. With `tau` a hit counts at each layer whose output was taken from the
             store, else once, at the deepest.
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy

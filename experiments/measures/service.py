@@ -5,7 +5,7 @@
     even rounds  the model alone, the cache, the model alone
     odd rounds   the cache, the model alone, the cache
 
-Requests of a pass follow one another, with nobody between them; audit, storing and stepping aside are as by default.
+Requests of a pass follow one another, with nobody between them; audit and storing are as by default.
 The clock of a pass runs until nothing waits to be audited. All of that for each number of torch's threads.
 
 Sizes: N requests that are served.

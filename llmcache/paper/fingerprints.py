@@ -78,8 +78,8 @@ class Fingerprint(ABC):
         """Learn from requests; by default nothing.
 
         Args:
-            features: Of N requests, (F0,) each: of the first `n_fit` ones, or as many as a calibration gives.
-            targets: What the model made of them (N, T), where a calibration knows it.
+            features: Of the first `n_fit` requests, (F0,) each.
+            targets: What the model made of them (N, T), where that is known.
             outputs: What of it may be forecast (N, C), likewise.
         """
 

@@ -7,8 +7,8 @@ model with zero layers), and for batches `mixed` (half the rows are hits).
 Interleaved: each round makes one call of each kind, the order rotating, so that most hits follow a computed call, which
 emptied the processor's caches. Service rounds (`service_rounds.py`): whole blocks of one kind.
 
-Every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no layer, and in
-mode `paper` searches the bank of each.
+Every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no layer; with
+`tau` all layers search the bank of each.
 """
 
 import copy

@@ -47,7 +47,7 @@ def latency(results_dir: Path) -> str:
         *(line for row in short or [None] for line in _short(row)),
         ("bert-base, as the paper searches and stores", INTERLEAVED, *_medians(paper["detail"]), _entries(paper)),
     ]
-    times = ("no cache", "miss", "semantic hit", "exact hit", "floor: no layers")
+    times = ("no cache", "miss", "near hit", "repeat", "floor: no layers")
     return table(("one call, ms", "measured", *times, "hit / floor", "entries"), rows)
 
 

@@ -37,7 +37,7 @@ def modes(results_dir: Path) -> str:
                 "the first tokens that a prompt shares with an earlier one",
                 "exact up to rounding",
                 _prefixes(results_dir),
-                "on by default, without `tau` and calibration; system prompts, conversations, few-shot prompts",
+                "on by default, without `tau`; system prompts, conversations, few-shot prompts",
             ),
             (
                 "calibrated reuse: `wrap(model, learn=2500)` or `cache.calibrate(requests)`",

@@ -62,7 +62,7 @@ def _others(results_dir: Path) -> Iterator[Row]:
         yield what, *_all_prompts(run, "llmcache")
     for run in runs_of(results_dir, "prefix_nothing_shared"):
         length = run.config["task"]["stream"]["length"]
-        for label, told in (("llmcache", "as by default"), ("prefixes alone", "`exact=False`, `auto_bypass=False`")):
+        for label, told in (("llmcache", "as by default"), ("prefixes alone", "`exact=False`")):
             what = f"{length} tokens, [none of them known](configs/prefix_nothing_shared.yaml), {told}"
             yield what, *_all_prompts(run, label)
 
