@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from llmcache.models.weights import Mark
 from llmcache.policies import Policy
 from llmcache.policies.shares import Shares
 from llmcache.request.call import Call, Hit
@@ -106,6 +107,7 @@ class Bank:
         self.on_leave: Callable[[str], object] = lambda key: None
         self._pinned: set[str] = set()  # leave by `clear` and `forget` alone; the policy does not know them
         self._pinned_nbytes = 0
+        self.unconfirmed: dict[str, Mark] = {}  # mark of the weights before entries that serve once they are confirmed
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -163,13 +165,31 @@ class Bank:
         """Whether an entry does not leave for others."""
         return key in self._pinned
 
-    def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
+    def confirm(self, entries: Mapping[str, Mark], mark: Mark | None) -> None:
+        """Keep entries that were put with this mark of the weights, and forget those put with others.
+
+        Args:
+            entries: A copy of `unconfirmed`, from before it was seen that the weights still have this mark.
+            mark: None: they have another one.
+        """
+        with self._lock:
+            for key, before in entries.items():
+                if self.unconfirmed.get(key) is before:
+                    del self.unconfirmed[key]
+                    if before is not mark:
+                        self.forget([key])
+
+    def put(
+        self, entries: Iterable[Entry], generation: int, cost: float | None = None, mark: Mark | None = None
+    ) -> int:
         """Store entries of one call, unless their namespace was cleared since; returns how many are too large.
 
         Args:
             entries: Of one namespace; given away.
             generation: Of that namespace, when the call began.
             cost: Cost of computing each, see `Policy.on_cost`; None: not known.
+            mark: Of the weights before they were computed, where nobody has looked since whether these have changed:
+                whoever is to be served by them looks, and calls `confirm`. None: they have not.
         """
         n_too_large = 0
         with self._lock:
@@ -187,6 +207,8 @@ class Bank:
                 self._make_room(namespace, entry.nbytes)
                 self._entries[entry.key] = entry
                 self.nbytes += entry.nbytes
+                if mark is not None:
+                    self.unconfirmed[entry.key] = mark
                 self._take_in(entry)
                 if cost is not None and self.heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
@@ -231,7 +253,8 @@ class Bank:
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
         """Return key, scope, layout and tensors of each entry for these weights; pinned ones are left out."""
-        entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
+        left_out = self._pinned | self.unconfirmed.keys()
+        entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in left_out]
         about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
         return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
 
@@ -297,6 +320,7 @@ class Bank:
         if (entry := self._entries.pop(key, None)) is None:
             return
         self.nbytes -= entry.nbytes
+        self.unconfirmed.pop(key, None)
         if key in self._pinned:
             self._pinned.remove(key)
             self._pinned_nbytes -= entry.nbytes

@@ -45,8 +45,8 @@ from llmcache.request.forms import Forms, find_reason_now
 from llmcache.request.outcome import Outcome
 from llmcache.request.prepared import Prepared
 from llmcache.request.reading import RequestReader
-from llmcache.request.rows import DEFAULT_NAMESPACE, Row, Scope
-from llmcache.request.variables import is_switched_off, setting
+from llmcache.request.rows import Row, Scope
+from llmcache.request.variables import Switches, setting
 from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
@@ -54,7 +54,7 @@ _MOST_SCOPES = 256  # that are remembered
 _NOT_BUSY = nullcontext()
 
 
-class CachedForward(Swap):
+class CachedForward(Swap, Switches):
     """Stands in for the trunk's forward. One per wrapped model. Thread-safe."""
 
     is_of_trunk = True
@@ -102,13 +102,12 @@ class CachedForward(Swap):
         self.is_retired = False
         self._local = threading.local()
         self.prepared = Prepared()
-        is_off = is_switched_off()
-        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
-        self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
+        Switches.__init__(self)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
-        self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
+        #: Takes from the head how many of the last columns it is about to read. None: maybe all, or it has run.
+        self.reads_last = self.n_read.set
         #: Within a sentence-transformers forward: takes functions that compute the states a hit left out. Else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         #: Within the whole model's forward: trunk calls that were closed, to be observed with its output. Else None.
@@ -147,7 +146,9 @@ class CachedForward(Swap):
         with _NOT_BUSY if self._audit is None or is_collecting else self._audit.busy():
             before, call = getattr(self._local, "last", ()), self.open(args, kwargs, is_collecting)
             try:
-                self.look_up(call)
+                if not self.look_up(call):
+                    call = self.open(args, kwargs, is_collecting)
+                    self.look_up(call)
                 output = self.answer(call)
             except BaseException:
                 self.withdraw(call)
@@ -165,8 +166,7 @@ class CachedForward(Swap):
         """Read a call: its rows with their keys, or the reason for a bypass."""
         call = Call(args, kwargs, self.namespace.get(), is_collected)
         call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
-        if call.n_read is not None:
-            self.n_read.set(None)  # the head set it for its own trunk call, the first to come; later ones read None
+        self.n_read.set(None)  # the head set it for its own trunk call, the first to come; later ones read None
         try:
             call.reason = self._read(call)
         except Exception as error:
@@ -189,10 +189,14 @@ class CachedForward(Swap):
         if self._tier is not None:
             self._tier.follow()  # purges come first
             call.number = self._tier.number(call.namespace)
-        look = weights.look()
+        # A miss need not look at weights that seldom change: the next hit finds whether they were others by then.
+        call.may_wait = not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager
+        unconfirmed, look = dict(self._bank.unconfirmed), weights.look(call.may_wait)
         if look.refusal is not None:
             return look.refusal
-        call.mark, call.is_activated = look.mark, look.activated is not None
+        call.mark, call.is_looked_at, call.is_activated = look.mark, look.is_made, look.activated is not None
+        if unconfirmed and look.is_made:
+            self._bank.confirm(unconfirmed, look.mark)
         state = call.state = self._forms.state(look.digest, look.modules)
         form = self._forms.find(call, state)
         if form.reason is not None or state.reason is not None:
@@ -242,16 +246,21 @@ class CachedForward(Swap):
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, call: Call) -> None:
-        """Find hits for the rows of a call.
+    def look_up(self, call: Call) -> bool:
+        """Find hits for the rows of a call; False, and none, if the weights are not those that it was opened for.
 
         Raises:
             NotCachedError: Within `only_if_cached`, a row has no hit, or the call bypasses the cache.
         """
-        if call.reason is None and not call.is_looked_up and not call.is_collected:
+        if call.reason is None and not call.is_collected:
             started = perf_counter()
             try:
-                self._ask(call)
+                if not call.is_looked_up:
+                    self._ask(call)
+                is_sure = not call.hits or (call.is_looked_at and not self._bank.unconfirmed)
+                if not is_sure and not self._are_unchanged(call):
+                    call.hits.clear()
+                    return False
             except Exception as error:
                 call.hits.clear()
                 if call.prefill is not None:
@@ -272,6 +281,15 @@ class CachedForward(Swap):
                 # Without the audit no hit of `semantic` is served; these alone have an `answer`.
                 call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
                 self.withdraw(call)
+        return True
+
+    def _are_unchanged(self, call: Call) -> bool:
+        """Whether the weights are as when a call was opened. If so, what was stored since then serves from now on."""
+        assert call.scope is not None
+        unconfirmed = dict(self._bank.unconfirmed)
+        stayed = self._weights.stayed(call.mark, call.scope.weights)
+        self._bank.confirm(unconfirmed, call.mark if stayed else None)
+        return stayed
 
     def _ask(self, call: Call) -> None:
         """Ask the rungs, safest first, for the rows that are not served yet."""
@@ -293,9 +311,8 @@ class CachedForward(Swap):
                 rung.look_up(call, rows)
                 call.search_s += perf_counter() - started
         # Rows that affect each other are served together; PEFT's hooks expect all rows of a batch.
-        needs_all = call.is_whole or call.is_activated
         is_known = is_known or self.packings.are_known(call.kind)  # as the store may have told
-        if not is_known or (needs_all and len(call.hits) < len(call.rows)):
+        if not is_known or ((call.is_whole or call.is_activated) and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
     def withdraw(self, call: Call) -> None:
@@ -310,7 +327,8 @@ class CachedForward(Swap):
         if call.reason is not None:
             return self.original(*call.args, **call.kwargs)
         if call.prefill is not None:
-            return self._answer_prefill(call)
+            assert self.prefix is not None
+            return self.prefix.answer(call, partial(self._compute_prefill, call), self.chunks.get())
         if call.hits:
             try:
                 return self._serve(call)
@@ -350,21 +368,6 @@ class CachedForward(Swap):
         call.computing_s = perf_counter() - started
         call.computed = {number: place for place, number in enumerate(numbers)}
         return call.output
-
-    def _answer_prefill(self, call: Call) -> Any:
-        assert self.prefix is not None and call.prefill is not None
-        started, run = perf_counter(), partial(self._compute_prefill, call)
-        try:
-            return self.prefix.answer(call, run)
-        except Exception as error:  # if it is the model's, the second run below raises it again
-            chunks = self.chunks.get()
-            if not (call.prefill.whole or call.prefill.served) or (chunks is not None and chunks.error is error):
-                raise
-            call.prefill.whole, call.prefill.served = {}, {}
-            self._counters.error("serve a prefix", error)
-            return self.prefix.answer(call, run)
-        finally:
-            call.computing_s = perf_counter() - started
 
     def _compute_prefill(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
@@ -412,9 +415,9 @@ class CachedForward(Swap):
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the reason where output or weights rule that out."""
         assert call.scope is not None and call.state is not None
-        if not self._weights.stayed(call.mark, call.scope.weights):
+        prefix, waits = self.prefix, call.may_wait and self._observer is None and self._weights.is_steady
+        if not waits and not self._are_unchanged(call):
             return "weights_changed"
-        prefix = self.prefix
         if call.prefill is None and prefix and not self._forms.returns_kv and CACHE in parts_of(output):
             self._forms.notice_kv(call.state)
             if reason := prefix.open(call):
@@ -445,7 +448,7 @@ class CachedForward(Swap):
                 call.entries[number] = Entry(key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
             cost = 1e3 * call.computing_s / len(call.computed)
-            for _ in range(self._bank.put(call.entries.values(), call.generation, cost)):
+            for _ in range(self._bank.put(call.entries.values(), call.generation, cost, call.mark if waits else None)):
                 self._counters.too_large()
             if self._stored is not None:
                 self._stored.put(call, call.entries.values())
@@ -471,10 +474,6 @@ class CachedForward(Swap):
         assert self._observer is not None
         with self._counters.guard("see what the model answered"):
             self._observer.see(call, output)
-
-    def reads_last(self, n_columns: int | None) -> None:
-        """Take from the head how many of the last columns it is about to read. None: maybe all, or it has run."""
-        self.n_read.set(n_columns)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -142,9 +142,9 @@ class CacheConfig(_Settings):
             numbers. Exact repeats and prefixes are always looked up, and misses always stored.
         max_entries: Most entries of the bank, with `tau` of each bank; None: no limit. Blocks are not counted.
         max_bytes: Budget of all states, in bytes. Without `tau`, a namespace that holds less than an equal share of it
-            loses nothing to another one. A decoder's requests are kept in blocks, which may fill what the bank leaves; the bank takes
-            one half at most, and blocks make way for it. With `tau` each bank has an equal share. Fingerprints and
-            bookkeeping come on top: 4 bytes a dimension, some 1 kB a request and some 2 kB a block.
+            loses nothing to another one. A decoder's requests are kept in blocks, which may fill what the bank leaves;
+            the bank takes one half at most, and blocks make way for it. With `tau` each bank has an equal share.
+            Fingerprints and bookkeeping come on top: 4 bytes a dimension, some 1 kB a request and some 2 kB a block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         adapter: Family whose row of the adapter table describes the model, registered ones included
             (`register_adapter`); `auto`: the one that names the class of its trunk, else its shape tells.

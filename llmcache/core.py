@@ -224,6 +224,7 @@ class Core:
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
+        self.bank.confirm(dict(self.bank.unconfirmed), self.weights.look().mark)
         numbers = None if self.tier is None else self.tier.numbers()  # first: a purge may come
         save(
             folder,

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _every_module
 
 from llmcache.arrays import Ids
 from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, vocabulary_size
@@ -156,7 +157,7 @@ class Observed:
     def _state(self) -> tuple[Any, ...]:
         """What decides which rows a head reads, beside the config of the trunk: parts, forwards, hooks, settings."""
         configs = tuple(map(_CONFIG, self._configs))
-        is_hooked = any(map(_PRE_HOOKS, self._readers)) or are_hooked((), only_before=True)
+        is_hooked = any(map(_PRE_HOOKS, self._readers)) or bool(_every_module._global_forward_pre_hooks)
         return (  # without a function of our own: it is asked in each call
             *chain.from_iterable(map(dict.values, self._children)),
             *map(_FORWARD, map(type, self._parts)),

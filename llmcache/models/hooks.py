@@ -45,7 +45,7 @@ class Listener(Protocol):
 class Reader(Listener, Protocol):
     """Who wants to know what a head reads."""
 
-    def reads_last(self, n_columns: int | None) -> None:
+    def reads_last(self, n_columns: int | None, /) -> object:
         """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
 
 

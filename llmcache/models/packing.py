@@ -48,7 +48,7 @@ class Payload(ABC):
 
     @abstractmethod
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
-        """A copy of the rows (R, D) to keep of hidden states (T, D): later layers may write to theirs in place."""
+        """The rows (R, D) to keep of hidden states (T, D); they may be a view."""
 
     @abstractmethod
     def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
@@ -62,7 +62,7 @@ class EveryToken(Payload):
     fits_any_length = False
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
-        return hidden[_index(valid, hidden)].clone()
+        return hidden[_index(valid, hidden)]
 
     def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
         if all(len(one) == n_tokens for one in kept):
@@ -79,7 +79,7 @@ class Cls(Payload):
     name = "cls"
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
-        return hidden[:1].clone()
+        return hidden[:1]
 
     def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
         # One function of PyTorch's for all: each takes long the first time after a model.
@@ -95,7 +95,7 @@ class Last(Payload):
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         row = last_valid(valid)
-        return hidden[row : row + 1].clone()
+        return hidden[row : row + 1]
 
     def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
         last = torch.cat([*kept])
@@ -248,7 +248,19 @@ class Packing:
 
     def fits(self, output: Any, n_rows: int, n_tokens: int) -> bool:
         """Whether an output for (B, T) tokens is of this kind."""
-        return self == Packing.learn(output, n_rows, n_tokens, self.payload)
+        parts = parts_of(output)
+        if type(output) is not self.kind or len(parts) != len(self.fields):
+            return False
+        for field, (name, value) in zip(self.fields, parts.items(), strict=True):
+            shape = (n_rows, n_tokens, *field.shape) if field.is_states else (n_rows, *field.shape)
+            if (
+                name != field.name
+                or not isinstance(value, Tensor)
+                or value.shape != shape
+                or value.dtype != field.dtype
+            ):
+                return False
+        return True
 
     def take(self, output: Any, place: int, row: "Row", device: torch.device) -> tuple[Fields, Fields]:
         """Copy to `device` what is kept of one request: row `place` of the trunk's output.
@@ -258,12 +270,14 @@ class Packing:
         """
         fields: list[Tensor] = []
         padding: list[Tensor] = []
-        for field, value in zip(self.fields, parts_of(output).values(), strict=True):
-            own = self.payload.take(value[place], row.valid) if field.is_states else value[place].clone()
-            fields.append(_owned(own, device))
-            if field.is_states and (row.has_layout or row.layout):
-                places = torch.from_numpy(padding_of(row.valid, value.shape[1])).to(value.device)
-                padding.append(_owned(value[place][places], device))
+        # Copies are normal tensors without gradients, also in inference mode, with a storage of their own size.
+        with torch.inference_mode(False), torch.no_grad():
+            for field, value in zip(self.fields, parts_of(output).values(), strict=True):
+                own = value[place]
+                if field.is_states and (row.has_layout or row.layout):
+                    places = torch.from_numpy(padding_of(row.valid, len(own))).to(value.device)
+                    padding.append(_copy(own[places], device))
+                fields.append(_copy(self.payload.take(own, row.valid) if field.is_states else own, device))
         return tuple(fields), tuple(padding)
 
     def join(
@@ -338,16 +352,12 @@ def _defaults_of(kind: type) -> dict[str, Any] | None:
     return dict.fromkeys(one.name for one in fields_of(kind)) if is_plain else None
 
 
-def _owned(field: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, normal and without gradient also in inference mode, with a storage of its own size."""
-    if not field.is_inference():
-        return field.detach().to(device)
-    with torch.inference_mode(False):
-        return torch.empty(field.shape, dtype=field.dtype, device=device).copy_(field)
+def _copy(part: Tensor, device: torch.device) -> Tensor:
+    return part.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def parts_of(output: Any) -> dict[Any, Any]:
     """What an output holds, by name or place."""
     if isinstance(output, Mapping):
-        return dict(output)
+        return dict(output.items())
     return dict(enumerate(output)) if isinstance(output, tuple | list) else {0: output}

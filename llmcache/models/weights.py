@@ -1,7 +1,9 @@
 """Which weights produced a state: a digest of the trunk, made anew only of what changed.
 
-Every call compares the address and version counter of each tensor, the modules and what holds them, and the settings in
-their attributes and configs (`attributes.py` says which); that costs some 70 microseconds for BERT-base. Each tensor
+Every call that is served compares the address and version counter of each tensor, the modules and what holds them, and
+the settings in their attributes and configs (`attributes.py` says which); that costs some 70 microseconds for BERT-base
+in a row, and five times as much after a model. So where nothing was edited for 64 looks, a miss waits: what it stores
+serves only after a look that finds the weights as they were before it (`Bank.confirm`), 16 calls later at most. Each tensor
 has a digest of its own, so that an edit costs hashing what was edited; the digests of the latest states are kept, so
 that adapters or settings that take turns cost nothing. Fused optimizers write weights without moving the counter. So
 after a forward with gradients all that takes gradients is hashed again, and while gradients are held, these tensors
@@ -42,6 +44,7 @@ _CHANGED = (KeyError, TypeError, AttributeError, RuntimeError)  # an attribute i
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
 _STEADY = 64  # looks
+_MOST_WAITED = 16  # calls without a look
 MAX_HELD_BYTES = 16 << 20  # that hold gradients and are hashed in each call: some 10 ms
 
 
@@ -86,6 +89,7 @@ class Look(NamedTuple):
         refusal: See `Weights.refusal`.
         activated: See `Weights.activated`.
         modules: Those that were watched, a list that is made anew whenever one of them is another.
+        is_made: False if it is the look before, given again.
     """
 
     digest: str
@@ -93,6 +97,7 @@ class Look(NamedTuple):
     refusal: str | None
     activated: Sequence[int | None] | None
     modules: Sequence[nn.Module] = ()
+    is_made: bool = True
 
 
 class Weights:
@@ -132,7 +137,7 @@ class Weights:
         self._state: tuple[Mark | None, str] = (None, "")
         self._refusal: str | None = None
         self._rewritten: set[int] = set()
-        self._n_alike = 0
+        self._n_alike = self._n_waited = 0
 
     def digest(self, is_kept: bool = False) -> str:
         """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read.
@@ -147,19 +152,28 @@ class Weights:
                     self._refresh()
         return self._state[1]
 
-    def look(self) -> "Look":
-        """What a call has to know of the weights, as they are now."""
+    def look(self, may_wait: bool = False) -> "Look":
+        """What a call has to know of the weights, as they are now.
+
+        Args:
+            may_wait: Where nothing was edited for long, most looks are the one before; see `Look.is_made`. Whoever
+                serves by one asks `stayed` first, and whoever stores by one waits until somebody has asked.
+        """
         if (self._suspects or self._trained) and self.is_trained:
             return Look("", None, "gradients_held", None)
-        digest = self.digest()
         mark, latest = self._state
+        if waits := may_wait and self._n_waited < _MOST_WAITED and self.is_steady:
+            self._n_waited, digest = self._n_waited + 1, latest
+        else:
+            self._n_waited, digest = 0, self.digest()
+            mark, latest = self._state
         refusal, offsets = self._refusal, None
         if refusal is None and any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
             refusal = "training"
         if any(self._hooks):
             refusal = refusal or ("adapter_names" if are_by_row(self._hooks) else None)
             offsets = activated(self._hooks)
-        return Look(digest, mark if latest == digest else None, refusal, offsets, self._modules)
+        return Look(digest, mark if latest == digest else None, refusal, offsets, self._modules, not waits)
 
     @property
     def latest(self) -> str:
@@ -181,9 +195,9 @@ class Weights:
         latest = self._state[0]
         if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False
-        now = self.mark()
-        if now == mark and not (self._suspects or self._trained or self._samples.differ()):
+        if self._is_as(mark) and not (self._suspects or self._trained or self._samples.differ()):
             return True
+        self._n_alike, now = 0, self.mark()
         return (now == mark or self._may_be_alike(mark, now)) and self.digest() == digest
 
     def differs_in_values(self, before: Mark) -> bool:

@@ -6,7 +6,6 @@ Sizes: B rows, T tokens, D hidden width.
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -30,8 +29,8 @@ from llmcache.paper.fingerprints import Fingerprint
 from llmcache.paper.forwards import LayerForward, Reuse, Runner, TrunkForward, can_take_rows, copy_kv, install
 from llmcache.paper.opening import Call, Opener
 from llmcache.request.outcome import Outcome
-from llmcache.request.rows import DEFAULT_NAMESPACE, Row
-from llmcache.request.variables import is_switched_off
+from llmcache.request.rows import Row
+from llmcache.request.variables import Switches
 from llmcache.save import Saved, save
 from llmcache.stats import Stats
 from llmcache.threads import forkable
@@ -39,7 +38,7 @@ from llmcache.threads import forkable
 RUNG = "paper"
 
 
-class Layerwise:
+class Layerwise(Switches):
     """Hangs on one model. Thread-safe."""
 
     def __init__(
@@ -75,10 +74,7 @@ class Layerwise:
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
         self._is_veiled = head.pooled is not None and payload.name == "mean"
-        self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
-        is_off = is_switched_off()
-        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
-        self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+        Switches.__init__(self)
         self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
@@ -207,7 +203,7 @@ class Layerwise:
                 reuse = call.reused.get(row.number)
                 if reuse is not None and reuse.layer >= number:
                     continue
-                tensors = {"hidden": self.payload.take(states[row.number], row.valid)}
+                tensors = {"hidden": self.payload.take(states[row.number], row.valid).clone()}
                 if call.kv_cache is not None:
                     tensors |= copy_kv(call.kv_cache, row, 0 if self._is_ahead else number, number)
                 vector = None if call.vectors is None else call.vectors[row.number]

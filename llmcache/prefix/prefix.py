@@ -11,6 +11,7 @@ head, D hidden width, b tokens a block.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
 
 if TYPE_CHECKING:  # it holds this
+    from llmcache.prefix.chunks import Chunks
     from llmcache.request.call import Call
 
 #: Runs the trunk: by position, by name.
@@ -188,15 +190,28 @@ class Prefix:
 
     # -- answer --------------------------------------------------------------------------------------------------------
 
-    def answer(self, call: "Call", run: Run) -> Any:
+    def answer(self, call: "Call", run: Run, chunks: "Chunks | None") -> Any:
         """The trunk's output, with the caller's K/V filled. What is raised leaves that empty.
 
         Args:
             call: It was looked up.
             run: Runs the trunk.
+            chunks: In which it is run, if at all; what the caller raises between two of them is raised here.
         """
-        prefill = call.prefill
+        prefill, started = call.prefill, perf_counter()
         assert prefill is not None
+        try:
+            return self._answer(call, prefill, run)
+        except Exception as error:  # if it is the model's, the second run below raises it again
+            if not (prefill.whole or prefill.served) or (chunks is not None and chunks.error is error):
+                raise
+            prefill.whole, prefill.served = {}, {}
+            self._counters.error("serve a prefix", error)
+            return self._answer(call, prefill, run)
+        finally:
+            call.computing_s = perf_counter() - started
+
+    def _answer(self, call: "Call", prefill: Prefill, run: Run) -> Any:
         kind = self.kinds.get(call.kind)
         args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, prefill.kv_cache)
         try:

@@ -101,6 +101,8 @@ class Call:
     made: "Calibration | None" = None  # in force when that was done
     audited: "dict[int, Audited]" = field(default_factory=dict)  # rows that the audit drew
     is_looked_up: bool = False
+    may_wait: bool = False  # to look at the weights: nothing of it is written to a store, or kept in blocks
+    is_looked_at: bool = True  # the weights were, when it was opened
     inputs: Mapping[str, Any] = field(default_factory=dict)  # of the model, where it was prepared: see `found.py`
     versions: tuple[int, ...] = ()  # of the tensors among them
     started_s: float = field(default_factory=perf_counter)

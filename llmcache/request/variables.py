@@ -8,17 +8,25 @@ from contextvars import Context, ContextVar
 from functools import cache
 from typing import Any, TypeVar
 
+from llmcache.request.rows import DEFAULT_NAMESPACE
+
 T = TypeVar("T")
 
 logger = logging.getLogger("llmcache")
-DISABLE = "LLMCACHE_DISABLE"  # environment variable
+DISABLE = "LLMCACHE_DISABLE"  # environment variable that turns caches off: it is set, and not to 0
 #: Blocks of `setting` that are open in this context, oldest first: each with its variable and value.
 _OPEN: ContextVar[tuple[tuple[ContextVar[Any], Any], ...]] = ContextVar("llmcache_open", default=())
 
 
-def is_switched_off() -> bool:
-    """Whether `LLMCACHE_DISABLE` turns caches off: it is set, and not to 0."""
-    return os.environ.get(DISABLE, "0") not in ("", "0")
+class Switches:
+    """What the blocks of one cache set: `namespace(...)`, `disabled()`, `only_if_cached()`."""
+
+    def __init__(self) -> None:
+        """Nothing is set, but what the environment says."""
+        is_off = os.environ.get(DISABLE, "0") not in ("", "0")
+        self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
+        self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
+        self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
 
 
 @contextmanager

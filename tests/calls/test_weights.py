@@ -11,6 +11,7 @@ from accelerate import cpu_offload
 from torch import Tensor, nn
 
 from llmcache import LLMCache
+from llmcache.engines.engine import Eager
 from llmcache.errors import BankFileError, StoreError
 from llmcache.models import hashing, weights
 from tests.calls.helpers import X, assert_close, wrapped
@@ -132,10 +133,73 @@ def test_offloaded_weights_are_computed_and_counted(is_warm: bool) -> None:
     assert (stats.bypassed["meta_weights"], stats.errors, stats.n_hits) == (2, 0, 0)
 
 
-# -- edits during a call -----------------------------------------------------------------------------------------------
+# -- edits while looks at the weights wait -----------------------------------------------------------------------------
 
 
-# -- what is hashed ----------------------------------------------------------------------------------------------------
+def steady() -> LLMCache:
+    """A cache of weights that were not edited for so long that not every call looks at them; it holds 85 requests."""
+    cache = wrapped(BARE["bert"])
+    for seed in range(85):
+        cache(input_ids=tokens(1, 5, seed))
+    assert cache._core.bank.unconfirmed and cache.stats().n_stored == 85
+    return cache
+
+
+def replace_layer(model: Any) -> None:
+    model.encoder.layer[1].output.dense = nn.Linear(*reversed(model.encoder.layer[1].output.dense.weight.shape))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model: model.encoder.layer[0].output.dense.weight.mul_(1.5),
+        lambda model: model.encoder.layer[0].output.dense.weight.data.mul_(1.5),
+        lambda model: setattr(model.encoder.layer[0].output.dense.bias, "data", torch.ones(model.config.hidden_size)),
+        replace_layer,
+        set_epsilon(1.0),
+    ],
+    ids=["in place", "without a trace", "other memory", "another module", "a setting"],
+)
+def test_what_was_stored_without_a_look_serves_no_other_weights(edit: Edit) -> None:
+    cache = steady()
+    with torch.no_grad():
+        edit(cache.model)
+    for seed in (84, 80, 3):
+        check(cache, n_hits=1, input_ids=tokens(1, 5, seed))
+    assert cache.stats().errors == 0
+
+
+def test_an_edit_during_a_call_that_did_not_look_is_seen_by_the_next_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = steady()
+    weight, run, asked = cache.model.encoder.layer[0].output.dense.weight, Eager.run, tokens(1, 5, 99)
+
+    def edited(*args: Any) -> Any:
+        with torch.no_grad():
+            weight.mul_(2)
+        return run(*args)
+
+    monkeypatch.setattr(Eager, "run", edited)
+    cache(input_ids=asked)
+    monkeypatch.undo()
+    with torch.no_grad():
+        weight.mul_(0.5)  # the same numbers as before, under which the other state was stored
+    check(cache, n_hits=1, input_ids=asked)
+    check(cache, input_ids=tokens(1, 5, 3))
+    assert cache.stats().errors == 0
+
+
+def test_a_save_holds_nothing_that_was_stored_under_other_weights(tmp_path: Path) -> None:
+    cache = steady()
+    cache.save(tmp_path / "one")
+    assert LLMCache.load(build(BARE["bert"]), tmp_path / "one").stats().n_stored == 85
+    cache(input_ids=tokens(1, 5, 85))
+    with torch.no_grad():
+        cache.model.embeddings.word_embeddings.weight.mul_(1.5)
+    cache.save(tmp_path / "other")
+    assert not cache._core.bank.unconfirmed
+    other = build(BARE["bert"])
+    other.load_state_dict(cache.model.state_dict())
+    assert LLMCache.load(other, tmp_path / "other").stats().n_stored == 0
 
 
 def train_a_step(model: nn.Module) -> torch.optim.Optimizer:
