@@ -7,8 +7,8 @@ them, each cache from cold and with default settings (`experiments.measures.serv
     the model alone, exact repeats, tau, calibrated at each `max_drop`, the model alone
 
 All settings stand here in advance: tau is the paper's. Calibrated reuse learns in its own pass, from the first `LEARN`
-requests that it computes, and calibrates in a thread beside those that follow. Figures of every way are of the requests after
-that call, so that all are compared on the same ones; `whole` is of the stream with its beginning. Speed-ups are held
+requests that it computes, and calibrates in a thread beside those that follow. Figures of every way are of the requests
+after these, so that all are compared on the same ones; `whole` is of the stream with its beginning. Speed-ups are held
 against both passes of the model alone: their mean, and each of them.
 
 Sizes: N requests that are served.

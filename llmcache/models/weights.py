@@ -3,12 +3,12 @@
 Every call that is served compares the address and version counter of each tensor, the modules and what holds them, and
 the settings in their attributes and configs (`attributes.py` says which); that costs some 70 microseconds for BERT-base
 in a row, and five times as much after a model. So where nothing was edited for 64 looks, a miss waits: what it stores
-serves only after a look that finds the weights as they were before it (`Bank.confirm`), 16 calls later at most. Each tensor
-has a digest of its own, so that an edit costs hashing what was edited; the digests of the latest states are kept, so
-that adapters or settings that take turns cost nothing. Fused optimizers write weights without moving the counter. So
-after a forward with gradients all that takes gradients is hashed again, and while gradients are held, these tensors
-are hashed in every call, or, where that takes long, the call is computed. Other edits without a trace (through `.data`,
-by another process) are seen by samples (`samples.py`); after one everything is hashed again.
+serves only after a look that finds the weights as they were before it (`Bank.confirm`), 16 calls later at most. Each
+tensor has a digest of its own, so that an edit costs hashing what was edited; the digests of the latest states are
+kept, so that adapters or settings that take turns cost nothing. Fused optimizers write weights without moving the
+counter. So after a forward with gradients all that takes gradients is hashed again, and while gradients are held, these
+tensors are hashed in every call, or, where that takes long, the call is computed. Other edits without a trace (through
+`.data`, by another process) are seen by samples (`samples.py`); after one everything is hashed again.
 
 Not seen are edits without a trace that no sample meets, edits of a setting that are taken back before the call ends,
 attributes of classes but their `forward`, and what functions read from globals: call `cache.clear()` after one.

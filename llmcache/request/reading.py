@@ -66,10 +66,10 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
         NumPy arrays; on CPU they share the tensors' memory.
     """
     made: list[NDArray[Any] | None] = []
-    on = None if tensors[0] is None else tensors[0].device
-    if on is not None and on.type == "cuda":
+    first = tensors[0]
+    if first is not None and first.is_cuda:
         tensors = tuple(None if one is None else one.to("cpu", non_blocking=True) for one in tensors)
-        torch.cuda.current_stream(on).synchronize()
+        torch.cuda.current_stream(first.device).synchronize()
     for tensor in tensors:
         made.append(None if tensor is None else tensor.numpy() if tensor.is_cpu else tensor.cpu().numpy())
     return made
