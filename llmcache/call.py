@@ -404,7 +404,7 @@ class CachedForward(Swap, Switches):
             self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
             if call.audited and self._audit is not None:
                 self._audit.served(call)
-            if self.account is not None and self._semantic is not None and self._semantic.is_current(call):
+            if self.account is not None and call.made is not None:
                 self.account.took(call)
         if self._observer is not None and call.entries:
             if self._observer.answers.reads_payload:

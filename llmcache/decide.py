@@ -61,6 +61,8 @@ class Choice(NamedTuple):
 class Limits(Protocol):
     """Knows the calibration in force."""
 
+    calibration: "Calibration | None"
+
     def serving(self, weights: str) -> "Calibration | None":
         """Return the calibration for weights of this digest; None: nothing is reused approximately."""
 
@@ -188,7 +190,7 @@ class Semantic:
         if not rows:
             return
         chosen = self.choose(call, rows, vectors, forecasts)
-        if self._limits.serving(call.scope.weights) is not made:  # what was looked at may be another calibration's
+        if self._limits.calibration is not made:  # what was looked at may be another one's
             return
         call.made = made
         for row, choice, vector, forecast in zip(rows, chosen, vectors, forecasts, strict=True):

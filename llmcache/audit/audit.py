@@ -256,7 +256,7 @@ class Audit:
         assert scope is not None
         if likeness is None or made is None or not self._calibrated.serves_in(scope.namespace):
             return True
-        if self._calibrated.serving(scope.weights) is None:  # what is not looked up tells nothing
+        if call.made is None and self._calibrated.serving(scope.weights) is None:  # what is not looked up tells nothing
             return True
         for row in call.rows:
             if row.bypass_reason or not likeness.wants(row.key) or (marks := self._marking.find(call, row)) is None:

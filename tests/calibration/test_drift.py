@@ -8,6 +8,7 @@ import pytest
 
 from llmcache import LLMCache
 from llmcache.calibration.drift import DriftDetector, Marks, Profile, profile
+from llmcache.config import AuditOptions
 from tests import inside, topics
 from tests.topics import N_CALIBRATED, Inputs, batched, calibrated, classifier, known, requests
 
@@ -125,7 +126,7 @@ def often(pool: list[Inputs], n: int, power: float) -> list[Inputs]:
 @pytest.mark.slow
 def test_requests_that_come_again_and_again_void_nothing() -> None:
     pool = [*requests(N_CALIBRATED)[0], *requests(700, seed=3)[0]]
-    with calibrated(audit={"rate": 1.0, "in_background": False}) as cache:
+    with calibrated(audit=AuditOptions(rate=1.0, in_background=False)) as cache:
         for few in batched(often(pool, 1500, power=0), size=5):
             cache(**few)
             cache.drain()  # what was audited is stored, and its repeats are exact
@@ -189,10 +190,7 @@ def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
 
 @pytest.mark.slow
 def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:
-    with calibrated(
-        audit={"rate": 1.0, "in_background": False},
-        recalibrate=100,
-    ) as cache:
+    with calibrated(audit=AuditOptions(rate=1.0, in_background=False), recalibrate=100) as cache:
         made, audit = cache.calibration, inside.audit(cache)
         ask(cache, requests(90, seed=6)[0])
         cache.drain()
