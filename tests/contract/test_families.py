@@ -92,11 +92,11 @@ def test_rows_that_hit_beside_rows_that_are_computed(family: str) -> None:
     kind = the_first_kind(family)
     inputs = arguments(family, kind, inputs_of(family, kind))
     with wrapped(family, kind) as cache:
-        for numbers in ([1], [0, 1, 2], [2, 0, 1], [1, 1, 0, 2, 2]):
+        for numbers in ([1], [0, 1], [2, 1, 0], [1, 1, 0, 2, 2]):
             chosen = rows(inputs, *numbers)
             expected = ask(plain(family, kind), **chosen)
             check_same(ask(cache.model, **chosen), expected, where=f"rows {numbers}")
-        assert family in COMPUTED or cache.stats().n_hits == 1 + 3 + 5
+        assert family in COMPUTED or cache.stats().n_hits == 1 + 2 + 5
 
 
 @pytest.mark.parametrize(("family", "kind"), [(family, kind) for kind in HEADS for family in HEADS[kind]])
