@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from llmcache.heap import TRIM_EVERY, trim
 from llmcache.models.weights import Mark
 from llmcache.policies import Policy
 from llmcache.policies.shares import Shares
@@ -101,6 +102,7 @@ class Bank:
         self.nbytes = 0
         self.n_evicted = 0
         self.n_expelled = 0
+        self._n_untrimmed = 0  # entries stored since the heap was last trimmed
         self._n_hits = self._n_in_vain = 0  # entries that served, and that left without having served
         self._has_warned = False
         #: Told the key of each entry that has left and was not pinned, under the lock.
@@ -191,7 +193,7 @@ class Bank:
             mark: Of the weights before they were computed, where nobody has looked since whether these have changed:
                 whoever is to be served by them looks, and calls `confirm`. None: they have not.
         """
-        n_too_large = 0
+        n_too_large = n_stored = 0
         with self._lock:
             for entry in entries:
                 namespace = entry.scope.namespace
@@ -210,8 +212,13 @@ class Bank:
                 if mark is not None:
                     self.unconfirmed[entry.key] = mark
                 self._take_in(entry)
+                n_stored += 1
                 if cost is not None and self.heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
+        self._n_untrimmed += n_stored
+        if self._n_untrimmed >= max(TRIM_EVERY, len(self) // 8):
+            self._n_untrimmed = 0
+            trim()
         self._make_way()
         return n_too_large
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 #: From the ground up; what stands in one row knows nothing of the rows below it.
 LIBRARY = (
-    ("arrays", "errors", "threads"),
+    ("arrays", "errors", "heap", "threads"),
     ("registry", "yaml_file", "stacks", "folder"),
     ("config",),
     ("models",),
