@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmcache.cache import LLMCache
-from llmcache.found import Part
+from llmcache.errors import NotCachedError
 from llmcache.serving.keys import PUBLIC
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
@@ -67,16 +67,7 @@ class Output:
         return bool(np.isfinite(self.values).all())
 
 
-@dataclass(frozen=True, slots=True)
-class _Missing:
-    """An input that the cache does not hold."""
-
-    tokens: Tokens
-    part: Part | None = None  # the prepared call of a batch that holds it alone
-    n_batches: int = 0  # that had been computed when it was looked up
-
-
-_Found = Output | Refusal | _Missing
+_Found = Output | Refusal | Tokens  # tokens of an input that the cache does not hold
 
 
 @dataclass(eq=False, slots=True)
@@ -97,16 +88,12 @@ class _Miss:
     """An input that waits to be computed."""
 
     namespace: str
-    missing: _Missing
+    tokens: Tokens
     asked_at: float  # before it was looked up
     answer: "asyncio.Future[Output]"
     queued_at: float = field(default_factory=perf_counter)
     n_waiting: int = 0  # who wants it; at 0 nobody does any more
     is_running: bool = False
-
-    @property
-    def tokens(self) -> Tokens:
-        return self.missing.tokens
 
 
 class Encoder:
@@ -141,7 +128,6 @@ class Encoder:
         self._metrics = metrics
         self._waiting: deque[_Request] = deque()  # to be looked up, oldest first
         self._n_looked_up = 0  # requests that wait for it, or are
-        self._n_batches = 0
         self._in_flight: dict[tuple[str, Tokens], _Miss] = {}
         self._queue: list[_Miss] = []  # oldest first
         self._batching: asyncio.Task[None] | None = None
@@ -180,14 +166,15 @@ class Encoder:
             raise stopping() from None
         finally:
             self._n_looked_up -= 1
-        waiting = {i: self._wanted(request, one) for i, one in enumerate(found) if isinstance(one, _Missing)}
+        waiting = [self._wanted(request, one) if isinstance(one, Tokens) else None for one in found]
         try:
-            answers = await asyncio.gather(*(self._answer(miss) for miss in waiting.values()))
+            outputs = [
+                one if miss is None else await self._answer(miss) for miss, one in zip(waiting, found, strict=True)
+            ]
         finally:
-            for miss in waiting.values():
-                self._leave(miss)
-        computed = dict(zip(waiting, answers, strict=True))
-        outputs = [computed[i] if isinstance(one, _Missing) else one for i, one in enumerate(found)]
+            for miss in waiting:
+                if miss is not None:
+                    self._leave(miss)
         for one in outputs:
             if isinstance(one, Output):
                 self._metrics.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
@@ -223,13 +210,11 @@ class Encoder:
 
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
-    def _wanted(self, request: _Request, missing: _Missing) -> _Miss:
+    def _wanted(self, request: _Request, tokens: Tokens) -> _Miss:
         """The input that waits to be computed, which is queued now if it does not yet."""
-        loop, key = asyncio.get_running_loop(), (request.namespace, missing.tokens)
+        loop, key = asyncio.get_running_loop(), (request.namespace, tokens)
         if (miss := self._in_flight.get(key)) is None:
-            if missing.n_batches != self._n_batches:  # it may have been computed meanwhile: it is looked up again
-                missing = replace(missing, part=None)
-            miss = self._in_flight[key] = _Miss(request.namespace, missing, request.asked_at, loop.create_future())
+            miss = self._in_flight[key] = _Miss(*key, request.asked_at, loop.create_future())
             self._queue.append(miss)
             if self._batching is None or self._batching.done():
                 self._batching = loop.create_task(self._compute_all())
@@ -266,7 +251,6 @@ class Encoder:
             except Exception as error:  # the thread was closed
                 logger.warning("a batch was not computed: %s", described(error))
                 outputs = [stopping()] * len(batch)
-            self._n_batches += 1
             for miss, output in zip(batch, outputs, strict=True):
                 if isinstance(output, Output):
                     self._metrics.inference.observe(output.compute_s)
@@ -333,43 +317,46 @@ class Encoder:
 
     def _look_up(self, turn: Sequence[_Request]) -> list[list[_Found]]:
         """What there is of the inputs of each request."""
-        now, n_batches = perf_counter(), self._n_batches
+        now = perf_counter()
         found: list[list[_Found]] = []
         for request in turn:
             if now - request.asked_at > self._settings.max_queue_s:
                 found.append([_overloaded()] * len(request.items))
                 continue
-            tokens = request.tokens or self._tokenised(request.items, request.truncate, request.side)
-            found.append([_Missing(one, None, n_batches) if isinstance(one, Tokens) else one for one in tokens])
+            found.append([*(request.tokens or self._tokenised(request.items, request.truncate, request.side))])
         if not self._is_caching():
             return found
         for namespace in dict.fromkeys(request.namespace for request in turn):
             asked = [one for request, one in zip(turn, found, strict=True) if request.namespace == namespace]
-            self._search(asked, namespace, is_own=True)
+            self._search(asked, namespace)
             if self._settings.keys is not None and namespace != PUBLIC:  # without keys everybody has one namespace
-                self._search(asked, PUBLIC, is_own=False)
+                self._search(asked, PUBLIC)
         return found
 
-    def _search(self, asked: Sequence[list[_Found]], namespace: str, is_own: bool) -> None:
-        """Put in the place of missing inputs what a namespace holds, or a prepared call where that is their own."""
-        missing = [(found, i, one) for found in asked for i, one in enumerate(found) if isinstance(one, _Missing)]
-        for numbers in self._parts([one.tokens for *_, one in missing]):
-            tokens = [missing[number][2].tokens for number in numbers]
+    def _search(self, asked: Sequence[list[_Found]], namespace: str) -> None:
+        """Put outputs in the place of inputs that a namespace holds."""
+        missing = [(found, i, one) for found in asked for i, one in enumerate(found) if isinstance(one, Tokens)]
+        for numbers in self._parts([tokens for *_, tokens in missing]):
+            part = [missing[number] for number in numbers]
             try:
-                with self._cache.namespace(namespace):
-                    looked_up = self._cache.look_up(self.padded(tokens))
-                rows = () if looked_up.served is None else looked_up.served.rows
-                served = self._run([tokens[row] for row in rows], namespace, looked_up.served) if rows else []
+                served = self._served([tokens for *_, tokens in part], namespace)
             except Exception as error:
                 logger.error("inputs could not be looked up, and are computed: %s", described(error))
                 continue
-            for row, output in zip(rows, served, strict=True):
-                found, i, _ = missing[numbers[row]]
-                if output.is_finite:
+            for (found, i, _), output in zip(part, served, strict=True):
+                if output is not None and output.is_finite:
                     found[i] = output
-            if is_own and looked_up.missing is not None and len(looked_up.missing.rows) == 1:
-                found, i, one = missing[numbers[looked_up.missing.rows[0]]]
-                found[i] = replace(one, part=looked_up.missing)
+
+    def _served(self, tokens: Sequence[Tokens], namespace: str) -> list[Output | None]:
+        """Outputs of inputs that a namespace holds; None of others. A call serves all of its rows or none."""
+        try:
+            with self._cache.only_if_cached():
+                return [*self._run(tokens, namespace)]
+        except NotCachedError as error:
+            missing = range(len(tokens)) if error.rows is None else error.rows
+        held = [i for i in range(len(tokens)) if i not in missing]
+        outputs = dict(zip(held, self._served([tokens[i] for i in held], namespace), strict=True)) if held else {}
+        return [outputs.get(i) for i in range(len(tokens))]
 
     def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:
         """Numbers of inputs that are looked up in one call: as many tokens as a batch has, and of about one length.
@@ -394,21 +381,19 @@ class Encoder:
         """Outputs of a batch; where it fails, of each by itself, so that one that fails does not spoil the others."""
         tokens = [miss.tokens for miss in batch]
         self._metrics.batch(len(batch), sum(map(len, tokens)))
-        part = batch[0].missing.part if len(batch) == 1 else None
         try:
-            made = self._run(tokens, batch[0].namespace, part)
+            made = self._run(tokens, batch[0].namespace)
         except Exception as error:
             if len(batch) == 1:
                 return [self._failed(described(error))]
             return [self._compute([miss])[0] for miss in batch]
         return [one if one.is_finite else self._failed("its output is not finite") for one in made]
 
-    def _run(self, tokens: Sequence[Tokens], namespace: str, part: Part | None = None) -> list[Output]:
-        """Outputs of inputs, which may be those of a part that was looked up; computed ones are stored."""
+    def _run(self, tokens: Sequence[Tokens], namespace: str) -> list[Output]:
+        """Outputs of inputs; computed ones are stored."""
         begun = perf_counter()
-        inputs = self.padded(tokens) if part is None else part.inputs
         with torch.inference_mode(), self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled():
-            values = self._forward(inputs).float().cpu().numpy()
+            values = self._forward(self.padded(tokens)).float().cpu().numpy()
         outcomes, took = self._cache.last, perf_counter() - begun
         rungs = [one.rung for one in outcomes] if len(outcomes) == len(values) else [None] * len(values)
         return [Output(values[i], len(one), rungs[i], 0.0, took) for i, one in enumerate(tokens)]

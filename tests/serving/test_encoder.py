@@ -169,7 +169,7 @@ def test_what_cannot_be_served_is_computed(
         raise ValueError("of what was asked")
 
     if what == "looked up":
-        monkeypatch.setattr(LLMCache, "look_up", fails)
+        monkeypatch.setattr(LLMCache, "only_if_cached", fails)
     else:
         server.model.register_forward_hook(fails_once, with_kwargs=True)
     check(server, TEXTS[:1], ask(client, TEXTS[0]))
