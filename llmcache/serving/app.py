@@ -49,9 +49,8 @@ def create_app(server: Server) -> FastAPI:
         title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.server = server
-    for part in (tei, openai_encoders, openai_decoders, metrics, admin, page):
-        app.include_router(part.router)
-    app.include_router(_alive)
+    for router in (*(part.router for part in (tei, openai_encoders, openai_decoders, metrics, admin, page)), _alive):
+        app.router.routes.extend(router.routes)  # an included router is searched twice for each request
     install_handlers(app)
     app.add_middleware(Front, server=server, keys=keys)
     if server.settings.otlp_endpoint is not None:

@@ -17,6 +17,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 
 from llmcache.generation import StoppedBy, Token
 from llmcache.generation.detokenizer import Detokenizer
+from llmcache.serving.body_route import BodyRoute
 from llmcache.serving.decoder import Decoder, Generating, Ids
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from llmcache.serving.front import unless_gone
@@ -25,7 +26,7 @@ from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, Gene
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _T = TypeVar("_T")
 _SHORT: Final = 16  # tokens of a completion where none are asked for, as OpenAI has it

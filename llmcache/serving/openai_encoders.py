@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from pydantic_core import to_json
 
+from llmcache.serving.body_route import BodyRoute
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
@@ -31,7 +32,7 @@ from llmcache.serving.tei import (
 )
 from llmcache.serving.tokenizing import Item
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _CUT: Final = "set `truncate_prompt_tokens` to -1"
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
+from llmcache.serving.body_route import BodyRoute
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.front import unless_gone
@@ -22,7 +23,7 @@ from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
 from llmcache.serving.tokenizing import Item, Prompted, Tokens
 
-router = APIRouter(tags=["text-embeddings-inference"])
+router = APIRouter(tags=["text-embeddings-inference"], route_class=BodyRoute)
 
 _FAST = Field(fail_fast=True)  # a million wrong items are one error
 Texts = Annotated[list[StrictStr], _FAST]
@@ -141,14 +142,15 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
 
 
 @router.post("/predict")
-async def predict(body: PredictRequest, request: Request) -> JSONResponse:
+async def predict(body: PredictRequest, request: Request) -> Response:
     """Labels with scores, best first, of each input."""
     server: Server = request.app.state.server
     server.needs("classifier")
     items, is_batch = classified_of(body.inputs)
     made = await computed(server, items, request, body, Fields("inputs", is_batch))
     found = [_ranked(server, one.values, body.raw_scores) for one in made]
-    return JSONResponse(found if is_batch else found[0], headers=headers(server, made))
+    n_labels = len(server.served.labels)
+    return await rendered(found if is_batch else found[0], n_labels * len(found), headers(server, made))
 
 
 @router.post("/rerank")
@@ -369,7 +371,10 @@ def sigmoid(logit: float) -> float:
 def _ranked(server: Server, logits: NDArray[np.float32], raw: bool) -> list[dict[str, Any]]:
     scores = logits.astype(np.float64) if raw else probabilities(server, logits)
     order = np.argsort(-scores, kind="stable")
-    return [{"score": float(scores[i]), "label": server.served.labels[i]} for i in order]
+    return [
+        {"score": score, "label": server.served.labels[i]}
+        for i, score in zip(order, scores[order].tolist(), strict=True)
+    ]
 
 
 def _text_or_pair(texts: list[str]) -> Item:
