@@ -47,6 +47,7 @@ _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _REQUEST_IDS = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _BASIC: Final = ("WWW-Authenticate", 'Basic realm="llmcache", charset="UTF-8"')
 _CLIENT_GONE = 499  # in place of a status, where none was sent
+_SOON_S = 0.02  # work that ends within it, as a hit does, is not cancelled if its client goes
 _LINGER_S = 2.0  # what still comes of a body that was refused is dropped for so long
 
 
@@ -221,12 +222,13 @@ def route_path(scope: Scope) -> str:
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """Do work for a client that is there; if it goes, the work is cancelled.
+    """Do work for a client that is there; if it goes, work that takes longer is cancelled.
 
     Raises:
         ClientDisconnect: It has gone.
     """
     task, is_gone = asyncio.current_task(), False
+    watching: asyncio.Task[None] | None = None
     assert task is not None
 
     async def watch() -> None:
@@ -236,7 +238,11 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
         is_gone = True
         task.cancel()
 
-    watching = asyncio.create_task(watch())
+    def begin() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(watch())
+
+    soon = asyncio.get_running_loop().call_later(_SOON_S, begin)
     try:
         return await work
     except asyncio.CancelledError:
@@ -244,7 +250,9 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
             raise
         raise ClientDisconnect from None
     finally:
-        watching.cancel()
+        soon.cancel()
+        if watching is not None:
+            watching.cancel()
 
 
 class _Routes:
