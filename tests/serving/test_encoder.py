@@ -114,22 +114,6 @@ def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_bat
     assert figure(server, "batch_next_size_count") == 2  # both in one
 
 
-def test_a_miss_is_looked_up_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    n_opened = []
-    from llmcache.request.reading import RequestReader
-
-    read = RequestReader.read
-
-    def counted(self: RequestReader, *given: Any) -> Any:
-        n_opened.append(1)
-        return read(self, *given)
-
-    ask(client, TEXTS[0])
-    monkeypatch.setattr(RequestReader, "read", counted)
-    assert rungs(client, TEXTS[1]) == "none" and len(n_opened) == 1
-    assert rungs(client, TEXTS[1]) == "exact" and len(n_opened) == 2
-
-
 def test_what_fails_spoils_no_other_and_quotes_nothing(
     client: TestClient, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
