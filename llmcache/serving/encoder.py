@@ -166,15 +166,13 @@ class Encoder:
             raise stopping() from None
         finally:
             self._n_looked_up -= 1
-        waiting = [self._wanted(request, one) if isinstance(one, Tokens) else None for one in found]
+        wanted = [self._wanted(request, one) if isinstance(one, Tokens) else one for one in found]
         try:
-            outputs = [
-                one if miss is None else await self._answer(miss) for miss, one in zip(waiting, found, strict=True)
-            ]
+            outputs = [await self._answer(one) if isinstance(one, _Miss) else one for one in wanted]
         finally:
-            for miss in waiting:
-                if miss is not None:
-                    self._leave(miss)
+            for one in wanted:
+                if isinstance(one, _Miss):
+                    self._leave(one)
         for one in outputs:
             if isinstance(one, Output):
                 self._metrics.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)

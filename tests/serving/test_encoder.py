@@ -114,6 +114,18 @@ def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_bat
     assert figure(server, "batch_next_size_count") == 2  # both in one
 
 
+@pytest.mark.parametrize(
+    "body", ['{"inputs": "lost my card"}', '{"inputs": 1}', '{"inputs"', "[]", "", '{"inputs": "a", "more": 1}']
+)
+def test_a_body_is_read_alike_whatever_its_content_type_adds(client: TestClient, body: str) -> None:
+    plain, charset = (
+        client.post("/predict", content=body, headers={"content-type": f"application/json{more}"})
+        for more in ("", "; charset=utf-8")
+    )
+    assert plain.status_code == (200 if "lost" in body or "more" in body else 422)
+    assert (plain.status_code, plain.json()) == (charset.status_code, charset.json())
+
+
 def test_what_fails_spoils_no_other_and_quotes_nothing(
     client: TestClient, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
