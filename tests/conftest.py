@@ -1,6 +1,7 @@
 """Shared by all tests: no network, one thread each in torch and FAISS, seeded."""
 
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -9,7 +10,8 @@ from collections import Counter
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,17 @@ import pytest
 # Nothing heavy is imported here: the process that hands tests out to others would import it before they begin.
 
 
+#: What is traced while it is imported takes twice as long: these are imported before llmcache, whose own modules are.
+_OF_OTHERS = ("faiss", "hypothesis", "peft", "sentence_transformers", "sklearn.linear_model", "tests.tiny_models")
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    if not session.config.getoption("numprocesses", None):  # else other processes collect
+        with _untraced():
+            for name in _OF_OTHERS if session.config.getoption("cov_source", None) else ():
+                importlib.import_module(name)
+            _set_examples()
     # Collecting garbage then looks at what tests made, not at all of torch and transformers, for a third of a second.
     gc.disable()
     try:
@@ -30,6 +41,27 @@ def pytest_collection() -> Generator[None, object, object]:
         # Little of what models are made of is garbage: looking for some each 700 objects took a tenth of all tests.
         gc.set_threshold(20_000, 20, 20)
         gc.enable()
+
+
+def _set_examples() -> None:
+    """Properties are tried on 30 examples, not on hypothesis' 100: nearly all of them are traced."""
+    from hypothesis import settings
+
+    settings.register_profile("suite", max_examples=30)
+    settings.load_profile("suite")
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    # Not by pytest-cov's own pause: in a process of xdist's that leaves another tracer, begun before its own, at work.
+    tracers = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracers[0])
+        threading.settrace(tracers[1])
 
 
 @pytest.hookimpl(trylast=True)
@@ -59,17 +91,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Coverage is what quick tests cover: those marked slow are not traced, which would make them slower still."""
-    if not _is_slow(item):
+    with nullcontext() if not _is_slow(item) else _untraced():
         return (yield)
-    # Not by pytest-cov's own pause: in a process of xdist's that leaves another tracer, begun before its own, at work.
-    tracers = sys.gettrace(), threading.gettrace()
-    sys.settrace(None)
-    threading.settrace(None)
-    try:
-        return (yield)
-    finally:
-        sys.settrace(tracers[0])
-        threading.settrace(tracers[1])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -69,21 +69,26 @@ def test_mixed_calls_compile_nothing_and_answer_as_the_model_does(
     assert figures(cache).n_graphs == len(lengths) * len(rows)
     generator = torch.Generator().manual_seed(7)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for number in range(200):
+        for number in range(80):
             agree(cache, plain(family, "classifier"), **mixed_call(number, generator))
     stats, found = cache.stats(), figures(cache)
     assert set(found.eager) == {"shape"}
-    assert min(found.n_requests, found.eager["shape"], stats.hits["exact"]) > 40
+    assert min(found.n_requests, found.eager["shape"], stats.hits["exact"]) > 10
     assert (stats.errors, stats.bypassed, found.n_failed, found.n_dropped) == (0, {}, 0, 0)
     assert found.n_requests + sum(found.eager.values()) == stats.n_misses - 1  # one came before compile()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "kind", "backend"),
-    [("bert", "classifier", "inductor"), *((one, "bare", "eager") for one in ("roberta", "distilbert", "electra"))],
+    ("family", "kind", "backend", "given"),
+    [
+        ("bert", "classifier", "inductor", {}),
+        ("bert", "classifier", "eager", {"return_dict": False}),
+        ("roberta", "bare", "eager", {}),
+        ("distilbert", "bare", "eager", {"return_dict": False}),
+        ("electra", "bare", "eager", {}),
+    ],
 )
-@pytest.mark.parametrize("given", [{}, {"return_dict": False}])
 def test_families_and_outputs(family: str, kind: str, backend: str, given: dict[str, Any]) -> None:
     cache = compiled(family, kind, rows=(2,), backend=backend)
     cache(**padded([5], seed=9), **given)  # the first of its kind shows how the output is packed

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from experiments.runs.grid import load_experiments
 from tests.experiments.commands import Commands
 from tests.experiments.test_measure_latency import save_gpt2
 
@@ -40,16 +41,22 @@ def test_all_is_measured_that_is_asked(tmp_path: Path, command: Commands, monkey
     monkeypatch.chdir(ROOT)  # the target names its configs from here
     model, results = save_gpt2(tmp_path / "tiny", layers=1, positions=192), tmp_path / "gpu"
     asked = commands_of_target(**QUICKLY, MODELS=model, GENERATE=model, COMPILED=model, GPU_RESULTS=results)
-    asked[1] += ["--set", "dtypes=[bfloat16]"]  # to be done sooner
+    changes = [change for option, change in itertools.pairwise(asked[0]) if option == "--set"]
+    settings = [run.experiment.to_dict() for run in load_experiments(Path(asked[0][1]), changes)]
+    entries = {"as the paper": 8, "all tokens": 8, "pooled": 64}
+    for number, found in enumerate(settings, start=1):
+        assert (found["batch_sizes"], found["dtypes"], found["banks"]) == ([number], [*DTYPES], [*BANKS])
+        assert (found["entries"], found["kept"]) == (entries, [*entries]) and found["token_heads"] == [str(model)]
+    asked[0] += ["--set", "kept=[pooled]", "--set", "token_heads=[]"]  # to be done sooner, as are the next two
+    asked[1] += ["--set", "dtypes=[bfloat16]"]
     asked[2] += ["--set", "new_tokens=2"]
     assert [command(*words) for words in asked] == [0, 0, 0]
     expected = set(itertools.product(DTYPES, (1, 2), BANKS))
 
     calls = calls_of(results, "table1_latency")
-    assert len(calls) == 5 * len(expected)  # three ways to keep entries, and another head with two of them
+    assert len(calls) == len(expected)
     assert {(row["dtype"], row["batch_size"], row["banks"]) for row in calls} == expected
-    kept = {"as the paper": 8, "all tokens": 8, "pooled": 64}
-    assert {(row["kept"], row["entries"]) for row in calls} == set(kept.items())
+    assert {(row["kept"], row["entries"]) for row in calls} == {("pooled", 64)}
     assert all(row["exact_hit_is_equal"] for row in calls)
     assert {row["detail"]["nocache_ms"]["n"] for row in calls} == {10}
     assert {row["detail"]["service"]["nocache_ms"]["n"] for row in calls} == {10}

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def n_requests(request: pytest.FixtureRequest) -> int:
     """Of each route, and as many that break its schema."""
-    return int(request.config.getoption("fuzz_requests", default=10))
+    return int(request.config.getoption("fuzz_requests", default=3))
 
 
 @pytest.fixture

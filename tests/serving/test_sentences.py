@@ -58,8 +58,19 @@ def _check(folder: Path, *, is_normal: bool = True) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("default", [None, "document"])
-@pytest.mark.parametrize("mode", ["mean", "cls", "max", "lasttoken", "weightedmean", ("cls", "mean")], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "default"),
+    [
+        ("mean", None),
+        ("mean", "document"),
+        ("cls", "document"),
+        ("max", None),
+        ("lasttoken", "document"),
+        ("weightedmean", None),
+        (("cls", "mean"), "document"),
+    ],
+    ids=str,
+)
 def test_prompts_that_pooling_leaves_out(models: Path, tmp_path: Path, mode: Any, default: str | None) -> None:
     from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -69,11 +80,17 @@ def test_prompts_that_pooling_leaves_out(models: Path, tmp_path: Path, mode: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [{"do_lower_case": True}, {"max_seq_length": 6}, {"truncate_dim": 5}, {"truncate_dim": 500}, {}],
+    ("settings", "is_left_out"),
+    [
+        ({"do_lower_case": True}, True),
+        ({"max_seq_length": 6}, True),
+        ({"max_seq_length": 6}, False),
+        ({"truncate_dim": 5}, True),
+        ({"truncate_dim": 500}, False),
+        ({}, False),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("is_left_out", [True, False])
 def test_settings_and_modules_of_a_model(
     models: Path, tmp_path: Path, settings: dict[str, Any], is_left_out: bool
 ) -> None:
