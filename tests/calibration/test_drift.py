@@ -152,7 +152,7 @@ def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
     with LLMCache.load(model, tmp_path) as cache:
         assert ("semantic" in ask(cache, requests(60, seed=9)[0])) == (noise == 0.2)
         assert known(cache).status == (before if noise == 0.2 else "drifted")
-        assert cache.calibrate(batched(requests(700)[0])).is_certified
+        assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).is_certified
         assert known(cache).status == before
 
 
@@ -179,12 +179,13 @@ def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
-    learned, rng = requests(700)[0], np.random.default_rng(1)
-    with LLMCache.wrap(classifier(), learn=700, max_drop=0.05, audit=0.05) as cache:
+    learned, rng = requests(N_CALIBRATED + 50)[0], np.random.default_rng(1)
+    with LLMCache.wrap(classifier(), learn=N_CALIBRATED, max_drop=0.05, audit=0.05) as cache:
         ask(cache, learned)
         cache.drain()
         assert known(cache).status == "certified"
-        ask(cache, [learned[rng.integers(700)] if rng.random() < share else one for one in requests(800, seed=6)[0]])
+        fresh = requests(500, seed=6)[0]
+        ask(cache, [learned[rng.integers(N_CALIBRATED)] if rng.random() < share else one for one in fresh])
         assert known(cache).status == "certified"
 
 

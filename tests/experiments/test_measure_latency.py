@@ -99,9 +99,10 @@ def remember(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[An
 
 
 def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
-    rows = measured(SMALL, folders, dtypes=DTYPES, batch_sizes=[1, 2]).rows
+    several = measured(SMALL, folders, dtypes=DTYPES, batch_sizes=[2]).rows
+    rows = [*several, *measured(SMALL, folders, dtypes=DTYPES[:1], batch_sizes=[1], kept=["pooled"]).rows]
     named = [(row["kept"], row["batch_size"], row["dtype"]) for row in rows]
-    assert named == [(kept, n, dtype) for kept in ENTRIES for n in (1, 2) for dtype in DTYPES]
+    assert named == [*((kept, 2, dtype) for kept in ENTRIES for dtype in DTYPES), ("pooled", 1, "float32")]
     classifier = tf.AutoModelForSequenceClassification.from_pretrained(folders.models / "tiny")
     n_weights = sum(parameter.numel() for parameter in classifier.parameters())
     for row in rows:

@@ -54,8 +54,16 @@ def recorded(task: str) -> Recording:
     return Recording(build(make_task(TASKS[task]), Folders(), 0))
 
 
-@pytest.mark.parametrize("fingerprint", ["mean", "attention", "minhash", "simhash", PCA])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "fingerprint"),
+    [
+        *((task, "mean") for task in TASKS),
+        ("openbookqa", "simhash"),
+        ("squad_v2", "attention"),
+        ("stream", PCA),
+        ("wikitext", "minhash"),
+    ],
+)
 def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     recording = recorded(task)
     workload = recording.workload

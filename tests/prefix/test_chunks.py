@@ -54,9 +54,9 @@ def test_all_is_as_in_one_run(model: Any, kind: str) -> None:
     assert stats.errors == 0
 
 
-def test_logits_at_all_positions(model: Any) -> None:
-    plain = [run(model, ids).logits for ids in (LONG, LONGER)]
-    cache = wrapped(model)
+def test_logits_at_all_positions(llama: Any) -> None:
+    plain = [run(llama, ids).logits for ids in (LONG, LONGER)]
+    cache = wrapped(llama)
     for ids, own in zip((LONG, LONGER), plain, strict=True):
         with cache.chunked(SIZE, lambda: None):
             close(cache(ids).logits, own)

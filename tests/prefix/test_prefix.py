@@ -157,10 +157,14 @@ def test_positions_that_differ_do_not_share(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "n"), [(24, 12, 11), (24, 10, 9), (12, 24, 12), (10, 24, 10), (24, 3, 0), (3, 24, 0)]
+    ("family", "stored", "asked", "n"),
+    [
+        *((family, *lengths) for family in FAMILIES for lengths in ((24, 10, 9), (10, 24, 10))),
+        *(("llama", *lengths) for lengths in ((24, 12, 11), (12, 24, 12), (24, 3, 0), (3, 24, 0))),
+    ],
 )
-def test_a_prompt_within_another_and_around_it(model: nn.Module, stored: int, asked: int, n: int) -> None:
-    cache = wrapped(model, STEM[:, :stored])
+def test_a_prompt_within_another_and_around_it(family: str, stored: int, asked: int, n: int) -> None:
+    cache = wrapped(build(FAMILIES[family]), STEM[:, :stored])
     close(cache(STEM[:, :asked]).logits, plainly(cache, STEM[:, :asked]).logits)
     assert cache.stats().n_prefix_tokens == n
 

@@ -104,9 +104,17 @@ def test_a_prompt_that_does_not_fit_is_counted_and_its_beginning_serves(model: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", CACHES)
-@of_each_length
+@pytest.mark.parametrize(
+    ("family", "kind", "length"),
+    [
+        *((family, kind, LENGTHS["blocks and a tail"]) for family in FAMILIES for kind in CACHES),
+        *(
+            ("llama", kind, LENGTHS[name])
+            for kind in ("none", "static")
+            for name in ("shorter than a block", "full blocks")
+        ),
+    ],
+)
 def test_a_repeat_comes_back_bit_for_bit_and_nothing_runs(
     family: str, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

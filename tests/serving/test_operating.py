@@ -396,7 +396,7 @@ def test_in_a_browser(browser: Any, models: Path, tmp_path: Path) -> None:
 def test_a_cache_that_is_calibrated_is_served_with_its_bound(models: Path) -> None:
     server = make_server(models / "classifier", {"max_drop": 0.2})
     with client_of(server) as client:
-        texts = [f"my card w{i % 60} w{i % 7} w{i % 11}" for i in range(700)]
+        texts = [f"my card w{i % 60} w{i % 7} w{i % 11}" for i in range(300)]
         cache: LLMCache = server.cache
         cache.calibrate([server.tokenizer(one, return_tensors="pt") for one in texts])
         text = shown(client)

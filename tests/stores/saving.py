@@ -19,7 +19,7 @@ import torch
 from llmcache import LLMCache
 from tests.tiny_models import BARE, build, padded
 
-N_SAVERS, N_LOADS, N_KILLED = 3, 6, 10
+N_SAVERS, N_LOADS, N_KILLED = 2, 4, 6
 
 
 def fork(do: Callable[[], None]) -> int:

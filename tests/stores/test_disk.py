@@ -210,7 +210,7 @@ def kill(folder: Path, times: int) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_it_whole(tmp_path: Path) -> None:
-    times = 50
+    times = 24
     seen = kill(tmp_path, times)
     assert seen["found"] > times
     wrong = {"wrong": 0, "purged": 0, "missing": 0, "miscounted": 0}
