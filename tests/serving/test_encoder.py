@@ -194,7 +194,7 @@ def test_a_queue_that_is_too_slow_refuses(models: Path, pool: ThreadPoolExecutor
             first = pool.submit(ask, client, "my card")
             wait_until(lambda: figure(server, "num_requests_running") == 1 and server.n_waiting == 0)
             late = pool.submit(ask, client, "my cash")
-            wait_until(lambda: server.n_waiting == 1)
+            wait_until(lambda: server.n_waiting == 1 or late.done())  # on a busy machine it was refused by now
             time.sleep(0.1)
         assert first.result().status_code == 200
         assert (late.result().status_code, late.result().headers["retry-after"]) == (429, "1")
