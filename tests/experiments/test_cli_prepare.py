@@ -67,7 +67,7 @@ FIGURES = {
 @pytest.mark.parametrize("recipe", FIGURES)
 def test_every_training(recipe: str, prepare: Prepare, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare(recipe) == 0
-    assert command.err == ""
+    assert all(line.startswith("Training (") for line in command.err.splitlines())  # of one that takes seconds
     *table, last = command.out.splitlines()
     assert last == f"made: {prepare.models / recipe}"
     assert table[0] == recipe
