@@ -75,7 +75,8 @@ def test_latency_is_from_when_a_request_was_due() -> None:
     """One answer at a time, 50 ms each: the third of three that are due at once has waited for two."""
     with stub("--ms 50") as server:
         found = load(server, [0.0, 0.0, 0.0, 300.0])
-    assert sorted(found.latency_ms)[2:] == pytest.approx([100, 150], abs=45)
+    waited_for_one, waited_for_two = sorted(found.latency_ms)[2:]
+    assert waited_for_one >= 95 and waited_for_two >= 145  # from when they were sent it would be 50
     assert found.done_s[3] > 0.35 and not found.is_cut and found.figures()["statuses"] == {"200": 4}
     late = Load(*(np.array(one) for one in ([0.0], [0.4], [0.5], [200])), [None], 1.0, 0.0)
     assert late.latency_ms == pytest.approx([500]) and late.figures()["lag_p99_ms"] == pytest.approx(400)
