@@ -1,8 +1,7 @@
 """Nearest neighbours of a fingerprint, by FAISS. An index holds rows under integer ids; the caller holds the lock."""
 
-from llmcache.index.auto import AutoIndex
 from llmcache.index.base import Index
-from llmcache.index.flat import BinaryIndex, FlatIndex
+from llmcache.index.flat import AutoIndex, BinaryIndex, FlatIndex
 from llmcache.index.hnsw import HNSWIndex
 from llmcache.index.lsh import LSHIndex
 from llmcache.registry import Registry

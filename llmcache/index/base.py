@@ -1,10 +1,8 @@
 """The interface of an index. B: queries, N: rows, F: dimensions of a fingerprint, k: neighbours asked for."""
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Ids
 
@@ -108,23 +106,3 @@ def check_positive(**options: int) -> None:
 def no_rows(n_queries: int, width: int = 0) -> tuple[Ids, Floats]:
     """The result of a search that found nothing: id -1 and similarity -inf, (B, width)."""
     return np.full((n_queries, width), -1, np.int64), np.full((n_queries, width), -np.inf, np.float32)
-
-
-def load_faiss() -> Any:
-    """FAISS, whose types know half of it. It takes a while to import, so only what uses it does."""
-    import faiss
-
-    return faiss
-
-
-def in_one_thread(search: Any, x: NDArray[Any], *arguments: Any) -> Any:
-    """Call a search of FAISS, for one query in one thread: a team has nothing to share out, and is waited for."""
-    faiss = load_faiss()
-    if len(x) > 1:
-        return search(x, *arguments)
-    n_threads = faiss.omp_get_max_threads()  # of the calling thread alone
-    faiss.omp_set_num_threads(1)
-    try:
-        return search(x, *arguments)
-    finally:
-        faiss.omp_set_num_threads(n_threads)

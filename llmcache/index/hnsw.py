@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Floats, Ids
-from llmcache.index.base import Index, check_ids, check_query, in_one_thread, load_faiss, no_rows
+from llmcache.index.base import Index, check_ids, check_query, no_rows
+from llmcache.index.flat import in_one_thread, load_faiss
 
 
 class HNSWIndex(Index):
