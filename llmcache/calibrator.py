@@ -19,7 +19,7 @@ from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
 from llmcache.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
-from llmcache.calibration.observer import ModelForward, Observer, collect
+from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
 from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
 from llmcache.calibration.risk_target import Sources as Growth
@@ -37,7 +37,7 @@ from llmcache.index import AutoIndex
 from llmcache.models.adapters import Trunk, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
-from llmcache.models.hooks import Installed
+from llmcache.models.hooks import Installed, ModelForward
 from llmcache.models.packing import Payload
 from llmcache.models.twin import make_replicas, run_unseen
 from llmcache.models.weights import Weights
@@ -102,7 +102,7 @@ class Calibrator:
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers)
         self.calibrated = CalibratedReuse(fitter, rest, counters, config)
         self._observer = Observer(answers, answer_of, rest)
-        self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated)
+        self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated, rest, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
             bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue

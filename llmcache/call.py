@@ -10,9 +10,11 @@ Failures of the cache are counted, logged once, and computed around. Errors of t
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import filterfalse, repeat
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -51,7 +53,7 @@ from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
 _MOST_SCOPES = 256  # that are remembered
-_NOT_BUSY = nullcontext()
+_REASON = attrgetter("bypass_reason")
 
 
 class CachedForward(Swap, Switches):
@@ -97,6 +99,7 @@ class CachedForward(Swap, Switches):
         self._observer: Observer | None = None
         self._semantic: Semantic | None = None
         self._audit: Audit | None = None
+        self._worker: AbstractContextManager[object] = nullcontext()  # of the audit, if that is on
         self._sharing: SharedCalibration | None = None
         self.account: Account | None = None  # None: searches that do not pay are made all the same
         self.is_retired = False
@@ -116,7 +119,7 @@ class CachedForward(Swap, Switches):
     def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
         """Add the rung `semantic`, asked last, and who learns from calls. Without a calibration it serves nothing."""
         self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
-        self.rungs = (*self.rungs, semantic)
+        self._worker, self.rungs = audit.worker if audit.is_on else self._worker, (*self.rungs, semantic)
 
     def on(self, trunk: Trunk, engine: str) -> "CachedForward":
         """Stand in for a twin of the trunk, whose calls are keyed by this engine, observed and never stored."""
@@ -143,7 +146,7 @@ class CachedForward(Swap, Switches):
             return self.original(*args, **kwargs)
         # Some calls are computed to be observed: nothing serves them, and nothing of them is stored.
         is_collecting = self._observer is not None and self._observer.collected.get() is not None
-        with _NOT_BUSY if self._audit is None or is_collecting else self._audit.busy():
+        with nullcontext() if is_collecting else self._worker:
             before, call = getattr(self._local, "last", ()), self.open(args, kwargs, is_collecting)
             try:
                 if not self.look_up(call):
@@ -231,7 +234,7 @@ class CachedForward(Swap, Switches):
             call.take_over(known, range(len(known.rows)))
             return None
         call.requests = self._reader.read(
-            call.arguments, call.mask_4d, call.scope, state.content, look.activated, call.is_whole
+            call.arguments, call.mask_4d, call.scope, state.tables, look.activated, call.is_whole
         )
         call.rows = call.requests.rows
         if form.keeps_kv:
@@ -275,12 +278,7 @@ class CachedForward(Swap, Switches):
                 missing = tuple(row.number for row in call.rows if row.number not in found) if not call.reason else None
                 raise NotCachedError(missing)
         if self._audit is not None and call.reason is None and call.prefill is None and not call.is_collected:
-            with self._counters.guard("draw for the audit") as tried:
-                self._audit.draw(call)
-            if tried.has_failed:
-                # Without the audit no hit of `semantic` is served; these alone have an `answer`.
-                call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
-                self.withdraw(call)
+            self._audit.draw(call)
         return True
 
     def _are_unchanged(self, call: Call) -> bool:
@@ -300,8 +298,10 @@ class CachedForward(Swap, Switches):
         is_known = call.kind in self.packings or self.packings.are_known(call.kind)  # how an output is put together
         if not (is_known or self._stored):
             return
+        rows = list(filterfalse(_REASON, call.rows))
         for rung in self.rungs:
-            rows = [row for row in call.rows if not row.bypass_reason and row.number not in call.hits]
+            if call.hits:
+                rows = [row for row in rows if row.number not in call.hits]
             if not rows:
                 break
             if rung.is_lossless:
@@ -399,7 +399,7 @@ class CachedForward(Swap, Switches):
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
             return
         if not call.is_collected:
-            self._local.last = outcomes = tuple([self._outcome(call, row) for row in call.rows])
+            self._local.last = outcomes = tuple(map(self._outcome, repeat(call), call.rows))
             n_prompt = 0 if prefill is None else sum(r.n_valid for r in call.rows if r.number not in prefill.whole)
             self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
             if call.audited and self._audit is not None:
@@ -466,7 +466,7 @@ class CachedForward(Swap, Switches):
         hit, choice = call.hits.get(row.number), call.choices.get(row.number)
         risk = None if choice is None else choice.risk
         if hit is None:
-            return Outcome(row.key, similarity=None if choice is None else choice.neighbour.similarity, risk=risk)
+            return Outcome(row.key, similarity=None if choice is None else choice.similarity, risk=risk)
         return Outcome(row.key, hit.rung, self._depth - 1, hit.source, hit.similarity, risk)
 
     def observe(self, call: Call, output: Any) -> None:

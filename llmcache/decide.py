@@ -11,8 +11,8 @@ Sizes: B rows, n neighbours that were found, at most k, F features, C outputs, S
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
-from math import exp, inf, log
-from operator import mul
+from math import exp, inf, isfinite, isnan, log
+from operator import attrgetter, mul
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -21,10 +21,13 @@ from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.bank import Bank
 from llmcache.content_gate import ContentGate
+from llmcache.counters import Counters
 from llmcache.fingerprint import Learned
+from llmcache.models.weights import Weights
+from llmcache.request.call import Hit
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Row, Scope
-from llmcache.sources import Neighbour, Sources
+from llmcache.sources import Near, Source, Sources
 
 if TYPE_CHECKING:
     from llmcache.calibration.calibration import Calibration
@@ -34,6 +37,7 @@ K = 8  # neighbours that vote
 _WIDTH = 0.05  # similarity lost at which a vote counts 1 / e
 MAX_RISK = 0.5  # an answer that more likely changes than not is not served, be it so rare that a bound would allow it
 _HIGHEST = 700.0  # odds, as a logarithm: of more `exp` overflows
+_ANSWER, _IS_MISREAD = attrgetter("answer"), attrgetter("is_misread")
 
 
 class Evidence(NamedTuple):
@@ -53,7 +57,8 @@ class Evidence(NamedTuple):
 class Choice(NamedTuple):
     """The source chosen for a request, and its risk; infinite where the gate refuses or the source is quarantined."""
 
-    neighbour: Neighbour
+    source: Source
+    similarity: float  # of the source to the request
     risk: float  # 0 to 1, or infinite
     at_first: float  # before anybody was quarantined: of like requests it stays alike
 
@@ -62,9 +67,6 @@ class Limits(Protocol):
     """Knows the calibration in force."""
 
     calibration: "Calibration | None"
-
-    def serving(self, weights: str) -> "Calibration | None":
-        """Return the calibration for weights of this digest; None: nothing is reused approximately."""
 
 
 class Risk:
@@ -75,9 +77,10 @@ class Risk:
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
         """Return the index of the neighbour with the least risk, and that risk; infinite where none may serve."""
-        number, least = 0, inf
-        for candidate, features in _describe(seen) if self._weights else ():
-            if (risk := _chance(self._weights, features)) < least:
+        number, least, weights = 0, inf, self._weights
+        for candidate, features in _describe(seen) if weights else ():
+            odds = sum(map(mul, weights, features), weights[-1])
+            if (risk := 1 / (1 + exp(min(-odds, _HIGHEST)))) < least:
                 number, least = candidate, risk
         return number, least
 
@@ -110,8 +113,19 @@ class NeighbourChooser:
 
     def choose(self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
         """Return the choice for each row, from fingerprints (B, F) and forecasts (B, C); None: no neighbours."""
-        found = self._sources.search(scope, [self._sources.length_of(row) for row in rows], vectors, K)
-        return [self._choose(row, near, forecast) for row, near, forecast in zip(rows, found, forecasts, strict=True)]
+        chosen: list[Choice | None] = []
+        for row, near, forecast in zip(rows, self._sources.search(scope, rows, vectors, K), forecasts, strict=True):
+            if not near.sources:
+                chosen.append(None)
+                continue
+            number, risk = self._risk.choose(self._see(near, forecast))
+            source, at_first = near.sources[number], risk
+            if self._gate is not None and self._gate.refuses(row.ids, source.ids):
+                risk = at_first = inf
+            if source.entry.key in self._sources.quarantined:
+                risk = inf
+            chosen.append(Choice(source, near.similarity[number], risk, at_first))
+        return chosen
 
     def learn(self, cases: Sequence[Observation]) -> None:
         """Learn the range of answers, and how rare tokens are."""
@@ -121,11 +135,11 @@ class NeighbourChooser:
 
     def look(self, case: Observation, vector: Floats, forecast: Floats) -> tuple[Evidence, list[bool]]:
         """Return the evidence on a request's neighbours, and which of them have the model's own answer (n,)."""
-        lengths = [self._sources.length_of(case.row)]
-        (near,) = self._sources.search(case.scope, lengths, vector[None], K)
-        if not near:
+        (near,) = self._sources.search(case.scope, [case.row], vector[None], K)
+        if not near.sources:
             return Evidence(()), []
-        return self._see(near, forecast), self._answers.agree(_signatures(near), case.answer).tolist()
+        signatures = np.stack([one.answer for one in near.sources])
+        return self._see(near, forecast), self._answers.agree(signatures, case.answer).tolist()
 
     def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
         """Fit the risk model to what `look` returned for N requests, and return their risks (N,)."""
@@ -147,20 +161,13 @@ class NeighbourChooser:
         if self._gate is not None:
             yield "gate", self._gate
 
-    def _choose(self, row: Row, near: Sequence[Neighbour], forecast: Floats) -> Choice | None:
-        if not near:
-            return None
-        number, risk = self._risk.choose(self._see(near, forecast))
-        chosen = near[number]
-        if self._gate is not None and self._gate.refuses(row.ids, chosen.source.ids):
-            risk = inf
-        return Choice(chosen, inf if chosen.is_quarantined else risk, risk)
-
-    def _see(self, near: Sequence[Neighbour], forecast: Floats) -> Evidence:
-        signatures = _signatures(near)
+    def _see(self, near: Near, forecast: Floats) -> Evidence:
+        signatures = np.concatenate(list(map(_ANSWER, near.sources))).reshape(len(near.sources), -1)
         agree = self._answers.agree(signatures[:, None], signatures).tolist()
-        told = self._answers.favour(forecast, signatures).tolist()
-        return Evidence([one.similarity for one in near], agree, [one if one == one else 0.0 for one in told])
+        favour = self._answers.favour(forecast, signatures).tolist()
+        if isnan(sum(favour)):
+            favour = [0.0 if isnan(one) else one for one in favour]
+        return Evidence(near.similarity, agree, favour)
 
 
 class Semantic:
@@ -170,58 +177,64 @@ class Semantic:
     is_lossless = False
 
     def __init__(
-        self, bank: Bank, sources: Sources, fingerprint: Learned, chooser: NeighbourChooser, limits: Limits
+        self,
+        bank: Bank,
+        sources: Sources,
+        fingerprint: Learned,
+        chooser: NeighbourChooser,
+        limits: Limits,
+        head: Weights,
+        counters: Counters,
     ) -> None:
-        """Serve from `sources`, within the limit of the calibration in force."""
-        self.bank, self.sources = bank, sources
-        self._fingerprint, self._chooser, self._limits = fingerprint, chooser, limits
+        """Serve from `sources`, within the limit of the calibration in force; `head`: weights outside the trunk."""
+        self.bank, self.sources, self.fingerprint, self.chooser = bank, sources, fingerprint, chooser
+        self._limits, self._head, self._counters = limits, head, counters
+
+    def serving(self, weights: str) -> "Calibration | None":
+        """Return the calibration for weights of this digest; None: nothing is reused approximately.
+
+        None while the cache itself fails: then the audit cannot be relied on.
+        """
+        made = self._limits.calibration
+        if made is None or made.weights != weights or made.limit is None or self._counters.is_failing:
+            return None
+        return made if made.head == self._head.digest() else None
 
     def look_up(self, call: "Call", rows: Sequence[Row]) -> None:
         """Search for these rows; add their choices to the call, and those within the limit to `call.hits`."""
         assert call.scope is not None and call.requests is not None
-        made = self._limits.serving(call.scope.weights)
-        rows = [row for row in rows if not row.is_misread]
-        if made is None or made.limit is None or not rows or call.requests.may_be_refused:
+        made = self.serving(call.scope.weights)
+        if any(map(_IS_MISREAD, rows)):
+            rows = [row for row in rows if not row.is_misread]
+        if made is None or (limit := made.limit) is None or not rows or call.requests.may_be_refused():
             return
-        vectors, forecasts = self.project(call, rows)
-        finite = [bool(np.isfinite(vector).all()) for vector in vectors]
-        if not all(finite):  # states of their tokens are not: these rows are computed
+        vectors, forecasts = self.fingerprint.project_tokens(call.requests.tokens(rows))
+        if not isfinite(np.add.reduce(vectors, axis=None)):  # states of some rows' tokens are not: these are computed
+            finite = np.isfinite(vectors).all(axis=1)
             rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]
         if not rows:
             return
-        chosen = self.choose(call, rows, vectors, forecasts)
+        chosen = self.chooser.choose(call.scope, rows, vectors, forecasts)
         if self._limits.calibration is not made:  # what was looked at may be another one's
             return
-        call.made = made
+        call.made, used = made, []
         for row, choice, vector, forecast in zip(rows, chosen, vectors, forecasts, strict=True):
             call.vectors[row.number], call.forecasts[row.number] = vector, forecast
             if choice is None:
                 continue
             call.choices[row.number] = choice
-            if choice.risk <= made.limit:
-                call.serve(row, choice, min(1.0, choice.risk / made.limit) if made.limit > 0 else 1.0)
-        self.bank.used(call.choices[number].neighbour.key for number in call.hits if number in call.choices)
+            if choice.risk <= limit:
+                entry, share = choice.source.entry, min(1.0, choice.risk / limit) if limit > 0 else 1.0
+                hit = Hit(self.name, entry.key, entry.fields, (), choice.similarity, choice.source.answer, share)
+                call.hits[row.number] = hit
+                used.append(entry.key)
+        self.bank.used(used)
 
     def is_current(self, call: "Call") -> bool:
         """Return whether the calibration that a call was looked up with is in force, and its sources still are held."""
         assert call.scope is not None
         sources = (hit.source for hit in call.hits.values() if hit.answer is not None)
-        return self._limits.serving(call.scope.weights) is call.made and all(map(self.sources.may_serve, sources))
-
-    def project(self, call: "Call", rows: Sequence[Row]) -> tuple[Floats, Floats]:
-        """Return fingerprints (B, F) of rows, and forecasts (B, C) of the model's output for them."""
-        assert call.requests is not None
-        return self._fingerprint.project_with_forecast(call.requests.features([row.number for row in rows]))
-
-    def choose(self, call: "Call", rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
-        """Return the choice for each row; see `NeighbourChooser.choose`."""
-        assert call.scope is not None
-        return self._chooser.choose(call.scope, rows, vectors, forecasts)
-
-
-def _signatures(near: Sequence[Neighbour]) -> Floats:
-    """Return the answers of neighbours as signatures (n, S)."""
-    return np.stack([one.source.answer for one in near])
+        return self.serving(call.scope.weights) is call.made and all(map(self.sources.may_serve, sources))
 
 
 def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
@@ -230,19 +243,21 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
     if n < K:
         return
     nearest, last = similarity[0], similarity[-1]
-    votes = [exp((one - nearest) / _WIDTH) for one in similarity]
+    votes = []
+    for one in similarity:  # a loop: on the path of a call a comprehension is one more function
+        votes.append(exp((one - nearest) / _WIDTH))
     n_votes, mean = sum(votes), sum(similarity) / n
     for number, agrees in enumerate(seen.agree):
         if not agrees[number] or any(agrees[:number]):
             continue
         share = sum(compress(votes, agrees)) / n_votes
-        others = (one for one, is_same in zip(similarity, agrees, strict=True) if not is_same)
+        other = last - _WIDTH / 2 if all(agrees) else similarity[agrees.index(False)]
         own = similarity[number]
         yield (
             number,
             (
                 own,
-                own - next(others, last - _WIDTH / 2),
+                own - other,
                 sum(agrees) / n,
                 share,
                 log(share + 1e-3),
@@ -253,11 +268,6 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
                 seen.favour[number],
             ),
         )
-
-
-def _chance(weights: Sequence[float], features: Sequence[float]) -> float:
-    odds = sum(map(mul, weights, features), weights[-1])
-    return 1 / (1 + exp(min(-odds, _HIGHEST)))
 
 
 def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:

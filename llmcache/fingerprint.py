@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from llmcache.arrays import Floats, Ids, normalise, product
+from llmcache.arrays import Floats, Ids, product
 from llmcache.threads import forkable
 
 Lookup = Callable[[Ids], Floats]
@@ -85,10 +85,14 @@ class Learned:
         return self.project_with_forecast(features)[0]
 
     def project_with_forecast(self, features: Floats) -> tuple[Floats, Floats]:
+        """Fingerprints (B, F) as of `project`, and forecasts of the model's output (B, C)."""
+        return self.project_tokens([_content(row) for row in features])
+
+    def project_tokens(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
+        """The same, from the content tokens of B requests."""
         if self._fitted is None:
             raise RuntimeError("fit() comes first")
-        projected, forecasts = self._fitted([_content(row) for row in features])
-        return normalise(projected), forecasts
+        return self._fitted(requests)
 
     def state(self) -> dict[str, Floats]:
         return {} if self._fitted is None else dict(self._fitted.learned)
@@ -112,17 +116,20 @@ class _Fitted:
         in_its_order = np.empty_like(both, np.float32)
         in_its_order[pool.order] = both
         self._weights, self._offset = torch.from_numpy(in_its_order), torch.from_numpy(offset.astype(np.float32))
+        self._width = len(offset)
 
     def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
-        """Return unscaled vectors (B, F) and forecasts (B, C); without content tokens, zeros and the mean output."""
+        """Return unit vectors (B, F) and forecasts (B, C); without content tokens, zeros and the mean output."""
         pooled = self._pool(requests)
-        made = np.empty((len(pooled), len(self._offset)), np.float32)
+        made = np.empty((len(pooled), self._width), np.float32)
         # On the threads of torch, see `product`.
         torch.addmm(self._offset, torch.from_numpy(pooled), self._weights, out=torch.from_numpy(made))
         for number, tokens in enumerate(requests):
             if not tokens:  # exactly so: what is left by rounding would become a vector of norm 1
                 made[number, : self._dim], made[number, self._dim :] = 0, self.learned["outputs_mean"]
-        return made[:, : self._dim], made[:, self._dim :]
+        vectors = made[:, : self._dim]
+        norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+        return vectors / np.maximum(norms, np.float32(1e-12))[:, None], made[:, self._dim :]
 
 
 class _Pool:
@@ -147,23 +154,20 @@ class _Pool:
         for into, tokens in zip(pooled, requests, strict=True):
             if not tokens:
                 continue
-            rows = self._look_up(tokens)
+            with self._lock:
+                try:
+                    places = list(map(self._place.__getitem__, tokens))
+                except KeyError:
+                    self._add([token for token in dict.fromkeys(tokens) if token not in self._place])
+                    places = list(map(self._place.__getitem__, tokens))
+                # Of each token (n, 3 D + 1): static vector, embedding, static vector by weight, weight.
+                rows = self._table.take(places, axis=0)
             sums = np.add.reduce(rows[:, width:])
             np.maximum.reduce(rows[:, : 2 * width], out=into[: 2 * width])
             np.minimum.reduce(rows[:, : 2 * width], out=into[2 * width : 4 * width])
             np.divide(sums[:width], len(tokens), out=into[4 * width : 5 * width])
             np.divide(sums[width:-1], sums[-1], out=into[5 * width :])
         return pooled
-
-    def _look_up(self, tokens: Sequence[float]) -> Floats:
-        """Static vector, embedding, static vector by weight, weight (n, 3 D + 1) of tokens; new ones are made first."""
-        with self._lock:
-            try:
-                places = [self._place[token] for token in tokens]
-            except KeyError:
-                self._add([token for token in dict.fromkeys(tokens) if token not in self._place])
-                places = [self._place[token] for token in tokens]
-            return self._table.take(places, axis=0)
 
     def _add(self, tokens: list[float]) -> None:
         rows = self._make(np.array(tokens, np.int64))

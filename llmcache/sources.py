@@ -6,7 +6,8 @@ Sizes: B rows of a call, k neighbours, F fingerprint width, S width of a signatu
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,17 +42,14 @@ class Source:
         return self.entry.key
 
 
-class Neighbour(NamedTuple):
-    """A source that a search found."""
+class Near(NamedTuple):
+    """The sources that a search found for one request, best first."""
 
-    source: Source
-    similarity: float  # to the request that was searched for
-    is_quarantined: bool = False  # it may vote, and serves no other request
+    sources: Sequence[Source] = ()
+    similarity: Sequence[float] = ()  # of each to the request
 
-    @property
-    def key(self) -> str:
-        """Its exact key."""
-        return self.source.key
+
+_NOTHING = Near()
 
 
 class _Partition:
@@ -100,7 +98,8 @@ class Sources:
         self._by_length = by_length
         self._partitions: dict[tuple[Scope, int], _Partition] = {}
         self._where: dict[str, _Partition] = {}  # by key
-        self._quarantined: dict[str, str] = {}  # namespace by key; also of requests that left, which may come again
+        #: Namespace by key: these vote, and serve no other request. Also of requests that left, which may come again.
+        self.quarantined: dict[str, str] = {}
         #: Guards all of it.
         self.lock = forkable(threading.RLock())
 
@@ -121,12 +120,6 @@ class Sources:
         with self.lock:
             return sum(part.index.nbytes for part in self._partitions.values())
 
-    @property
-    def quarantined(self) -> dict[str, str]:
-        """Namespaces of quarantined sources, by key."""
-        with self.lock:
-            return dict(self._quarantined)
-
     def length_of(self, row: Row) -> int:
         """The number of valid tokens that sources of a row must have; 0: any."""
         return row.n_valid if self._by_length else 0
@@ -146,27 +139,31 @@ class Sources:
                     part.add(some, np.stack(near))
                     self._where |= dict.fromkeys((source.key for source in some), part)
 
-    def search(self, scope: Scope, lengths: Sequence[int], vectors: Floats, k: int) -> list[list[Neighbour]]:
-        """The k nearest sources of each row, best first.
+    def search(self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int) -> list[Near]:
+        """Find the k nearest sources of each row.
 
         Args:
             scope: Of the rows.
-            lengths: Of each row, see `length_of` (B,).
-            vectors: Fingerprints, float32 (B, F).
+            rows: B rows.
+            vectors: Their fingerprints, float32 (B, F).
             k: At least 1.
         """
-        found: list[list[Neighbour]] = [[] for _ in lengths]
+        found = [_NOTHING] * len(rows)
+        groups: dict[int, list[int]] = {}  # places in `rows`, by length: one search unless lengths are kept apart
+        for place, row in enumerate(rows):
+            groups.setdefault(row.n_valid if self._by_length else 0, []).append(place)
         with self.lock:
-            for length in set(lengths):  # one search unless lengths are kept apart
+            for length, places in groups.items():
                 part = self._partitions.get((scope, length))
                 if part is None or not part.slots:
                     continue
-                members = [i for i, other in enumerate(lengths) if other == length]
-                some = vectors if len(members) == len(lengths) else vectors[members]
-                slots, similarity = part.index.search(some, k)
-                for i, near, like in zip(members, slots.tolist(), similarity.tolist(), strict=True):
-                    pairs = ((part.sources[slot], s) for slot, s in zip(near, like, strict=True) if slot >= 0)
-                    found[i] = [Neighbour(one, s, one.key in self._quarantined) for one, s in pairs if one is not None]
+                slots, similarity = part.index.search(vectors if len(groups) == 1 else vectors[places], k)
+                for place, near, like in zip(places, slots.tolist(), similarity.tolist(), strict=True):
+                    sources: Any = list(map(part.sources.__getitem__, near))
+                    if None in sources or min(near, default=-1) < 0:  # fewer were found, or one is leaving
+                        is_held = [slot >= 0 and part.sources[slot] is not None for slot in near]
+                        sources, like = list(compress(sources, is_held)), list(compress(like, is_held))
+                    found[place] = Near(sources, like)
         return found
 
     def vectors(self, sources: Iterable[Source]) -> Floats:
@@ -189,17 +186,17 @@ class Sources:
 
     def may_serve(self, key: str) -> bool:
         """Whether a request may serve others."""
-        return key in self._where and key not in self._quarantined
+        return key in self._where and key not in self.quarantined
 
     def quarantine(self, key: str, namespace: str) -> None:
         """Quarantine a source until `forget`: it is found and votes as before, and serves no other request."""
         with self.lock:
-            self._quarantined[key] = namespace
+            self.quarantined[key] = namespace
 
     def bury(self, key: str, namespace: str) -> None:
         """Drop a source's stored output and quarantine it: it is found and votes as before."""
         with self.lock:
-            self._quarantined[key] = namespace
+            self.quarantined[key] = namespace
             if (part := self._where.get(key)) is not None:
                 source = part.sources[part.slots[key]]
                 assert source is not None
@@ -219,6 +216,6 @@ class Sources:
                     del self._partitions[name]
                     for key in part.slots:
                         self._where.pop(key, None)
-            self._quarantined = {
-                key: of for key, of in self._quarantined.items() if namespace is not None and of != namespace
+            self.quarantined = {
+                key: of for key, of in self.quarantined.items() if namespace is not None and of != namespace
             }

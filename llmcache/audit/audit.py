@@ -11,8 +11,7 @@ once requests are unlike, the calibration is void.
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, get_args
 
 from llmcache.audit.account import MOST_WAITING, AuditAccount, Audited
@@ -21,7 +20,7 @@ from llmcache.audit.marking import Marking
 from llmcache.audit.recomputer import Recomputer
 from llmcache.audit.renewal import RenewalBuffer
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.drift import DriftDetector
+from llmcache.calibration.drift import BATCH, DriftDetector, Marks
 from llmcache.calibration.risk_target import MetricName
 from llmcache.config import CacheConfig
 from llmcache.decide import Semantic
@@ -39,17 +38,19 @@ class Audit:
     def __init__(self, recomputer: Recomputer, semantic: Semantic, config: CacheConfig) -> None:
         self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit.in_background, share=config.audit.share)
         self._recomputer = recomputer
-        self._sources = semantic.sources
+        self._semantic = semantic
         self._calibrated = recomputer.calibrated
         self._weights = recomputer.weights
         self._counters = recomputer.counters
         self._answers = recomputer.observer.answers
         self._floor = config.audit.rate
+        self.is_on = bool(config.audit)  # else nothing is drawn, and the worker has nothing to do
         self._fresh = RenewalBuffer(config.recalibrate)
         self._made: Calibration | None = None  # whose account it is
         self._account: AuditAccount | None = None
         self._likeness: DriftDetector | None = None  # of a certificate that is not void
         self._marking = Marking(semantic)
+        self._batch: dict[str, Marks] = {}  # of requests that are not compared yet, by key
         self._is_renewing = False
         self._n_accounts = 0
         self._process = os.getpid()
@@ -58,39 +59,35 @@ class Audit:
 
     # -- while a call is served ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Within: a call is served. Before it, hits that have waited long are audited."""
-        self._resume()
-        self.worker.catch_up()
-        self.worker.enter()
-        try:
-            yield
-        finally:
-            self.worker.leave()
-
     def draw(self, call: "Call") -> None:
         """Count a call's requests, draw among its approximate hits, and take back those that are not to be served.
 
         None is served once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
         computed in the call: its own answer is known at once, and the estimate keeps every sample.
         """
-        is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
-        ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
-        assert call.scope is not None
-        with self._lock:
-            if not self._follow(call.scope.weights):
-                return
-            hits = {number: hit for number, hit in call.hits.items() if hit.answer is not None}
-            if not self._are_alike(call):
-                taken_back, hits = set(hits), {}
-            else:
-                taken_back = set()
-            if self._account is not None:
-                self._draw(self._account, call, hits, ease)
-                taken_back |= hits.keys() & call.audited.keys() if is_full else set()
-        for number in taken_back:
-            del call.hits[number]
+        try:
+            assert call.scope is not None
+            if self._recomputer.queue.parked:
+                self._resume()
+            with self._lock:
+                if not self._follow(call.scope.weights):
+                    return
+                is_alike, account = self._likeness is None or self._are_alike(call, self._likeness), self._account
+                if is_alike and account is None:
+                    return
+                hits = {number: hit for number, hit in call.hits.items() if hit.answer is not None}
+                taken_back = set() if is_alike else set(hits)
+                if account is not None:
+                    is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
+                    # Where looks wait, fewer are drawn: before anything is known of these requests.
+                    self._draw(account, call, hits if is_alike else {}, self.worker.ease)
+                    taken_back |= hits.keys() & call.audited.keys() if is_full else set()
+            for number in taken_back:
+                del call.hits[number]
+        except Exception as error:  # without the audit no approximate hit is served; these alone have an `answer`
+            self._counters.error("draw for the audit", error)
+            call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
+            self.withdraw(call)
 
     def _draw(self, account: AuditAccount, call: "Call", hits: Mapping[int, "Hit"], ease: float) -> None:
         """Draw among the rows of a call; approximate hits are given by row."""
@@ -159,12 +156,13 @@ class Audit:
         with self._lock:
             self._fresh.forget(namespace)
             self._marking.forget()  # what is left of others is looked up once more
+            self._batch = {}
             if self._likeness is not None:
                 self._likeness.forget()
 
     def stats(self) -> AuditStats:
         made, status = self._calibrated.calibration, self._calibrated.status(self._weights.digest())
-        n_quarantined = len(self._sources.quarantined)
+        n_quarantined = len(self._semantic.sources.quarantined)
         with self._lock:
             n_waiting = len(self._recomputer.queue) + self._is_renewing
             account = self._account if made is not None and self._follow(made.weights) else None
@@ -209,7 +207,7 @@ class Audit:
                 made = self._made
                 self._hear(account, account.settle(drawn.sample, is_changed))
             if is_changed and made is not None and made.metric in get_args(MetricName):
-                self._sources.quarantine(drawn.source, case.scope.namespace)
+                self._semantic.sources.quarantine(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._gather(case)
 
@@ -250,18 +248,30 @@ class Audit:
     def _is_made_now(self) -> bool:
         return self._calibrated.is_made_for(self._weights.digest())
 
-    def _are_alike(self, call: "Call") -> bool:
+    def _are_alike(self, call: "Call", likeness: DriftDetector) -> bool:
         """Compare a call's requests with the calibration's; if they are found unlike, void it and return False."""
-        likeness, made, scope = self._likeness, self._made, call.scope
-        assert scope is not None
-        if likeness is None or made is None or not self._calibrated.serves_in(scope.namespace):
+        made, scope = self._made, call.scope
+        assert scope is not None and made is not None
+        if scope.namespace not in self._calibrated.namespaces:
             return True
-        if call.made is None and self._calibrated.serving(scope.weights) is None:  # what is not looked up tells nothing
+        if call.made is None and self._semantic.serving(scope.weights) is None:  # what is not looked up tells nothing
             return True
         for row in call.rows:
-            if row.bypass_reason or not likeness.wants(row.key) or (marks := self._marking.find(call, row)) is None:
+            if row.bypass_reason or row.key in self._batch or row.key in likeness.seen:  # it counts once
                 continue
-            if likeness.see(row.key, marks):
+            choice = call.choices.get(row.number)
+            if choice is not None and not self._semantic.bank.is_pinned(row.key):
+                marks: Marks | None = Marks(
+                    choice.at_first, choice.similarity, int(call.forecasts[row.number].argmax())
+                )
+            elif (marks := self._marking.find(call, row)) is None:
+                continue
+            self._batch[row.key] = marks
+            if len(self._batch) < BATCH:
+                continue
+            self._marking.keep(self._batch)
+            batch, self._batch = self._batch, {}
+            if likeness.see(batch):
                 self._made, self._likeness = self._calibrated.drifted(made), None
                 self._fresh.forget(None)  # the next calibration is made of requests like those of now
                 return False
@@ -276,6 +286,7 @@ class Audit:
         if made is None or made.watch is None or made.chosen is None or made.weights != weights:
             return False
         if made is not self._made or self._process != os.getpid():  # a forked one counts for itself
+            self._batch = {}
             self._made, self._n_accounts, self._process = made, self._n_accounts + 1, os.getpid()
             self._account = self._likeness = None
             if self._floor:

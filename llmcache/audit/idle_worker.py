@@ -108,6 +108,14 @@ class IdleWorker(Generic[Owner]):
                 self._thread.start()
             self._condition.notify()
 
+    def __enter__(self) -> None:
+        """Around a call: `catch_up`, `enter`, and `leave` at its end."""
+        self.catch_up()
+        self.enter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.leave()
+
     def enter(self) -> None:
         """A call has begun."""
         with self._condition:

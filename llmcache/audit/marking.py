@@ -1,5 +1,6 @@
 """Marks of requests in service, which are compared with those of the calibration; see `calibration.drift`."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from llmcache.calibration.drift import Marks, marks_of, marks_of_source
@@ -20,27 +21,27 @@ class Marking:
         self._known: dict[str, Marks] = {}  # the longest unasked first
 
     def find(self, call: "Call", row: Row) -> Marks | None:
-        """Return the marks of a row that was looked up, or is a repeat; None where they are not known."""
-        known, choice = self._known.get(row.key), call.choices.get(row.number)
-        is_source = row.key in self._semantic.sources and self._semantic.bank.is_pinned(row.key)
-        if is_source:
-            marks = known or marks_of_source(self._semantic.project(call, [row])[1][0])
-        elif choice is not None:
-            marks = marks_of(choice, call.forecasts[row.number])
-        elif row.number in call.forecasts:
-            marks = marks_of(None, call.forecasts[row.number])
-        elif row.number not in call.hits:
+        """Return the marks of a row that is a repeat, or for which no source was chosen; None: they are not known."""
+        is_source = self._semantic.bank.is_pinned(row.key)
+        if not is_source and row.number in call.forecasts:
+            return marks_of(None, call.forecasts[row.number])
+        if not is_source and row.number not in call.hits:
             return None
-        elif known is not None:
-            marks = known
-        else:
-            (vector,), (forecast,) = self._semantic.project(call, [row])
-            marks = marks_of(self._semantic.choose(call, [row], vector[None], forecast[None])[0], forecast)
-        self._known.pop(row.key, None)
-        self._known[row.key] = marks
-        if len(self._known) > _MOST_KNOWN:
+        if (known := self._known.get(row.key)) is not None:
+            return known
+        assert call.requests is not None and call.scope is not None
+        vectors, forecasts = self._semantic.fingerprint.project_tokens(call.requests.tokens([row]))
+        if is_source:
+            return marks_of_source(forecasts[0])
+        return marks_of(self._semantic.chooser.choose(call.scope, [row], vectors, forecasts)[0], forecasts[0])
+
+    def keep(self, batch: Mapping[str, Marks]) -> None:
+        """Keep the marks of requests, by key, for when they come again."""
+        for key, marks in batch.items():
+            self._known.pop(key, None)
+            self._known[key] = marks
+        while len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]
-        return marks
 
     def forget(self) -> None:
         self._known.clear()

@@ -57,18 +57,13 @@ class RecomputeQueue:
         self._width = _WIDTHS[0]
         self._tried: set[int] = set()  # widths at which rows together came out as they do alone
         self._waiting: list[Recompute] = []
-        self._parked: list[Recompute] = []  # until the model is again as it was when they were served
+        self.parked: list[Recompute] = []  # until the model is again as it was when they were served
         self._most = _MOST
         self._lock = forkable(threading.Lock())
 
     def __len__(self) -> int:
         """Number of waiting rows, those that cannot be computed now included."""
-        return len(self._waiting) + len(self._parked)
-
-    @property
-    def has_parked(self) -> bool:
-        """Whether some wait for other weights or settings of the model."""
-        return bool(self._parked)
+        return len(self._waiting) + len(self.parked)
 
     def add(self, look: Recompute) -> None:
         with self._lock:
@@ -94,20 +89,20 @@ class RecomputeQueue:
     def park(self, looks: Sequence[Recompute]) -> None:
         """Set rows aside until the model is again as it was; see `resume`."""
         with self._lock:
-            self._parked += looks
+            self.parked += looks
 
     def resume(self, origin: Origin, is_over: Callable[[Origin], bool]) -> list[Recompute]:
         """Put rows of an origin back at the front and return them; drop those that are over."""
         with self._lock:
-            again = [look for look in self._parked if look.origin == origin]
-            self._parked = [look for look in self._parked if not (look.origin == origin or is_over(look.origin))]
+            again = [look for look in self.parked if look.origin == origin]
+            self.parked = [look for look in self.parked if not (look.origin == origin or is_over(look.origin))]
             self._waiting = [*again, *self._waiting]
             return again
 
     def drop(self, namespace: str | None) -> None:
         with self._lock:
             self._waiting = [look for look in self._waiting if namespace not in (None, look.namespace)]
-            self._parked = [look for look in self._parked if namespace not in (None, look.namespace)]
+            self.parked = [look for look in self.parked if namespace not in (None, look.namespace)]
 
     def are_tried(self, looks: Sequence[Recompute]) -> bool:
         """Whether rows like these are known to come out the same together as alone."""

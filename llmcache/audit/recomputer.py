@@ -59,7 +59,7 @@ class Recomputer:
 
     def resume(self) -> list[Recompute]:
         """Return requests that waited for other weights and can be computed now."""
-        return self.queue.resume(self._origin(), self._is_over) if self.queue.has_parked and self._can_compute else []
+        return self.queue.resume(self._origin(), self._is_over) if self.queue.parked and self._can_compute else []
 
     def run(self) -> Iterator[tuple[Recompute, Observation | None]]:
         """Compute and store the oldest request and others with it; yield each with its observation, or None."""

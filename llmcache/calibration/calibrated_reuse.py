@@ -88,16 +88,6 @@ class CalibratedReuse:
         made = self.calibration
         return made is not None and made.limit is not None and made.sources == "growing"
 
-    def serving(self, weights: str) -> Calibration | None:
-        """Return the calibration for weights of this digest; None: nothing is reused approximately.
-
-        None while the cache itself fails: then the audit cannot be relied on.
-        """
-        made = self.calibration
-        if made is None or made.limit is None or self._counters.is_failing or not self.is_made_for(weights):
-            return None
-        return made
-
     def is_made_for(self, weights: str) -> bool:
         """Whether the calibration was made for these weights of the trunk and the present ones of the head."""
         made = self.calibration
@@ -322,7 +312,7 @@ class CalibratedReuse:
             about = {
                 "calibration": _CALIBRATION.dump_python(made, mode="json"),
                 "namespaces": sorted(self.namespaces),
-                "quarantined": self.fitter.sources.quarantined,
+                "quarantined": dict(self.fitter.sources.quarantined),
                 "sources": meta,
             }
             return about, tensors | {name: torch.from_numpy(array.copy()) for name, array in learned.items()}

@@ -13,6 +13,7 @@ Sizes: N requests of C, K limits.
 import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import count, takewhile
 from math import ceil
 from typing import Any
@@ -64,7 +65,7 @@ class AlarmLevels:
     profile: Profile | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Calibration:
     """The result of a calibration, and its basis.
 
@@ -114,7 +115,7 @@ class Calibration:
         """
         return self.chosen is not None and self.sources == "frozen" and not self.n_alarms and not self.has_drifted
 
-    @property
+    @cached_property
     def limit(self) -> float | None:
         """The largest risk that is allowed now; None: nothing is reused."""
         if self.chosen is None or self.watch is None or self.has_drifted:

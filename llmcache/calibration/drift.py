@@ -42,7 +42,7 @@ _STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)
 _ORDERS = (0.6180339887, 0.7548776662, 0.5698402910, 0.8191725134, 0.6710436067, 0.5497004779)
 _ERROR = 0.01  # chance that a share is over its upper limit, all together
 _RARELY = 2_000_000  # requests between two false alarms, at least, on average: 1 % in 20,000
-_BATCH = 20  # requests after which bets are settled
+BATCH = 20  # requests after which bets are settled
 
 
 class Marks(NamedTuple):
@@ -63,7 +63,7 @@ def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
     expected = -1 if forecast is None else int(forecast.argmax())
     if choice is None:
         return Marks(inf, -1.0, expected)
-    return Marks(choice.at_first, choice.neighbour.similarity, expected)
+    return Marks(choice.at_first, choice.similarity, expected)
 
 
 def marks_of_source(forecast: Floats | None) -> Marks:
@@ -148,34 +148,23 @@ class DriftDetector:
         self._spread = _Spread(profile.classes)
         self._counts = _Counts(profile.edges)
         self._block = n, n + n_repeats
-        self._seen: set[str] = set()
-        self._n_new = 0  # of those seen in the block, no repeats
-        self._batch = 0, 0  # requests of the batch: no repeats, and all
+        #: Keys of the block under way, which do not count again.
+        self.seen: set[str] = set()
+        self._n_new = 0  # of those, no repeats
 
-    def wants(self, key: str) -> bool:
-        """Whether a request counts: each counts once in a block."""
-        return key not in self._seen
+    def see(self, batch: Mapping[str, Marks]) -> bool:
+        """Settle the bets on `BATCH` requests, given by key; return whether requests are found to be unlike those of C.
 
-    def see(self, key: str, marks: Marks) -> bool:
-        """Add a request; return whether requests are found to be unlike those of C."""
-        if self._n_new >= self._block[0] and len(self._seen) >= self._block[1]:
+        So they are once the bets are worth more than is plausible for like requests.
+        """
+        if self._n_new >= self._block[0] and len(self.seen) >= self._block[1]:
             self.forget()
-        is_new = not marks.is_repeat
-        self._seen.add(key)
-        self._n_new += is_new
-        if is_new:
+        new = [marks for marks in batch.values() if not marks.is_repeat]
+        n_new, n_all = len(new), len(batch)
+        self.seen.update(batch)
+        self._n_new += n_new
+        for marks in new:
             self._counts.add(self._spread(marks))
-        self._batch = self._batch[0] + is_new, self._batch[1] + 1
-        return self._batch[1] == _BATCH and self._settle()
-
-    def forget(self) -> None:
-        """Forget which requests were seen; they may count again."""
-        self._seen.clear()
-        self._n_new = 0
-
-    def _settle(self) -> bool:
-        """Settle the bets of a batch; return whether they are worth more than is plausible for like requests."""
-        (n_new, n_all), self._batch = self._batch, (0, 0)
         at_most = np.array([count for counts in self._counts.take() for count in counts], np.int64)
         events = np.concatenate([at_most, n_new - at_most, [n_new]])[:, None]
         n_asked = np.full_like(events, n_new)
@@ -183,6 +172,11 @@ class DriftDetector:
         self._worth += n_asked / self._worth.size
         self._worth *= np.exp(events * self._gained + n_asked * self._lost)
         return float(self._worth.sum()) >= _RARELY
+
+    def forget(self) -> None:
+        """Forget which requests were seen; they may count again."""
+        self.seen.clear()
+        self._n_new = 0
 
 
 def _edges(marks: Sequence[float], *others: float) -> tuple[float, ...]:

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcache.answers import Answers, Reading
 from llmcache.arrays import Floats
 from llmcache.calibration.inputs import n_rows
 from llmcache.errors import CalibrationError
-from llmcache.models.hooks import Swap
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.reading import to_host
 from llmcache.request.variables import setting
 
-if TYPE_CHECKING:  # it holds this
-    from llmcache.call import CachedForward
+if TYPE_CHECKING:
     from llmcache.request.call import Call
 
 _MOST = 1e18  # the square of more is no number in float32
@@ -163,30 +161,3 @@ def outputs(cases: Sequence[Observation], answers: Answers) -> Floats:
         return np.stack([case.target for case in cases])
     logits = np.stack([case.output for case in cases])
     return logits - logits.mean(axis=1, keepdims=True) if answers.name == "class" else logits
-
-
-class ModelForward(Swap):
-    """Stands in for the forward of the whole model: shows its output to the observer, which learns from answers."""
-
-    def __init__(self, model: nn.Module, forward: "CachedForward") -> None:
-        """Take the place of the model's forward; `forward` stands in for its trunk's."""
-        super().__init__(model, forward)
-        self._forward = forward
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, and show it to the observer."""
-        if self._forward.is_retired or torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
-        calls: list[Call] = []
-        token = self._forward.seen.set(calls)
-        try:
-            output = self.original(*args, **kwargs)
-        except BaseException:
-            for call in calls:
-                self._forward.withdraw(call)
-            raise
-        finally:
-            self._forward.seen.reset(token)
-        if len(calls) == 1:  # of several nobody knows which of them made which answer
-            self._forward.observe(calls[0], output)
-        return output

@@ -170,7 +170,7 @@ class CalibrationFitter:
 
     def _find(self, case: Observation) -> Found:
         choice = self._choose(case)
-        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, "semantic")
+        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.source.key, "semantic")
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
         return not self.answers.agree(case.answer, source.answer)

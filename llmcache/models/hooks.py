@@ -16,6 +16,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any, ClassVar, Protocol
 
@@ -47,6 +48,20 @@ class Reader(Listener, Protocol):
 
     def reads_last(self, n_columns: int | None, /) -> object:
         """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
+
+
+class Watcher(Listener, Protocol):
+    """Who stands in for a trunk's forward, and shows its calls to an observer."""
+
+    is_retired: bool
+    #: Within the whole model's forward: trunk calls that were closed. Else None.
+    seen: ContextVar[list[Any] | None]
+
+    def observe(self, call: Any, output: Any) -> None:
+        """Take a call that was closed, and what the whole model returned."""
+
+    def withdraw(self, call: Any) -> None:
+        """Take back what waits for an answer of a call, which raised."""
 
 
 class _StandIn:
@@ -171,7 +186,7 @@ class Swap(_StandIn):
         """The forward beneath: what was on the module, else its class's of now, which may be patched at any time."""
         if self.had_own_forward or torch.compiler.is_compiling():  # a compiler cannot follow what is made here
             return self._original
-        return _own(self.module, self.name)
+        return types.MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):  # bound once more, as accelerate does when it unwraps a model
@@ -232,6 +247,33 @@ class HeadSwap(Swap):
             return self.original(*args, **kwargs)
         finally:
             self._reader.reads_last(None)
+
+
+class ModelForward(Swap):
+    """Stands in for the forward of the whole model: shows its output to the observer, which learns from answers."""
+
+    def __init__(self, model: nn.Module, forward: Watcher) -> None:
+        """Take the place of the model's forward; `forward` stands in for its trunk's."""
+        super().__init__(model, forward)
+        self._forward = forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, and show it to the observer."""
+        if self._forward.is_retired or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        calls: list[Any] = []
+        token = self._forward.seen.set(calls)
+        try:
+            output = self.original(*args, **kwargs)
+        except BaseException:
+            for call in calls:
+                self._forward.withdraw(call)
+            raise
+        finally:
+            self._forward.seen.reset(token)
+        if len(calls) == 1:  # of several nobody knows which of them made which answer
+            self._forward.observe(calls[0], output)
+        return output
 
 
 class _OutputHook:

@@ -79,7 +79,7 @@ class Opener:
         self._observed = head.observed if payload.fits_any_length else None
         # What it is asked of is part of the digest.
         self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
-        self._content = lru_cache(16)(lambda digest: reader.content_table())
+        self._tables = lru_cache(16)(lambda digest: reader.tables())
         #: The model would make K/V that its head never reads and entries do not hold.
         self.keeps_no_kv = payload.fits_any_length and trunk.makes_kv
 
@@ -92,12 +92,12 @@ class Opener:
         reason = reason or self._find_reason_of_model(call)
         if reason is None:
             assert call.scope is not None
-            content = self._content(call.scope.weights)
+            tables = self._tables(call.scope.weights)
             requests = self._reader.read(
-                call.arguments, mask_4d, call.scope, content, self._weights.activated, is_whole=False
+                call.arguments, mask_4d, call.scope, tables, self._weights.activated, is_whole=False
             )
             call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
-            call.may_search = not requests.may_be_refused  # else the model is to say so
+            call.may_search = not requests.may_be_refused()  # else the model is to say so
         return reason
 
     def begin(self, call: Call, hidden: Tensor, kv_cache: Any) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # parts that serve a call; this is what they fill
     from llmcache.decide import Choice
     from llmcache.engines.engine import Engine
     from llmcache.models.packing import Fields
-    from llmcache.request.reading import Requests
+    from llmcache.request.reading import Requests, Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class State:
     hooks: Sequence[dict[int, Any]]  # of the modules within, which would not run
     n_hooks: int  # torch's count of hooks ever registered, when last seen without foreign ones; -1: look again
     sees_later: bool  # tokens of a row see later ones
-    content: bytes  # which tokens carry content, a 0 or 1 for each of the vocabulary
+    tables: "Tables"  # of the model
     flags: Callable[[], Iterable[Any]]  # what the config asks for beside the arguments, as it is now
     forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
     scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by what they hold beside the weights
@@ -122,11 +122,6 @@ class Call:
         self.requests, self.made, self.is_looked_up = known.requests.take(numbers), known.made, True
         self.rows = self.requests.rows
         self.lookup_s += known.lookup_s * len(numbers) / len(known.rows)
-
-    def serve(self, row: Row, choice: "Choice", share: float) -> None:
-        """Let another request's entry serve a row; `share` is its risk over the limit, 0 to 1."""
-        source, similarity = choice.neighbour.source, choice.neighbour.similarity
-        self.hits[row.number] = Hit("semantic", source.key, source.entry.fields, (), similarity, source.answer, share)
 
 
 class Rung(Protocol):

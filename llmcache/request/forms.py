@@ -72,12 +72,12 @@ class Forms:
         within = [part for part in parts if part is not trunk.module]
         directions = [vars(part).get("is_causal") for part in within] + [setting(trunk.config, "is_causal")]
         hooks = list(chain.from_iterable(map(_HOOKS, within)))
-        coupling, content = self._coupling.reason(digest), self._reader.content_table()
+        coupling, tables = self._coupling.reason(digest), self._reader.tables()
         config, keys = trunk.config, keys_of(trunk.config, self._flags)
         flags = (
             partial(map, setting, repeat(config), self._flags) if keys is None else partial(map, vars(config).get, keys)
         )
-        state = State(digest, modules, reason, coupling, hooks, -1, False in directions, content, flags)
+        state = State(digest, modules, reason, coupling, hooks, -1, False in directions, tables, flags)
         self._states[digest] = state
         while len(self._states) > _MOST_STATES:
             self._states.popitem(last=False)

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +76,14 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     return made
 
 
+class Tables(NamedTuple):
+    """The sizes of a model's tables, and which of its tokens carry content."""
+
+    content: bytes  # 0 or 1 for each token of the vocabulary
+    n_positions: int | None  # None: not known
+    n_types: int | None
+
+
 @dataclass(slots=True)
 class Requests:
     """The requests of one call.
@@ -83,37 +92,51 @@ class Requests:
         rows: One a request.
         ids: Token ids (B, T), int64, on the host.
         valid: Which tokens are valid, bool (B, T); None: all.
-        table: See `RequestReader.content_table`.
-        reader: The reader that made them.
+        tables: See `RequestReader.tables`.
+        first_position: Position of the first token where none are passed.
         inputs: The call's arguments on the host.
     """
 
     rows: Sequence[Row]
     ids: NDArray[np.int64]
     valid: Bools | None
-    table: bytes
-    reader: "RequestReader"
+    tables: Tables
+    first_position: int
     inputs: HostInputs
 
-    @property
     def may_be_refused(self) -> bool:
         """Whether the model may raise for positions or token types beyond its tables."""
-        return self.reader.may_be_refused(self.inputs)
+        types, positions = self.inputs.types, self.inputs.positions
+        if types is not None and (types.any() or not self.tables.n_types) and _reaches(types, self.tables.n_types):
+            return True
+        if positions is not None:
+            return _reaches(positions, self.tables.n_positions)
+        n_positions = self.tables.n_positions
+        return n_positions is not None and self.inputs.ids.shape[1] + self.first_position > n_positions
 
     def take(self, numbers: Sequence[int]) -> "Requests":
         """Return some of the requests, numbered from 0 as in a call of their own."""
         rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
         valid = None if self.valid is None else self.valid[numbers]
-        return Requests(rows, self.ids[numbers], valid, self.table, self.reader, self.inputs)
+        return Requests(rows, self.ids[numbers], valid, self.tables, self.first_position, self.inputs)
 
     def content(self, numbers: int | slice | Sequence[int] = slice(None)) -> Bools:
         """Which tokens of one row, bool (T,), or of several (B, T), are valid and not special."""
-        made: Bools = np.frombuffer(self.table, np.bool_)[self.ids[numbers]]
+        made: Bools = np.frombuffer(self.tables.content, np.bool_)[self.ids[numbers]]
         return made if self.valid is None else made & self.valid[numbers]
 
     def features(self, numbers: int | Sequence[int]) -> Floats:
         """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere."""
         return np.where(self.content(numbers), self.ids[numbers], -1).astype(np.float32)
+
+    def tokens(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Content tokens of each of these rows: the same as `features`, without the others."""
+        found = []
+        for row in rows:  # requests are short: arrays take longer
+            ids = self.ids[row.number]
+            own = (ids if self.valid is None else ids[self.valid[row.number]]).tolist()
+            found.append(list(compress(own, map(self.tables.content.__getitem__, own))))
+        return found
 
 
 class RequestReader:
@@ -148,7 +171,7 @@ class RequestReader:
         arguments: Mapping[str, Any],
         mask_4d: Tensor | None,
         scope: Scope,
-        table: bytes,
+        tables: Tables,
         activated: Sequence[int | None] | None,
         is_whole: bool,
     ) -> Requests:
@@ -158,7 +181,7 @@ class RequestReader:
             arguments: Of the trunk, by name; checked by `Forms.find`.
             mask_4d: The 4-D mask that was passed, of which `arguments` holds the 2-D one; None without.
             scope: Of the call.
-            table: See `content_table`.
+            tables: See `tables`.
             activated: For how many of each row's last columns an activated LoRA is in force; None without one.
             is_whole: Rows affect each other, so that the key of each covers the call.
 
@@ -186,15 +209,16 @@ class RequestReader:
         rows = read_rows(
             scope,
             inputs,
-            id_dtype(len(table)),
+            id_dtype(len(tables.content)),
             self._trunk.adapter.is_guess,
             self.layout_counts,
             self.layout_is_kept,
             is_whole=is_whole,
         )
-        requests = Requests(rows, inputs.ids, None if is_full else inputs.valid, table, self, inputs)
+        valid = None if is_full else inputs.valid
+        requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)
         if is_full:  # mostly the second token is content; functions of NumPy take long after a model
-            has_content = [any(map(table.__getitem__, row)) for row in inputs.ids.tolist()]
+            has_content = [any(map(tables.content.__getitem__, row)) for row in inputs.ids.tolist()]
         else:
             has_content = np.any(requests.content(), axis=1).tolist()
         is_usual = positions is None and inputs.order is None and activated is None
@@ -231,22 +255,12 @@ class RequestReader:
         row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
         return "head_reads_padding" if row.is_misread and not self.layout_counts else ""
 
-    def may_be_refused(self, inputs: HostInputs) -> bool:
-        """See `Requests.may_be_refused`."""
-        config = self._trunk.config
+    def tables(self) -> Tables:
+        """The model's tables, as it is now."""
+        content, config = np.ones(vocabulary_size(self._trunk), np.bool_), self._trunk.config
+        content[list(special_ids(self._trunk, self._tokenizer))] = False
         n_positions, n_types = setting(config, "max_position_embeddings"), setting(config, "type_vocab_size")
-        n_tokens = inputs.ids.shape[1] + self._first_position
-        return _reaches(inputs.types, n_types) or (
-            n_positions is not None and n_tokens > n_positions
-            if inputs.positions is None
-            else _reaches(inputs.positions, n_positions)
-        )
-
-    def content_table(self) -> bytes:
-        """Whether a token carries content, 0 or 1 for each of the vocabulary, as the model is now."""
-        table = np.ones(vocabulary_size(self._trunk), np.bool_)
-        table[list(special_ids(self._trunk, self._tokenizer))] = False
-        return table.tobytes()
+        return Tables(content.tobytes(), n_positions, n_types)
 
 
 def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
@@ -260,9 +274,9 @@ def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
     return "last" if trunk.adapter.is_causal else "first"
 
 
-def _reaches(values: NDArray[Any] | None, n: int | None) -> bool:
-    """Whether a value is below 0, or at least `n`. None: no values, or `n` is not known."""
-    return values is not None and n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
+def _reaches(values: NDArray[Any], n: int | None) -> bool:
+    """Whether a value is below 0, or at least `n`; None: `n` is not known."""
+    return n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
 
 
 def read_rows(

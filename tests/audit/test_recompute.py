@@ -100,12 +100,12 @@ def test_parked_ones_wait_for_their_origin_and_are_dropped_once_that_is_over() -
     other, third = NOW._replace(weights="other"), NOW._replace(head="third")
     looks = waiting(look(5))
     looks.park([look(6), look(7, origin=other), look(8, "tenant", origin=other), look(9, origin=third)])
-    assert len(looks) == 5 and looks.has_parked
+    assert len(looks) == 5 and looks.parked
     looks.drop("tenant")
     assert [one.key for one in looks.resume(NOW, is_over=lambda origin: origin == third)] == ["6"]
     assert (taken(looks), len(looks)) == (["6", "5"], 1)
     assert [one.key for one in looks.resume(other, is_over=lambda _: True)] == ["7"]
-    assert not looks.has_parked and taken(looks) == ["7"]
+    assert not looks.parked and taken(looks) == ["7"]
 
 
 def test_those_of_a_namespace_are_dropped() -> None:

@@ -10,7 +10,7 @@ import torch
 from llmcache.bank import Entry
 from llmcache.decide import Evidence, K, Risk
 from llmcache.index import FlatIndex
-from llmcache.request.rows import Scope
+from llmcache.request.rows import Row, Scope
 from llmcache.sources import Source, Sources
 
 
@@ -89,9 +89,13 @@ def source(key: str, namespace: str = "default", length: int = 0) -> Source:
     return Source(entry, b"", np.zeros(1, np.float32), length)
 
 
+def row(length: int) -> Row:
+    return Row(0, "", b"", slice(0, length), length)
+
+
 def found(sources: Sources, x: np.ndarray, namespace: str = "default", length: int = 0) -> list[str]:
-    (near,) = sources.search(Scope(namespace, "w", "", "sdpa"), [length], x[None], 3)
-    return [one.key for one in near]
+    (near,) = sources.search(Scope(namespace, "w", "", "sdpa"), [row(length)], x[None], 3)
+    return [one.key for one in near.sources]
 
 
 def test_sources_are_found_in_their_scope_and_length_until_they_leave() -> None:
@@ -106,8 +110,8 @@ def test_sources_are_found_in_their_scope_and_length_until_they_leave() -> None:
     assert found(sources, x[0], length=3) == ["d"] and "a" not in sources
     sources.add([source("e", length=3)], x[:1])  # takes the slot that is free
     sources.quarantine("e", "default")
-    (near,) = sources.search(source("e").entry.scope, [3], x[:1], 1)
-    assert near[0].is_quarantined and near[0].key == "e"
+    (near,) = sources.search(source("e").entry.scope, [row(3)], x[:1], 1)
+    assert near.sources[0].key == "e" and not sources.may_serve("e")
     sources.forget("tenant")
     assert len(sources) == 3 and sources.quarantined == {"e": "default"}
     sources.forget()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmcache import LLMCache
-from llmcache.calibration.drift import DriftDetector, Marks, Profile, profile
+from llmcache.calibration.drift import BATCH, DriftDetector, Marks, Profile, profile
 from llmcache.config import AuditOptions
 from tests import inside, topics
 from tests.topics import N_CALIBRATED, Inputs, batched, calibrated, classifier, known, requests
@@ -33,9 +33,14 @@ def compared(seed: int, repeats: float = 0.05) -> Profile:
 
 def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | None = None) -> int | None:
     """Number of requests after which they are told to be unlike."""
+    batch: dict[str, Marks] = {}
     for n, (key, marks) in enumerate(zip(keys or map(str, range(len(asked))), asked, strict=False), start=1):
-        if likeness.wants(key) and likeness.see(key, marks):
-            return n
+        if key not in likeness.seen:
+            batch.setdefault(key, marks)
+        if len(batch) == BATCH:
+            if likeness.see(batch):
+                return n
+            batch = {}
     return None
 
 
