@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from llmcache.answers import Answers
-from llmcache.arrays import Doubles, Floats, below
+from llmcache.arrays import Bools, Doubles, Floats, below
 from llmcache.bank import Bank
 from llmcache.content_gate import ContentGate
 from llmcache.counters import Counters
@@ -210,7 +210,7 @@ class Semantic:
             return
         vectors, forecasts = self.fingerprint.project_tokens(call.requests.tokens(rows))
         if not isfinite(np.add.reduce(vectors, axis=None)):  # states of some rows' tokens are not: these are computed
-            finite = np.isfinite(vectors).all(axis=1)
+            finite: Bools = np.isfinite(np.add.reduce(vectors, axis=1))
             rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]
         if not rows:
             return

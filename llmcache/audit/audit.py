@@ -261,12 +261,10 @@ class Audit:
                 continue
             choice = call.choices.get(row.number)
             if choice is not None and not self._semantic.bank.is_pinned(row.key):
-                marks: Marks | None = Marks(
-                    choice.at_first, choice.similarity, int(call.forecasts[row.number].argmax())
-                )
-            elif (marks := self._marking.find(call, row)) is None:
-                continue
-            self._batch[row.key] = marks
+                forecast = int(call.forecasts[row.number].argmax())
+                self._batch[row.key] = Marks(choice.at_first, choice.similarity, forecast)
+            elif (marks := self._marking.find(call, row)) is not None:
+                self._batch[row.key] = marks
             if len(self._batch) < BATCH:
                 continue
             self._marking.keep(self._batch)
