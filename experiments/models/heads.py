@@ -48,7 +48,8 @@ class Head(Section):
 class Classifier:
     """A model that answers."""
 
-    module: nn.Module  # `module(**inputs)` gives logits (B, C). Wrapping it wraps the trunk inside.
+    # `module(**inputs)` gives logits (B, C), or an output that has them. Wrapping it wraps the trunk inside.
+    module: nn.Module
     labels: tuple[str, ...]  # name of each column
     tokenizer: Any
     n_fit: int = 0  # labelled requests that its head was fitted on here
@@ -90,26 +91,14 @@ class PooledClassifier(nn.Module):
         return logits
 
 
-class ReadyClassifier(nn.Module):
-    """A transformers sequence classifier that answers with bare logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """Logits (B, C) of tokenised requests."""
-        logits: Tensor = self.model(**inputs).logits
-        return logits
-
-
 def ready(loaded: Loaded, stream: Sequence[Labelled]) -> Classifier:
     """Use the model's own head, which has to know every label of the stream."""
     names: dict[int, str] = loaded.model.config.id2label  # type: ignore[union-attr, assignment]
     labels = tuple(names[i] for i in range(len(names)))
     if strange := sorted({request.label for request in stream} - set(labels)):
         raise ConfigError(f"data.label: the model does not know {_some(strange)}; it answers with {_some(labels)}")
-    return Classifier(ReadyClassifier(loaded.model), labels, loaded.tokenizer)
+    # As it is: of a module around it the library cannot see what the head reads, and keeps every token.
+    return Classifier(loaded.model, labels, loaded.tokenizer)
 
 
 def fit_logistic(

@@ -108,9 +108,10 @@ class Stream(Plain):
             "n_distinct": len({request.text for request in requests}),
         }
 
-    def answer(self, output: Tensor, number: int) -> int:
+    def answer(self, output: Any, number: int) -> int:
         """Column of the highest logit."""
-        return int(output.argmax(dim=-1))
+        logits: Tensor = getattr(output, "logits", output)
+        return int(logits.argmax(dim=-1))
 
     def show(self, answer: int) -> str:
         return self._labels[answer]

@@ -21,7 +21,7 @@ from experiments.methods.base import COMPUTED, Method, Served
 from experiments.methods.cached import Cached
 from experiments.metrics.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
 from experiments.metrics.trace import Trace
-from experiments.models.heads import PooledClassifier, fit_logistic, pooled_states
+from experiments.models.heads import PooledClassifier, fit_logistic, pooled_states, ready
 from experiments.models.loading import Loaded, encode, load
 from experiments.runs.folder import _csv
 from experiments.runs.grid import make_experiment
@@ -180,6 +180,20 @@ def test_serve_states_what_was_measured(tmp_path: Path) -> None:
     assert [figures["options"] for figures in found.values()] == [{}, {"tau": 0.8}, {}]
     assert found[NOCACHE]["speedup"] == 1.0 and found[NOCACHE]["bytes"] is None
     assert found["documents"]["nocache_ms"]["n"] == found["documents"]["cache_ms"]["n"] == 40
+
+
+def test_of_a_ready_classifier_an_entry_keeps_what_the_head_reads(tmp_path: Path) -> None:
+    """Then requests of other lengths are served, as the recorded hit rates have it."""
+    requests = [Labelled(i, text, "a") for i, text in enumerate(("where is my order", "where is my order?"))]
+    model = load(str(save_tiny(tmp_path / "tiny", ("a", "b"))), "class")
+    workload = Stream(ready(model, requests), requests, 48, payload=None)
+    method = Cached(workload, {"tau": -1.0, "layers": "last"})
+    method.begin()
+    assert method.payload == "cls"
+    with torch.inference_mode():
+        assert method.ask(0) == method.ask(1)
+    assert method.last().by == "paper" and method.n_entries == 1
+    method.end()
 
 
 def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:

@@ -75,6 +75,12 @@ def test_details_are_left_out_by_dotted_keys_and_lines_are_short() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_numbers_are_names_in_quotes_in_long_lines_as_well() -> None:
+    by_layer = dict.fromkeys(range(12), 1 / 3)
+    for values in ({"hits": {0: 1}}, {"hits": by_layer}):
+        assert json.loads(as_json(values)) == json.loads(json.dumps(values))
+
+
 def test_what_is_there_is_kept_until_forced(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [measured(1), measured(2), measured(2, force=True)]
     assert [(one.is_new, one.metrics["value"]) for one in found] == [(True, 1), (False, 1), (True, 2)]
