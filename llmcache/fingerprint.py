@@ -70,15 +70,15 @@ class Learned:
             "guess_centre": guess.centre,
             "guess_mean": guess.mean,
         }
-        pool = _Pool(learned, self._embed)
-        pooled = pool(requests)[:, pool.order]
+        extremes, means = _Pool(learned, self._embed)(requests)
+        pooled = np.concatenate([means[:, 0], extremes, means[:, 1]], axis=1)
         scale = _scale(pooled)
         aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
         fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
         learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * fitted.weights).T)}
         told = _Ridge(aims, outputs, _EXACT)
         learned |= {"outputs": told.weights, "outputs_mean": told.mean.astype(np.float32)}
-        self._fitted = _Fitted(learned, pool)
+        self._fitted = _Fitted(learned, self._embed)
 
     def project(self, features: Floats) -> Floats:
         """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
@@ -99,59 +99,69 @@ class Learned:
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         assert self._embed is not None
-        self._fitted = _Fitted(dict(state), _Pool(state, self._embed)) if state else None
+        self._fitted = _Fitted(dict(state), self._embed) if state else None
 
 
 class _Fitted:
-    """The fitted maps, side by side in one matrix: fingerprints first, then forecasts."""
+    """The fitted maps. The map of a mean of token vectors is the mean of their maps, which are kept for each token."""
 
-    def __init__(self, learned: dict[str, Floats], pool: "_Pool") -> None:
-        """Join the maps that `Learned.fit` made; `pool` makes pooled vectors of requests."""
+    def __init__(self, learned: dict[str, Floats], embed: Lookup) -> None:
+        """Take the maps that `Learned.fit` made."""
         self.learned = learned
-        self._pool = pool
-        vectors, self._dim = learned["map"].T.astype(np.float64), len(learned["map"])
-        both = np.concatenate([vectors, vectors @ learned["outputs"]], axis=1)
-        offset = -learned["centre"] @ both
-        offset[self._dim :] += learned["outputs_mean"]
-        in_its_order = np.empty_like(both, np.float32)
-        in_its_order[pool.order] = both
-        self._weights, self._offset = torch.from_numpy(in_its_order), torch.from_numpy(offset.astype(np.float32))
-        self._width = len(offset)
+        weights = np.ascontiguousarray(learned["map"].T)
+        width = len(weights) // _N_POOLED
+        mean, extremes, weighted = np.split(weights, [width, 5 * width])
+        self._pool = _Pool(learned, embed, (mean, weighted))
+        self._weights = torch.from_numpy(extremes)
+        self._offset = -(learned["centre"].astype(np.float64) @ weights).astype(np.float32)
+        self._outputs = torch.from_numpy(learned["outputs"])
+        self._outputs_mean = torch.from_numpy(learned["outputs_mean"])
 
     def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
         """Return unit vectors (B, F) and forecasts (B, C); without content tokens, zeros and the mean output."""
-        pooled = self._pool(requests)
-        made = np.empty((len(pooled), self._width), np.float32)
-        # On the threads of torch, see `product`.
-        torch.addmm(self._offset, torch.from_numpy(pooled), self._weights, out=torch.from_numpy(made))
-        for number, tokens in enumerate(requests):
+        extremes, means = self._pool(requests)
+        vectors = means.sum(axis=1) + self._offset
+        forecasts = np.empty((len(vectors), len(self._outputs_mean)), np.float32)
+        made = torch.from_numpy(vectors)
+        # On the threads of torch, see `product`; with `out`, autocast leaves the precision as it is.
+        torch.addmm(made, torch.from_numpy(extremes), self._weights, out=made)
+        for vector, tokens in zip(vectors, requests, strict=True):
             if not tokens:  # exactly so: what is left by rounding would become a vector of norm 1
-                made[number, : self._dim], made[number, self._dim :] = 0, self.learned["outputs_mean"]
-        vectors = made[:, : self._dim]
+                vector[:] = 0
+        torch.addmm(self._outputs_mean, made, self._outputs, out=torch.from_numpy(forecasts))
         norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
-        return vectors / np.maximum(norms, np.float32(1e-12))[:, None], made[:, self._dim :]
+        return vectors / np.maximum(norms, np.float32(1e-12))[:, None], forecasts
 
 
 class _Pool:
-    """Pools the token vectors of a request. Vectors of tokens that were seen are kept. Thread-safe."""
+    """Pools the token vectors of a request. What is kept of a token is made when it is first seen. Thread-safe."""
 
-    def __init__(self, learned: Mapping[str, Floats], embed: Lookup) -> None:
-        """Begin with an empty table; `learned` is made by `Learned.fit`, `embed` is as of `Learned.bind`."""
-        self._learned = learned
-        self._embed = embed
+    def __init__(self, learned: Mapping[str, Floats], embed: Lookup, maps: tuple[Floats, Floats] | None = None) -> None:
+        """Begin with an empty table.
+
+        Args:
+            learned: Made by `Learned.fit`.
+            embed: As of `Learned.bind`.
+            maps: Applied to the mean of embeddings, and to the weighted mean of static vectors, (D, A) each; None: as
+                they are, A = D.
+        """
+        self._learned, self._embed, self._maps = learned, embed, maps
         self._lock = forkable(threading.Lock())
         self._place: dict[float, int] = {}
-        self._width = width = learned["static"].shape[1]
-        self._table: Floats = np.empty((0, 3 * width + 1), np.float32)
-        #: Where each pooled number is in what is made here: maxima of static vectors come before those of embeddings.
-        kinds = np.arange(_N_POOLED * width).reshape(_N_POOLED, width)
-        self.order = kinds[[4, 1, 0, 3, 2, 5]].ravel()
+        self._n_extremes = 2 * learned["static"].shape[1]
+        self._width = learned["static"].shape[1] if maps is None else maps[0].shape[1]
+        self._table: Floats = np.empty((0, self._n_extremes + 2 * self._width + 1), np.float32)
 
-    def __call__(self, requests: Sequence[Sequence[float]]) -> Floats:
-        """Return pooled vectors (B, P) of requests, zeros where there are no tokens; columns as `order` says."""
-        width = self._width
-        pooled = np.zeros((len(requests), _N_POOLED * width), np.float32)
-        for into, tokens in zip(pooled, requests, strict=True):
+    def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
+        """Pool the content tokens of B requests; zeros where there are none.
+
+        Returns:
+            Maxima of embeddings and of static vectors, then minima of both (B, 4 D); both means, mapped (B, 2, A).
+        """
+        n, width = self._n_extremes, self._width
+        extremes = np.zeros((len(requests), 2 * n), np.float32)
+        means = np.zeros((len(requests), 2, width), np.float32)
+        for extreme, mean, tokens in zip(extremes, means, requests, strict=True):
             if not tokens:
                 continue
             with self._lock:
@@ -160,14 +170,14 @@ class _Pool:
                 except KeyError:
                     self._add([token for token in dict.fromkeys(tokens) if token not in self._place])
                     places = list(map(self._place.__getitem__, tokens))
-                # Of each token (n, 3 D + 1): static vector, embedding, static vector by weight, weight.
+                # Of each token: embedding, static vector, embedding mapped, weighted static vector mapped, weight.
                 rows = self._table.take(places, axis=0)
-            sums = np.add.reduce(rows[:, width:])
-            np.maximum.reduce(rows[:, : 2 * width], out=into[: 2 * width])
-            np.minimum.reduce(rows[:, : 2 * width], out=into[2 * width : 4 * width])
-            np.divide(sums[:width], len(tokens), out=into[4 * width : 5 * width])
-            np.divide(sums[width:-1], sums[-1], out=into[5 * width :])
-        return pooled
+            np.maximum.reduce(rows[:, :n], out=extreme[:n])
+            np.minimum.reduce(rows[:, :n], out=extreme[n:])
+            sums = np.add.reduce(rows[:, n:])
+            np.divide(sums[:width], len(tokens), out=mean[0])
+            np.divide(sums[width:-1], sums[-1], out=mean[1])
+        return extremes, means
 
     def _add(self, tokens: list[float]) -> None:
         rows = self._make(np.array(tokens, np.int64))
@@ -182,13 +192,16 @@ class _Pool:
     def _make(self, ids: Ids) -> Floats:
         """Make rows of the table for tokens (m, 3 D + 1)."""
         learned, embedded = self._learned, self._embed(ids)
-        static = product(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
+        static = _by_row(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
         weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)
         place = np.searchsorted(learned["tokens"], ids).clip(max=len(learned["tokens"]) - 1)
         is_known = learned["tokens"][place] == ids
         static[is_known] = learned["static"][place[is_known]]
         weights[is_known, 0] = learned["idf"][place[is_known]]
-        return np.concatenate([static, embedded, weights * static, weights], axis=1).astype(np.float32, copy=False)
+        means = [embedded, weights * static]
+        if self._maps is not None:
+            means = list(map(_by_row, means, self._maps))
+        return np.concatenate([embedded, static, *means, weights], axis=1).astype(np.float32, copy=False)
 
 
 class _Ridge:
@@ -210,6 +223,11 @@ class _Ridge:
         """Return predictions (m, P) for rows (m, T)."""
         expected: Floats = product(x - self.centre, self.weights) + self.mean
         return expected
+
+
+def _by_row(x: Floats, weights: Floats) -> Floats:
+    """The product of rows (m, D) and weights: of each the same to the last bit, whatever tokens it came with."""
+    return np.concatenate([product(row[None], weights) for row in x])
 
 
 def _content(features: Floats) -> list[float]:
