@@ -267,7 +267,7 @@ class CachedForward(Swap, Switches):
             except Exception as error:
                 call.hits.clear()
                 if call.prefill is not None:
-                    call.prefill.whole, call.prefill.served = {}, {}
+                    call.prefill.drop()
                 self._counters.error("look up a call", error)
             call.lookup_s += perf_counter() - started
         if self.prepared.is_on.get():

@@ -74,22 +74,12 @@ class Fingerprint(ABC):
     def features(self, view: View) -> Tensor:
         """Float32 (B, F0) on the view's device; F0 may differ from call to call only if nothing is to be fitted."""
 
-    def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
-        """Learn from requests; by default nothing.
-
-        Args:
-            features: Of the first `n_fit` requests, (F0,) each.
-            targets: What the model made of them (N, T), where that is known.
-            outputs: What of it may be forecast (N, C), likewise.
-        """
+    def fit(self, features: Sequence[Floats]) -> None:
+        """Learn from the features (F0,) of each of the first `n_fit` requests; by default nothing."""
 
     @abstractmethod
     def project(self, features: Floats) -> Floats:
         """Float32 (B, F) from features (B, F0), as the index that goes with it takes them: all but `lsh`, L2 norm 1."""
-
-    def project_with_forecast(self, features: Floats) -> tuple[Floats, Floats | None]:
-        """The same fingerprints, and what they let expect of the outputs (B, C), or None."""
-        return self.project(features), None
 
     def state(self) -> dict[str, Floats]:
         """Arrays that `restore` needs; empty when nothing was learned."""
@@ -169,7 +159,7 @@ class PCAEmbedding(MeanEmbedding):
     def n_fit(self) -> int:
         return self.fit_on if self._axes is None else 0
 
-    def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
+    def fit(self, features: Sequence[Floats]) -> None:
         from sklearn.decomposition import PCA
 
         seen = np.stack(features)

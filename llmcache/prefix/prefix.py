@@ -205,7 +205,7 @@ class Prefix:
         except Exception as error:  # if it is the model's, the second run below raises it again
             if not (prefill.whole or prefill.served) or (chunks is not None and chunks.error is error):
                 raise
-            prefill.whole, prefill.served = {}, {}
+            prefill.drop()
             self._counters.error("serve a prefix", error)
             return self._answer(call, prefill, run)
         finally:

@@ -51,3 +51,7 @@ class Prefill:
     served: Mapping[int, int] = field(default_factory=dict)
     matched: Sequence[Any] = ()
     n_cut: int = 0
+
+    def drop(self) -> None:
+        """Serve nothing of what was found."""
+        self.whole, self.served = {}, {}
