@@ -58,13 +58,13 @@ class Account:
 
     def __init__(self) -> None:
         """Begin with no times: all calls are searched."""
-        self._lengths: dict[int, _Length] = {}  # by log2 of tokens a row, padding included, rounded up
+        self._lengths: dict[int, _Length] = {}  # by `_length_of`
         self._made: object = None  # the calibration that it is about
         self._lock = forkable(threading.Lock())
 
     def pays(self, call: Call) -> bool:
         """Whether a call is to be searched for approximate hits."""
-        length = self._lengths.get((call.arguments["input_ids"].shape[1] - 1).bit_length())
+        length = self._lengths.get(_length_of(call))
         if length is None or not length.is_off:
             return True
         with self._lock:
@@ -73,10 +73,9 @@ class Account:
 
     def took(self, call: Call) -> None:
         """Add the times of a call that has ended: its `search_s` and `computing_s`."""
-        ids = call.arguments["input_ids"]
-        if ids.device.type != "cpu":
+        if call.arguments["input_ids"].device.type != "cpu":
             return
-        name = (ids.shape[1] - 1).bit_length()
+        name = _length_of(call)
         with self._lock:
             if call.made is not None and call.made is not self._made:  # what is known is of other sources
                 self._lengths, self._made = {}, call.made
@@ -108,3 +107,8 @@ class Account:
             length.search_ms,
             length.computing_ms,
         )
+
+
+def _length_of(call: Call) -> int:
+    """Return the group of a call: log2 of its tokens a row, padding included, rounded up."""
+    return int(call.arguments["input_ids"].shape[1] - 1).bit_length()

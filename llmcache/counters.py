@@ -47,10 +47,13 @@ class Counters:
         self._told: set[str] = set()
         self._failures: Counter[str] = Counter()
         self._calls, self._looks = Share(), Share()
-        #: So many of the latest calls failed in the cache that it should promise nothing.
-        self.is_failing = False
         self._has_failed = False  # something did, since the last call ended
         self._n_turns = 0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether so many of the latest calls failed in the cache that it should promise nothing."""
+        return self._calls.is_large
 
     def restart(self) -> None:
         """Count anew. Failures and the health that they make are kept, and what was logged once is not logged again."""
@@ -125,7 +128,6 @@ class Counters:
         """Count a call as failed or not; whether that made the cache failing, or no longer so."""
         has_failed, self._has_failed = self._has_failed, False
         has_turned = self._calls.add(has_failed)
-        self.is_failing = self._calls.is_large
         self._n_turns += has_turned and self._calls.is_large
         return has_turned
 

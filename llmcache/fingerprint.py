@@ -190,7 +190,7 @@ class _Pool:
         self._place |= {token: first + i for i, token in enumerate(tokens)}
 
     def _make(self, ids: Ids) -> Floats:
-        """Make rows of the table for tokens (m, 3 D + 1)."""
+        """Make rows of the table for tokens (m, 2 D + 2 A + 1)."""
         learned, embedded = self._learned, self._embed(ids)
         static = _by_row(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
         weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)

@@ -151,7 +151,7 @@ class Sources:
         found = [_NOTHING] * len(rows)
         groups: dict[int, list[int]] = {}  # places in `rows`, by length: one search unless lengths are kept apart
         for place, row in enumerate(rows):
-            groups.setdefault(row.n_valid if self._by_length else 0, []).append(place)
+            groups.setdefault(self.length_of(row), []).append(place)
         with self.lock:
             for length, places in groups.items():
                 part = self._partitions.get((scope, length))

@@ -20,7 +20,7 @@ from llmcache.audit.marking import Marking
 from llmcache.audit.recomputer import Recomputer
 from llmcache.audit.renewal import RenewalBuffer
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.drift import BATCH, DriftDetector, Marks
+from llmcache.calibration.drift import BATCH, DriftDetector, Marks, marks_of
 from llmcache.calibration.risk_target import MetricName
 from llmcache.config import CacheConfig
 from llmcache.decide import Semantic
@@ -261,8 +261,7 @@ class Audit:
                 continue
             choice = call.choices.get(row.number)
             if choice is not None and not self._semantic.bank.is_pinned(row.key):
-                forecast = int(call.forecasts[row.number].argmax())
-                self._batch[row.key] = Marks(choice.at_first, choice.similarity, forecast)
+                self._batch[row.key] = marks_of(choice, call.forecasts[row.number])
             elif (marks := self._marking.find(call, row)) is not None:
                 self._batch[row.key] = marks
             if len(self._batch) < BATCH:

@@ -178,8 +178,7 @@ class AutoIndex(Index):
             self._build.start()
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        if self._build is not None:
-            self._take_over()
+        self._take_over()
         return self._rows.search(x, k)
 
     def vectors(self, ids: Ids) -> Floats:
