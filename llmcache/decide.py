@@ -208,7 +208,7 @@ class Semantic:
             rows = [row for row in rows if not row.is_misread]
         if made is None or (limit := made.limit) is None or not rows or call.requests.may_be_refused():
             return
-        vectors, forecasts = self.fingerprint.project_tokens(call.requests.tokens(rows))
+        vectors, forecasts = self.fingerprint.project(call.requests.tokens(rows))
         if not isfinite(np.add.reduce(vectors, axis=None)):  # states of some rows' tokens are not: these are computed
             finite: Bools = np.isfinite(np.add.reduce(vectors, axis=1))
             rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]

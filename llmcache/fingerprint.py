@@ -49,12 +49,11 @@ class Learned:
         """Set what makes vectors (m, D) of m tokens: input embeddings, and final states of each token alone."""
         self._embed, self._think = embed, think
 
-    def fit(self, features: Sequence[Floats], targets: Floats, outputs: Floats) -> None:
+    def fit(self, requests: Sequence[Sequence[int]], targets: Floats, outputs: Floats) -> None:
         """Fit the maps from content tokens of N requests to targets (N, T), and to outputs (N, C) to forecast."""
         assert self._think is not None and self._embed is not None
-        requests = [_content(row) for row in features]
-        tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
-        tokens = tokens.astype(np.int64)
+        different = [np.unique(np.array(ids, np.int64)) for ids in requests]
+        tokens, counts = np.unique(np.concatenate(different), return_counts=True)
         embedded, static = self._embed(tokens), self._think(tokens)
         is_known = np.isfinite(static).all(axis=1)  # a token alone may be more than the dtype holds
         if not is_known.any():
@@ -80,16 +79,11 @@ class Learned:
         learned |= {"outputs": told.weights, "outputs_mean": told.mean.astype(np.float32)}
         self._fitted = _Fitted(learned, self._embed)
 
-    def project(self, features: Floats) -> Floats:
-        """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
-        return self.project_with_forecast(features)[0]
+    def project(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
+        """Return fingerprints (B, F) and forecasts of the model's output (B, C), from the content tokens of B requests.
 
-    def project_with_forecast(self, features: Floats) -> tuple[Floats, Floats]:
-        """Fingerprints (B, F) as of `project`, and forecasts of the model's output (B, C)."""
-        return self.project_tokens([_content(row) for row in features])
-
-    def project_tokens(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
-        """The same, from the content tokens of B requests."""
+        A fingerprint has the L2 norm 1; that of a request without content is zeros.
+        """
         if self._fitted is None:
             raise RuntimeError("fit() comes first")
         return self._fitted(requests)
@@ -118,7 +112,7 @@ class _Fitted:
         self._outputs = torch.from_numpy(learned["outputs"])
         self._outputs_mean = torch.from_numpy(learned["outputs_mean"])
 
-    def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
+    def __call__(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
         """Return unit vectors (B, F) and forecasts (B, C); without content tokens, zeros and the mean output."""
         extremes, means = self._pool(requests)
         vectors = means.sum(axis=1) + self._offset
@@ -148,12 +142,12 @@ class _Pool:
         """
         self._learned, self._embed, self._maps = learned, embed, maps
         self._lock = forkable(threading.Lock())
-        self._place: dict[float, int] = {}
+        self._place: dict[int, int] = {}
         self._n_extremes = 2 * learned["static"].shape[1]
         self._width = learned["static"].shape[1] if maps is None else maps[0].shape[1]
         self._table: Floats = np.empty((0, self._n_extremes + 2 * self._width + 1), np.float32)
 
-    def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
+    def __call__(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
         """Pool the content tokens of B requests; zeros where there are none.
 
         Returns:
@@ -180,7 +174,7 @@ class _Pool:
             np.divide(sums[width:-1], sums[-1], out=mean[1])
         return extremes, means
 
-    def _add(self, tokens: list[float]) -> None:
+    def _add(self, tokens: list[int]) -> None:
         rows = self._make(np.array(tokens, np.int64))
         first, end = len(self._place), len(self._place) + len(tokens)
         if end > len(self._table):
@@ -229,11 +223,6 @@ class _Ridge:
 def _by_row(x: Floats, weights: Floats) -> Floats:
     """The product of rows (m, D) and weights: of each the same to the last bit, whatever tokens it came with."""
     return np.concatenate([product(row[None], weights) for row in x])
-
-
-def _content(features: Floats) -> list[float]:
-    # Requests are short: to mask and to convert an array takes longer. Whole floats are found as the numbers they are.
-    return [one for one in features.tolist() if one >= 0]
 
 
 def _scale(pooled: Floats) -> Floats:

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache import Fingerprint
-from llmcache.lab import Floats, locate
+from llmcache.lab import Floats, Learned, locate
 
 _MOST_FITS = 40  # of some 5 MB each
 
@@ -81,20 +80,20 @@ class _Turn:
         return forward
 
 
-def recall_fits(fingerprint: Fingerprint, fits: Fits) -> None:
+def recall_fits(fingerprint: Learned, fits: Fits) -> None:
     """Have a fingerprint take over what one of its kind and model learned from the very same requests."""
     fit = fingerprint.fit
 
     @wraps(fit)
-    def recall_or_fit(features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
-        key = _digest(features, (targets, outputs))
+    def recall_or_fit(requests: Sequence[Sequence[int]], targets: Floats, outputs: Floats) -> None:
+        key = _digest(map(np.array, requests), (targets, outputs))
         started = perf_counter()
         if key in fits.known:
             state, seconds = fits.known[key]
             fingerprint.restore(state)
             fits.saved_s += seconds - (perf_counter() - started)
             return
-        fit(features, targets, outputs)
+        fit(requests, targets, outputs)
         fits.known[key] = fingerprint.state(), perf_counter() - started
         if len(fits.known) > _MOST_FITS:
             del fits.known[next(iter(fits.known))]

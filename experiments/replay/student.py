@@ -52,7 +52,7 @@ class Student:
         """Learn from requests, which give their answers from then on; returns limits worth trying, strictest first."""
         cases = list({case.row.key: case for case in cases}.values())
         self._answers.learn(np.stack([case.answer for case in cases]))
-        self._tokens.frame(cases[0].row, cases[0].features)
+        self._tokens.frame(cases[0].row, cases[0].tokens)
         leads, is_changed = [], []
         for turn in range(N_TURNS):
             self._fit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
@@ -108,14 +108,14 @@ class Student:
 
     def _fit(self, cases: Sequence[Observation]) -> None:
         """Fit the fingerprint, and let the requests, which all differ, give their answers."""
-        features = [case.features for case in cases]
-        self._fingerprint.fit(features, targets(cases, self._answers), outputs(cases, self._answers))
+        tokens = [case.tokens for case in cases]
+        self._fingerprint.fit(tokens, targets(cases, self._answers), outputs(cases, self._answers))
         self._examples = list({case.answer.tobytes(): case for case in reversed(cases)}.values())[::-1]
         self._signatures = np.stack([case.answer for case in self._examples])  # (M, S)
 
     def _look(self, case: Observation) -> tuple[Observation, list[float]]:
         """Who gives the answer that the forecast of a request favours, and how far it leads the others (F,)."""
-        (forecast,) = self._fingerprint.project_with_forecast(case.features[None])[1]
+        (forecast,) = self._fingerprint.project([case.tokens])[1]
         favour = self._answers.favour(forecast, self._signatures)
         first = int(favour.argmax())
         rivals = favour - favour[first]

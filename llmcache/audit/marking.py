@@ -30,7 +30,7 @@ class Marking:
         if (known := self._known.get(row.key)) is not None:
             return known
         assert call.requests is not None and call.scope is not None
-        vectors, forecasts = self._semantic.fingerprint.project_tokens(call.requests.tokens([row]))
+        vectors, forecasts = self._semantic.fingerprint.project(call.requests.tokens([row]))
         if is_source:
             return marks_of_source(forecasts[0])
         return marks_of(self._semantic.chooser.choose(call.scope, [row], vectors, forecasts)[0], forecasts[0])

@@ -140,7 +140,7 @@ class Recomputer:
         self.bank.put([case.entry], case.generation)
         made = self.calibrated.calibration
         if self.calibrated.is_growing:
-            self.calibrated.grow(made, {0: case}, {0: self.fingerprint.project(case.features[None])[0]})
+            self.calibrated.grow(made, {0: case}, {0: self.fingerprint.project([case.tokens])[0][0]})
 
     def _origin(self) -> Origin:
         """Return the present origin: weights, head and attention."""

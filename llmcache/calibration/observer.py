@@ -65,11 +65,12 @@ class Observer:
             return
         signatures, outputs, targets = self._answers_of(call, output, numbers)
         head, seconds = self._head.digest(), (perf_counter() - call.started_s) / len(call.rows)
+        tokens = call.requests.tokens([call.rows[number] for number in numbers])
         seen = {
             number: Observation(
                 entries[number].scope,
                 call.rows[number],
-                call.requests.features(number),
+                tokens[i],
                 targets[i],
                 signatures[i],
                 outputs[i],

@@ -3,7 +3,7 @@
 Sizes: m tokens, D hidden width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,10 @@ class TokenVectors:
         self._frame: tuple[list[int], list[int]] = ([], [])
         self._thought: dict[int, Floats] = {}
 
-    def frame(self, row: Row, content: Floats) -> None:
-        """Learn the special tokens around the content (T,) (-1: none) of one request, and forget what was computed."""
+    def frame(self, row: Row, content: Sequence[int]) -> None:
+        """Learn the special tokens around the content of one request, and forget what was computed."""
         ids = np.frombuffer(row.ids, f"u{len(row.ids) // row.n_valid}").tolist()
-        where = np.flatnonzero(content[row.valid] >= 0)
-        self._frame = (ids[: where[0]], ids[where[-1] + 1 :])
+        self._frame = (ids[: ids.index(content[0])], ids[len(ids) - ids[::-1].index(content[-1]) :])
         self._thought.clear()
 
     def embed(self, ids: Ids) -> Floats:

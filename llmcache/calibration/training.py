@@ -55,7 +55,7 @@ class CalibrationFitter:
         Returns candidate limits, strictest first (K,): the risks of these requests, each looked up among others.
         """
         self.chooser.learn(cases)
-        self.tokens.frame(cases[0].row, cases[0].features)
+        self.tokens.frame(cases[0].row, cases[0].tokens)
         looks = []
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
@@ -71,7 +71,7 @@ class CalibrationFitter:
         stay until the next calibration.
         """
         self.fingerprint.fit(
-            [case.features for case in cases], targets(cases, self.answers), outputs(cases, self.answers)
+            [case.tokens for case in cases], targets(cases, self.answers), outputs(cases, self.answers)
         )
         self.resume()
         self.stand(cases, is_pinned)
@@ -183,6 +183,6 @@ class CalibrationFitter:
     def _forecast(self, case: Observation) -> tuple[Floats, Floats]:
         """Return the fingerprint (F,) of a request, and the forecast of its output (C,)."""
         if case.row.key not in self._forecasts:
-            (vector,), (forecast,) = self.fingerprint.project_with_forecast(case.features[None])
+            (vector,), (forecast,) = self.fingerprint.project([case.tokens])
             self._forecasts[case.row.key] = vector, forecast
         return self._forecasts[case.row.key]

@@ -1,8 +1,9 @@
 """A computed request with its answer: calibrations learn from these.
 
-Sizes: T tokens, D hidden width, S width of a signature, C logits.
+Sizes: D hidden width, S width of a signature, C logits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ class Observation:
     Attributes:
         scope: Its scope.
         row: The request.
-        features: Content tokens, float32 (T,), -1 elsewhere.
+        tokens: Its content tokens.
         target: Mean row of the last hidden states that its entry keeps, float32 (D,).
         answer: Signature of its answer (S,).
         output: The model's output for it, float32 (C,).
@@ -34,7 +35,7 @@ class Observation:
 
     scope: Scope
     row: Row
-    features: Floats
+    tokens: Sequence[int]
     target: Floats
     answer: Floats
     output: Floats

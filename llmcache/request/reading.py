@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.arrays import Bools, Floats, Positions
+from llmcache.arrays import Bools, Positions
 from llmcache.models.adapters import Trunk, first_position, special_ids, vocabulary_size
 from llmcache.models.heads import Head
 from llmcache.models.masks import expand
@@ -120,17 +120,13 @@ class Requests:
         valid = None if self.valid is None else self.valid[numbers]
         return Requests(rows, self.ids[numbers], valid, self.tables, self.first_position, self.inputs)
 
-    def content(self, numbers: int | slice | Sequence[int] = slice(None)) -> Bools:
-        """Which tokens of one row, bool (T,), or of several (B, T), are valid and not special."""
-        made: Bools = np.frombuffer(self.tables.content, np.bool_)[self.ids[numbers]]
-        return made if self.valid is None else made & self.valid[numbers]
-
-    def features(self, numbers: int | Sequence[int]) -> Floats:
-        """Content tokens of one row, float32 (T,), or of several (B, T); -1 elsewhere."""
-        return np.where(self.content(numbers), self.ids[numbers], -1).astype(np.float32)
+    def content(self) -> Bools:
+        """Which tokens are valid and not special, bool (B, T)."""
+        made: Bools = np.frombuffer(self.tables.content, np.bool_)[self.ids]
+        return made if self.valid is None else made & self.valid
 
     def tokens(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Content tokens of each of these rows: the same as `features`, without the others."""
+        """Content tokens of each of these rows: valid ones that are not special."""
         found = []
         for row in rows:  # requests are short: arrays take longer
             ids = self.ids[row.number]

@@ -24,18 +24,18 @@ def think(ids: np.ndarray) -> Floats:
     return np.tanh(TABLE[ids] @ MEANING)
 
 
-def made(n: int, seed: int = 0) -> tuple[list[Floats], Floats]:
-    """Features of requests, and what a model that averages meanings makes of them."""
+def made(n: int, seed: int = 0) -> tuple[list[list[int]], Floats]:
+    """Content tokens of requests, and what a model that averages meanings makes of them."""
     rng = np.random.default_rng(seed)
     requests = [rng.integers(5, VOCABULARY, rng.integers(3, 9)) for _ in range(n)]
-    return [ids.astype(np.float32) for ids in requests], np.stack([think(ids).mean(axis=0) for ids in requests])
+    return [ids.tolist() for ids in requests], np.stack([think(ids).mean(axis=0) for ids in requests])
 
 
 def fitted(dim: int = 8, n: int = 300) -> Learned:
     learned = Learned(dim=dim)
     learned.bind(lambda ids: TABLE[ids], think)
-    features, targets = made(n)
-    learned.fit(features, targets, targets @ OUT)
+    requests, targets = made(n)
+    learned.fit(requests, targets, targets @ OUT)
     return learned
 
 
@@ -46,18 +46,18 @@ def cosines(x: Floats) -> Floats:
 
 def test_fingerprints_are_of_the_size_that_was_asked_for_and_of_norm_one() -> None:
     learned = fitted(dim=8)
-    vectors = np.concatenate([learned.project(one[None]) for one in made(50, seed=1)[0]])
+    vectors = np.concatenate([learned.project([one])[0] for one in made(50, seed=1)[0]])
     assert vectors.shape == (50, 8) and vectors.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
 def test_they_are_alike_where_what_the_model_made_is_alike_and_outputs_are_forecast() -> None:
     learned = fitted(dim=D)
-    features, targets = made(200, seed=2)
-    told = [learned.project_with_forecast(one[None]) for one in features]
+    requests, targets = made(200, seed=2)
+    told = [learned.project([one]) for one in requests]
     vectors, forecasts = (np.concatenate(part) for part in zip(*told, strict=True))
     off, meant = ~np.eye(200, dtype=bool), cosines(targets - targets.mean(axis=0))
-    raw = np.stack([TABLE[one.astype(int)].mean(axis=0) for one in features])
+    raw = np.stack([TABLE[one].mean(axis=0) for one in requests])
     likeness, of_raw = (np.corrcoef(cosines(x)[off], meant[off])[0, 1] for x in (vectors, raw))
     assert likeness > 0.9 > of_raw
     outputs = targets @ OUT
@@ -65,19 +65,16 @@ def test_they_are_alike_where_what_the_model_made_is_alike_and_outputs_are_forec
     assert ((forecasts - outputs) ** 2).mean() < 0.1 * outputs.var(axis=0).mean()
 
 
-def test_padding_and_other_rows_change_nothing() -> None:
+def test_other_rows_change_nothing() -> None:
     learned = fitted()
-    features = made(5, seed=3)[0]
-    padded = np.full((5, 12), -1, np.float32)
-    for row, one in zip(padded, features, strict=True):
-        row[2 : 2 + len(one)] = one
-    alone = np.concatenate([learned.project(one[None]) for one in features])
-    np.testing.assert_allclose(learned.project(padded), alone, atol=1e-6)
+    requests = made(5, seed=3)[0]
+    alone = np.concatenate([learned.project([one])[0] for one in requests])
+    np.testing.assert_allclose(learned.project(requests)[0], alone, atol=1e-6)
 
 
 def test_a_request_without_content_is_like_nothing() -> None:
     learned = fitted()
-    vectors, forecasts = learned.project_with_forecast(np.float32([[-1, -1, -1], [20, 55, 70]]))
+    vectors, forecasts = learned.project([[], [20, 55, 70]])
     assert not vectors[0].any() and vectors[1].any()
     assert np.array_equal(forecasts[0], learned.state()["outputs_mean"])
 
@@ -85,10 +82,10 @@ def test_a_request_without_content_is_like_nothing() -> None:
 @pytest.mark.parametrize("first", [50, 0])
 def test_a_token_that_alone_comes_to_no_number_is_guessed(first: int) -> None:
     """Those from `first` on: some, or all."""
-    learned, (features, targets) = Learned(dim=8), made(200)
+    learned, (requests, targets) = Learned(dim=8), made(200)
     learned.bind(lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), think(ids)))
-    learned.fit(features, targets, targets @ OUT)
-    vectors, forecasts = learned.project_with_forecast(np.float32([[20, 55, 70], [51, 52, 53]]))
+    learned.fit(requests, targets, targets @ OUT)
+    vectors, forecasts = learned.project([[20, 55, 70], [51, 52, 53]])
     assert np.isfinite(vectors).all() and np.isfinite(forecasts).all()
 
 
@@ -101,12 +98,12 @@ def test_tokens_that_were_not_learned_from_are_guessed() -> None:
         return think(ids)
 
     learned.bind(lambda ids: TABLE[ids], counted)
-    features, targets = made(200)
-    few = [one[one < 60] for one in features]
+    requests, targets = made(200)
+    few = [[token for token in one if token < 60] for one in requests]
     kept = [i for i, one in enumerate(few) if len(one)]
     learned.fit([few[i] for i in kept], targets[kept], targets[kept] @ OUT)
     assert max(asked) < 60
-    vector = learned.project(np.float32([[70, 80, 90]]))
+    vector, _ = learned.project([[70, 80, 90]])
     assert np.isfinite(vector).all()
     assert max(asked) < 60  # the model is not run for a new token
 
@@ -117,7 +114,7 @@ def test_vectors_of_tokens_are_what_the_model_makes_of_each_alone(family: str) -
     trunk = locate(model)
     vectors = TokenVectors(trunk, PAYLOADS["mean"](), trunk.module.forward)
     row = Row(0, "", np.array([1, 40, 41, 2], np.uint16).tobytes(), slice(0, 4), 4)
-    vectors.frame(row, np.float32([-1, 40, 41, -1]))
+    vectors.frame(row, [40, 41])
     thought = vectors.think(np.array([40, 50]))
     with torch.inference_mode():
         own = trunk.module(input_ids=torch.tensor([[1, 50, 2]]), return_dict=True).last_hidden_state[0].mean(dim=0)

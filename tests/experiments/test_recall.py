@@ -68,7 +68,7 @@ def test_what_was_learned_is_taken_over_from_the_same_requests_alone(rehearsal: 
 
     def fit(fingerprint: Learned, cases: Any) -> None:
         answers = targets(cases, fitter.answers)
-        fingerprint.fit([case.features for case in cases], answers, np.stack([case.output for case in cases]))
+        fingerprint.fit([case.tokens for case in cases], answers, np.stack([case.output for case in cases]))
 
     for fingerprint in (first, second):
         fingerprint.bind(fitter.tokens.embed, fitter.tokens.think)
