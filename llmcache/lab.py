@@ -31,7 +31,7 @@ _NAMES = {
     "calibration.calibrated_reuse": ("CalibratedReuse",),
     "calibration.observer": ("outputs", "targets"),
     "calibration.training": ("N_TURNS", "Found"),
-    "calibration.risk_target": ("MetricName", "RiskTarget", "Sources"),
+    "calibration.risk_target": ("RiskTarget", "Sources"),
     "calibration.calibration": (
         *("HoldoutOutcome", "OperatingPoint", "candidate_limits", "check_size", "choose_limit", "n_tested", "split"),
         "try_limits",

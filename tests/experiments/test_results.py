@@ -18,7 +18,7 @@ from experiments.runs.folder import RunFolder, as_json, without
 from experiments.runs.grid import Named, make_experiment
 from experiments.runs.runner import Finished, run_one
 from experiments.support.environment import PACKAGES, describe
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache.errors import ConfigError
 from tests.experiments.test_config import LEAST, ROOT
 
@@ -115,7 +115,7 @@ def test_damaged_figures_are_told(measured: Measured) -> None:
 TAKE_TURNS = """
 import sys
 from pathlib import Path
-from experiments.support.lock import InUseError, held
+from experiments.support.files import InUseError, held
 folder, n_turns = Path(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
 while not (folder / "go").exists():

@@ -2,7 +2,7 @@
 
 A metric module of Hugging Face `evaluate`, which needs no network:
 
-    metric = evaluate.load("experiments/tasks/scorers/squad_v2.py")
+    metric = evaluate.load("experiments/tasks/squad_v2_scorer.py")
     metric.compute(predictions=["Amazonia", ""], references=[["Amazonia", "the Amazon"], []])
 
 An answer is compared in lower case, without punctuation, articles and extra white space. F1 is over words. Of several
