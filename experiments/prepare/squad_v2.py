@@ -16,8 +16,8 @@ from experiments.models.loading import Loaded, load
 from experiments.prepare.cloze import make_clozes, plain
 from experiments.prepare.training import Order, Padding, Schedule, train
 from experiments.support.progress import tracked
-from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, figures, in_context
-from experiments.tasks.squad_v2_scorer import f1
+from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, in_context
+from experiments.tasks.squad_v2_scorer import f1, figures
 from llmcache import ConfigError
 
 MAX_LENGTH = 384

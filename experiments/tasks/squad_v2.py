@@ -15,7 +15,7 @@ from experiments.data.made import make_questions
 from experiments.data.squad import Question, read_squad
 from experiments.models.loading import Inputs, Loaded, check_length, load
 from experiments.support.files import Folders
-from experiments.tasks import squad_v2_scorer as scorer
+from experiments.tasks.squad_v2_scorer import f1, figures
 from experiments.tasks.workload import OfficialSettings, Request, Workload
 
 MOST_TOKENS = 30  # of an answer, as in the reference implementations
@@ -94,7 +94,7 @@ class SquadV2(Workload):
 
     def scores(self, answers: Sequence[str]) -> NDArray[np.float64]:
         pairs = zip(answers, self.requests, strict=True)
-        return np.array([scorer.f1(told, request.reference) for told, request in pairs])
+        return np.array([f1(told, request.reference) for told, request in pairs])
 
     def extras(self, answers: Sequence[str]) -> dict[str, float | None]:
         return figures(answers, [request.reference for request in self.requests])
@@ -145,10 +145,3 @@ def best_span(
     start, end = np.unravel_index(int(scores.argmax()), scores.shape)
     span = int(offsets[first + start, 0]), int(offsets[first + end, 1])
     return span, float(scores[start, end] - starts[0] - ends[0])
-
-
-def figures(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float | None]:
-    """The official scorer's percentages as fractions of 1."""
-    found = scorer.load().compute(predictions=list(answers), references=[list(accepted) for accepted in references])
-    names = ("exact", "f1", "exact_answerable", "f1_answerable", "exact_unanswerable")
-    return {name: None if found[name] is None else found[name] / 100 for name in names}
