@@ -25,8 +25,7 @@ from experiments.methods.base import twin
 from experiments.methods.cached import configure
 from experiments.replay.recall import Outputs, recall_layers
 from experiments.support.environment import describe
-from experiments.support.files import write_whole
-from experiments.support.folders import Folders
+from experiments.support.files import Folders, write_whole
 from experiments.support.progress import tracked
 from experiments.tasks import build, make_task
 from experiments.tasks.workload import Workload
@@ -69,7 +68,9 @@ def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Re
     env = describe(SEED)
     workload = build(settings, folders, SEED)
     known: Outputs = {}
-    outputs = _alone(workload, known)
+    module = recall_layers(twin(workload.module), known)
+    with torch.inference_mode():
+        outputs = [module(**request.inputs) for request in tracked(workload.requests, "The model alone")]
     decided = [_decide(workload, known, outputs, learn, asked) for asked in CALIBRATIONS]
     return {
         "stream": name,
@@ -83,24 +84,16 @@ def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Re
     }
 
 
-def _alone(workload: Workload, known: Outputs) -> list[torch.Tensor]:
-    """The model's own output of each request."""
-    module, requests = recall_layers(twin(workload.module), known), workload.requests
-    with torch.inference_mode():
-        return [module(**request.inputs) for request in tracked(requests, len(requests), "The model alone")]
-
-
 def _decide(
     workload: Workload, known: Outputs, outputs: Sequence[torch.Tensor], learn: int, asked: Mapping[str, Any]
 ) -> Record:
-    """Calibrate on the first requests of the stream, and serve the others."""
     config = configure(workload, {"answer": "class", "audit": 0})
     inputs, served, risks = [request.inputs for request in workload.requests], "", []
     module = recall_layers(twin(workload.module), known)
     with LLMCache.wrap(module, config=config, tokenizer=workload.tokenizer) as cache:
         made = cache.calibrate(inputs[:learn], seed=SEED, **asked)
         what = f"{asked['sources']}, {asked['max_drop']:g}"
-        for number in tracked(range(learn, len(inputs)), len(inputs) - learn, what):
+        for number in tracked(range(learn, len(inputs)), what):
             answer = workload.answer(cache(**inputs[number]), number)
             (outcome,) = cache.last
             letter = "-" if outcome.rung is None else outcome.rung[0]

@@ -32,7 +32,7 @@ _NAMES = {
     "calibration.observer": ("outputs", "targets"),
     "calibration.training": ("N_TURNS", "Found"),
     "fingerprint": ("Learned",),
-    "calibration.risk_target": ("MetricName", "RiskTarget", "Sources"),
+    "calibration.risk_target": ("RiskTarget", "Sources"),
     "calibration.calibration": (
         *("HoldoutOutcome", "OperatingPoint", "candidate_limits", "check_size", "choose_limit", "n_tested", "split"),
         "try_limits",

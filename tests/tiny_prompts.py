@@ -5,7 +5,7 @@ from pathlib import Path
 
 import transformers as tf
 
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from tests.tiny_data import passage, write_data
 from tests.tiny_models import build
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from llmcache import AuditStats, LLMCache
-from llmcache.answers import read_logits
 from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the tiny classifier has labels
@@ -102,12 +101,13 @@ def classifier() -> nn.Module:
 
 @contextmanager
 def calibrated(
-    model: nn.Module | None = None, answer_of: Callable[[Any], torch.Tensor] = read_logits, **settings: Any
+    model: nn.Module | None = None, answer_of: Callable[[Any], torch.Tensor] | None = None, **settings: Any
 ) -> Iterator[LLMCache]:
     """A cache of `classifier()` that was calibrated on `requests(N_CALIBRATED)`, as loaded: made once a process."""
     settings = {"max_drop": 0.05, "auto_bypass": False, **settings}
     folder = _calibrated(tuple(sorted(settings.items()))).name
-    with LLMCache.load(model or classifier(), folder, answer_of=answer_of) as cache:
+    more: dict[str, Any] = {} if answer_of is None else {"answer_of": answer_of}
+    with LLMCache.load(model or classifier(), folder, **more) as cache:
         yield cache
 
 

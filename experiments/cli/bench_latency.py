@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments.cli.options import FiguresDir
-from experiments.cli.output import make_results_folder, write_results
+from experiments.cli.options import FiguresDir, make_results_folder, write_results
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import check_writable, write_json
 from llmcache.cli.table import show_table
@@ -63,8 +62,7 @@ def command(
         block=block,
     )
     check_writable(json_file)
-    if results_dir is not None:
-        make_results_folder(results_dir)
+    make_results_folder(results_dir)
     env = describe(seed)
     with Progress() as progress:
         figures = measure(settings, progress.advance)
@@ -75,9 +73,9 @@ def command(
 
 def _print(figures: dict[str, Any]) -> None:
     weights = "random weights" if figures["weights"] == "random" else f"weights of {figures['weights']}"
+    device = "cpu" if figures["device"] == "cpu" else "{device}, banks on the {banks}, by {clock}".format(**figures)
     title = (
-        f"{figures['model']} ({weights}), {figures['dtype']} on {figures['device']}{_place(figures)}, "
-        f"{figures['threads']} threads, "
+        f"{figures['model']} ({weights}), {figures['dtype']} on {device}, {figures['threads']} threads, "
         f"batch {figures['batch_size']}, {figures['seq_len']} tokens, "
         f"{figures['entries']:,} entries of {figures['entry_bytes']:,} bytes"
     )
@@ -92,11 +90,6 @@ def _print(figures: dict[str, Any]) -> None:
         typer.echo(f"{figures['n_overlooked']} calls were drawn again: the index had overlooked a neighbour")
     if figures["nocache_ms"]["p90"] is None:
         typer.echo(f"{figures['nocache_ms']['n']} calls of each kind: too few for p90 and p99")
-
-
-def _place(figures: Mapping[str, Any]) -> str:
-    """Of a device other than the host's, where banks are and what times are taken by."""
-    return "" if figures["device"] == "cpu" else f", banks on the {figures['banks']}, by {figures['clock']}"
 
 
 def _rows(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -39,9 +39,9 @@ def command(
     if len(files) != 1:
         raise ConfigError(f"give one CONFIG (got {', '.join(map(str, files)) or 'none'})")
     check_writable(json_file)
-    from experiments.measures.calibrating import calibrate
+    from experiments.measures.learning import calibrate
     from experiments.runs.runner import load_all
-    from experiments.support.folders import Folders
+    from experiments.support.files import Folders
 
     run, *others = load_all(files, changed)
     settings = run.experiment.to_dict()
@@ -62,7 +62,6 @@ def command(
 
 
 def _show(title: str, found: "Calibration") -> None:
-    """What was chosen, and the settings that were tried."""
     chosen = found.chosen
     figures = {
         "asked": f"{found.metric} <= {100 * found.max_drop:g} %, {100 * (1 - found.delta):g} % sure",

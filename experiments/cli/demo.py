@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments.cli.options import FiguresDir
-from experiments.cli.output import make_results_folder, write_results
+from experiments.cli.options import FiguresDir, make_results_folder, write_results
 from llmcache.cli.options import MODELS_VARIABLE
 from llmcache.cli.output import check_writable, write_json
 from llmcache.cli.table import show_table
@@ -32,8 +31,7 @@ def command(
     """
     for path in (json_file, plot):
         check_writable(path)
-    if results_dir is not None:
-        make_results_folder(results_dir)
+    make_results_folder(results_dir)
     from experiments.measures.demo import run_demo
     from experiments.models.loading import MINILM, load
     from experiments.report.plots import plot_speed_against_changes, require_matplotlib
@@ -52,7 +50,6 @@ def command(
 
 
 def _show_first(report: Mapping[str, Any], is_idle: bool) -> None:
-    """Table and sentences of the first act."""
     if not is_idle:
         typer.echo("The machine was busy with other work: times below are no measurement.")
     title = f"{report['n']:,} requests, one at a time; figures of those after learning, from {report['learn'] + 1:,} on"
@@ -62,7 +59,6 @@ def _show_first(report: Mapping[str, Any], is_idle: bool) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> Mapping[str, str]:
-    """A row of the table by its headings."""
     times = row["latency_ms"]
     return {
         "setting": row["name"],

@@ -1,8 +1,8 @@
-"""Options that commands share: which experiments, and where data and results lie."""
+"""What commands share: options that say which experiments and where data and results lie, and writing results."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -52,3 +52,25 @@ def all_configs() -> list[Path]:
     if not found:
         raise ConfigError(f"no YAML file in {CONFIGS.absolute()}; change to the project's folder, or name the files")
     return found
+
+
+def make_results_folder(path: Path | None) -> None:
+    """Make the folder of all results, if one was given, before a long run that writes into it."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--results-dir {path}: cannot be made a folder ({error.strerror}); give one that can be written"
+        ) from error
+
+
+def write_results(
+    results_dir: Path | None, name: str, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> None:
+    """Write figures as those of a run, if a folder of results was given, and say where."""
+    from experiments.runs.folder import write_figures
+
+    if results_dir is not None:
+        write_figures(results_dir / name, config, env, metrics)
+        typer.echo(f"written to {results_dir / name}")

@@ -29,9 +29,10 @@ def command(
 
     A training that was interrupted goes on from its last checkpoint.
     """
-    from experiments.prepare import RECIPES, check, prepare
+    from experiments.models.loading import PREPARED
+    from experiments.prepare import check, prepare
 
-    chosen = list(RECIPES) if recipes == ["all"] else recipes
+    chosen = list(PREPARED) if recipes == ["all"] else recipes
     for recipe in chosen:
         check(recipe)
     for recipe in chosen:

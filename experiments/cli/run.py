@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.cli.options import RESULTS, Changes, DataDir, ResultsDir, told_apart
-from experiments.cli.output import make_results_folder
+from experiments.cli.options import RESULTS, Changes, DataDir, ResultsDir, make_results_folder, told_apart
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.table import show_table
 
@@ -29,7 +28,7 @@ def command(
 ) -> None:
     """Run experiments and keep settings, surroundings and figures of each in a folder of its own."""
     from experiments.runs.runner import load_all, run_one
-    from experiments.support.folders import Folders
+    from experiments.support.files import Folders
 
     runs = load_all(*told_apart(configs, changes))
     make_results_folder(results_dir)
@@ -55,7 +54,6 @@ def _show(done: "Finished") -> None:
 
 
 def _method_rows(metrics: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What the measure `serve` says of each method, as cells by column."""
     return [{"method": label, **_cells(figures, metrics["metric"])} for label, figures in metrics["methods"].items()]
 
 

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experiments.cli.options import RESULTS, Configs, DataDir, ResultsDir, all_configs
-from experiments.cli.output import make_results_folder
+from experiments.cli.options import RESULTS, Configs, DataDir, ResultsDir, all_configs, make_results_folder
 from llmcache import LLMCacheError
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import interruptible
 
 if TYPE_CHECKING:
     from experiments.runs.grid import Named
-    from experiments.support.folders import Folders
+    from experiments.support.files import Folders
 
 
 def command(
@@ -31,7 +30,7 @@ def command(
     from experiments.report.plots import draw_all, require_matplotlib
     from experiments.runs.read import folders_of
     from experiments.runs.runner import load_all
-    from experiments.support.folders import Folders
+    from experiments.support.files import Folders
 
     require_matplotlib()
     files = configs or all_configs()
@@ -48,7 +47,7 @@ def command(
 def _run_all(runs: Sequence["Named"], results_dir: Path, folders: "Folders") -> list[str]:
     """Run what is not there yet; the names of what failed, and why."""
     from experiments.runs.runner import run_one
-    from experiments.support.lock import InUseError
+    from experiments.support.files import InUseError
 
     failed = []
     for number, run in enumerate(runs, start=1):

@@ -1,7 +1,6 @@
 """Data sets: by name from the Hugging Face hub, or from the files of a data folder. Both give the same records.
 
 name or files -> source   where records come from
-              -> labelled, squad, openbookqa, wikitext, paws, mooncake, azure   records of one set; made: stand-ins
+              -> labelled, squad, openbookqa, wikitext, traces   records of one set; made: stand-ins
               -> streams  the order in which a service would see them
-vectors: for indexes alone, without texts
 """

@@ -3,8 +3,9 @@
 import csv
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +19,7 @@ from llmcache import ConfigError
 
 logger = logging.getLogger("llmcache")
 
-#: Streams by name: `(n, seed) -> records` with the attributes `text` and `label`.
-STREAMS: Mapping[str, Callable[[int, int], Iterable[Any]]] = {
-    "support_desk": lambda n, seed: support_desk(n, seed),
-}
+STREAM = "support_desk"  # the stream that the project makes itself
 DEFAULT_N = 2000
 
 #: Known sets by name, as their authors publish them: files in the data folder, column of the text, of the label.
@@ -33,8 +31,6 @@ SETS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 
 
 class Data(Section):
-    """Labelled requests."""
-
     # A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a file, or several, joined in
     # this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of objects; or a
     # folder that holds a file `train` of a known kind, and perhaps a file `test` beside it; or the name of a stream
@@ -61,8 +57,8 @@ class Labelled:
 def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labelled]:
     """Read all labelled requests in the order asked for; `folder` is what relative paths are relative to."""
     name = data.path[0] if len(data.path) == 1 else ""
-    if made := STREAMS.get(name):
-        records = [Labelled(i, x.text, x.label) for i, x in enumerate(made(data.limit or DEFAULT_N, seed))]
+    if name == STREAM:
+        records = made_requests(data.limit or DEFAULT_N, seed)
     else:
         records = _read_all(data, SETS.get(name, (data.path, data.text, data.label)), folder)
     if data.limit is not None and data.limit < len(records):
@@ -70,6 +66,23 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labell
     if data.order == "shuffled":
         random.Random(seed).shuffle(records)
     return records
+
+
+def made_requests(n: int, seed: int) -> list[Labelled]:
+    """The support desk's stream."""
+    return [Labelled(i, one.text, one.label) for i, one in enumerate(support_desk(n, seed))]
+
+
+def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:
+    """Divide the data; both parts in data order. Which record goes where depends on its id alone, not on the order."""
+    n_fit = round(len(data) * share)
+    if not 0 < n_fit < len(data):
+        raise ConfigError(
+            f"head.fit_share: {share} of {len(data)} records leaves nothing to fit on or nothing to stream; "
+            "give more records or another share"
+        )
+    chosen = set(random.Random(seed).sample(sorted(record.id for record in data), n_fit))
+    return [record for record in data if record.id in chosen], [record for record in data if record.id not in chosen]
 
 
 def _read_all(data: Data, source: tuple[tuple[str, ...], str, str], folder: Path | None) -> list[Labelled]:
@@ -89,7 +102,7 @@ def _locate(name: str, folder: Path | None) -> list[Path]:
     if path.is_dir():
         return _inside(path)
     if path.suffix not in _READERS:
-        made = ", ".join([*SETS, *STREAMS])
+        made = ", ".join([*SETS, STREAM])
         known = f"a file ending in {' or '.join(_READERS)}, a folder that is there, or a name ({made})"
         raise ConfigError(f"data.path: {name!r} is of no known kind; give {known}")
     if not path.is_file():
@@ -125,6 +138,8 @@ def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str, st
     """Where each record stands, its text and its label."""
     try:
         for where, record in _READERS[path.suffix](path):
+            if not isinstance(record, dict):
+                raise ConfigError(f"{where}: expected an object with its columns (got {record!r})")
             yield where, _field(record, "text", text, where), _field(record, "label", label, where)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
@@ -150,26 +165,12 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Mapping[s
             yield f"{path}, line {reader.line_num}", {k: v for k, v in record.items() if k is not None}
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for where, record in read_jsonl(path):
-        if not isinstance(record, dict):
-            raise ConfigError(f"{where}: expected one JSON object a line (got {record!r})")
-        yield where, record
-
-
-def _read_tsv(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield from _read_csv(path, delimiter="\t")
-
-
-def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_json(path: Path) -> list[tuple[str, Any]]:
     """A list of objects, or Rasa's: `rasa_nlu_data.common_examples`, each with `text` and `intent`."""
     values = read_json(path)
     if not isinstance(values, list):
         values = build(str(path), lambda values: list(values["rasa_nlu_data"]["common_examples"]), values)
-    for number, record in enumerate(values):
-        if not isinstance(record, dict):
-            raise ConfigError(f"{path}: example {number} is not an object (got {record!r})")
-        yield f"{path}, example {number}", record
+    return [(f"{path}, example {number}", record) for number, record in enumerate(values)]
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -186,10 +187,11 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield where, {"text": text.strip(), "label": label.strip()}
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+#: Where each record of a file stands, and the record: a mapping, if the file is as it should be.
+_READERS: Mapping[str, Callable[[Path], Iterable[tuple[str, Any]]]] = {
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
-    ".jsonl": _read_jsonl,
+    ".tsv": partial(_read_csv, delimiter="\t"),
+    ".jsonl": read_jsonl,
     ".json": _read_json,
     ".in": _read_lines,
 }

@@ -17,8 +17,6 @@ FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A question with its choices."""
-
     id: str
     stem: str  # the question, often the beginning of a sentence
     choices: tuple[str, ...]  # ways to go on: four, in the published sets

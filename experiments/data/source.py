@@ -34,7 +34,6 @@ def from_hub(name: str, config: str | None, split: str) -> list[tuple[str, Mappi
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Path of a file of the data folder."""
     path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"data: no file {path}; say where the data is with --data-dir or LLMCACHE_DATA")
@@ -50,7 +49,6 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file."""
     text = read_text(path)
     try:
         return json.loads(text)

@@ -13,8 +13,6 @@ FILES = {"train": "squad_v2/train-subset.json", "validation": "squad_v2/eval.jso
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question on a passage."""
-
     id: str
     title: str  # article of the passage
     text: str

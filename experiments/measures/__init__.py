@@ -34,13 +34,11 @@ from experiments.measures import (
     trust,
 )
 from experiments.measures.base import Experiment, Outcome
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One kind of run."""
-
     settings: type[Experiment]
     run: Callable[[Any, Folders], Outcome]  # `(experiment, folders) -> outcome`
     details: tuple[str, ...] = ()  # figures that no page reads, by dotted key: they are kept with the rows alone

@@ -3,21 +3,20 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
 
 from experiments.methods.base import Method, Served
 from experiments.methods.cached import Cached
+from experiments.models.architectures import Dtype
 from experiments.support.section import Section
 from experiments.tasks import make_task
 from experiments.tasks.workload import Answer, Workload
 
 
 class Experiment(Section):
-    """Settings of one run."""
-
     measure: str  # A key of `experiments.measures.MEASURES`
     seed: int = Field(default=0, ge=0)  # of samples, splits, orders and streams that are made
 
@@ -32,13 +31,10 @@ class Experiment(Section):
 
 
 class TaskExperiment(Experiment):
-    """Settings of a run on one task."""
-
     task: Any  # the task's own settings; its `name` is a key of `experiments.tasks.TASKS`
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
         parts = dict(values)
         if "task" in parts:
             parts["task"] = make_task(parts["task"])
@@ -60,6 +56,16 @@ class TaskExperiment(Experiment):
         }
 
 
+class DeviceExperiment(Experiment):
+    """Settings of a run that times single calls of models on a device."""
+
+    models: tuple[str, ...] = Field(min_length=1)  # architectures, with random weights; prepared models; folders
+    device: str = "cpu"  # torch device
+    # Where banks keep entries: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
+    banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
+    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)  # of weights and states
+
+
 class CacheExperiment(TaskExperiment):
     """Settings of a run with one llmcache."""
 
@@ -67,7 +73,6 @@ class CacheExperiment(TaskExperiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
         made = super().make(values, name)
         Cached.check(made.cache, "cache")
         return made
@@ -75,8 +80,6 @@ class CacheExperiment(TaskExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run measured."""
-
     rows: Sequence[Mapping[str, Any]]  # all with the same keys: one a request and method, or one a point of a curve
     metrics: Mapping[str, Any]
 

@@ -29,11 +29,12 @@ from experiments.data.streams.traffic import Arrival, arrange
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.metrics.metrics import share_interval
+from experiments.replay.advance import choose
 from experiments.replay.rehearsal import Rehearsal
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from llmcache import ConfigError
-from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, choose_limit, n_tested, try_limits
+from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, n_tested
 
 
 class Bound(LearningExperiment):
@@ -46,7 +47,6 @@ class Bound(LearningExperiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings; see `Section.make`."""
         made = super().make(values, name)
         if made.arrival is not None and made.arrival.n is not None and made.arrival.n <= made.learn:
             raise ConfigError(f"arrival.n={made.arrival.n}: nothing would follow the learn={made.learn} first requests")
@@ -54,10 +54,9 @@ class Bound(LearningExperiment):
 
 
 def run(experiment: Bound, folders: Folders) -> Outcome:
-    """Calibrate many times, and count how often the truth is worse."""
     rehearsal = _rehearsed(json.dumps(experiment.to_dict() | {"arrival": None}), folders)
     workload = rehearsal.workload
-    parts = tracked(range(experiment.parts), experiment.parts, "Drawing A and B")
+    parts = tracked(range(experiment.parts), "Drawing A and B")
     calibrate = _calibrations if experiment.arrival is None else _in_order
     rows = [row for part in parts for row in calibrate(experiment, rehearsal, part)]
     n_sources = _n_sources(experiment)
@@ -102,10 +101,7 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
     for draw in range(experiment.draws):
         for risk_target in claims:
             drawn = rng.integers(len(population), size=n_tested(experiment.learn, risk_target))
-            seen = HoldoutOutcome(truth.risk[drawn], truth.loss[drawn])
-            found = choose_limit(
-                try_limits(seen, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop
-            )
+            found = choose(HoldoutOutcome(truth.risk[drawn], truth.loss[drawn]), limits, risk_target)
             yield {"part": part, "draw": draw, **_held_against(truth, found, risk_target, len(drawn))}
 
 
@@ -123,10 +119,7 @@ def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[di
     truth = rehearsal.calibrated.fitter.trial(later, sources, "changed")
     for risk_target in claims:
         n = n_tested(experiment.learn, risk_target)
-        found = choose_limit(
-            try_limits(HoldoutOutcome(trial.risk[:n], trial.loss[:n]), limits, risk_target.max_drop, risk_target.delta),
-            risk_target.max_drop,
-        )
+        found = choose(HoldoutOutcome(trial.risk[:n], trial.loss[:n]), limits, risk_target)
         yield {"part": part, "draw": 0, **_held_against(truth, found, risk_target, n)}
 
 

@@ -15,21 +15,21 @@ import copy
 from functools import partial
 from itertools import product
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
-from experiments.measures.base import Experiment, Outcome
+from experiments.measures.base import DeviceExperiment, Outcome
 from experiments.measures.bench.latency import BANKS
 from experiments.measures.bench.rounds import by_host, ratios, rotated
 from experiments.metrics.metrics import percentiles
-from experiments.models.architectures import Dtype, Requests, build, check, check_target
+from experiments.models.architectures import Requests, build, check, check_target
 from experiments.models.loading import find
 from experiments.support.clock import Clock, Spent
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from llmcache import ConfigError, LLMCache
 
@@ -39,10 +39,9 @@ KINDS = ("nocache", "nocache_compiled", "miss", "hit", "miss_compiled", "hit_com
 FIGURES = ("bucket", *(f"{kind}_ms" for kind in KINDS), *(f"{kind}_ratio" for kind in KINDS[1:]), "compile_s", "detail")
 
 
-class Compiled(Experiment):
-    """Settings of the measure."""
+class Compiled(DeviceExperiment):
+    """Settings of the measure; models are classifiers."""
 
-    models: tuple[str, ...] = Field(min_length=1)  # classifiers: architectures, prepared models and folders
     batch_sizes: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)  # rows a call
     seq_lens: tuple[int, ...] = Field(default=(24, 32, 128), min_length=1)  # tokens a row, 8 or more
     buckets: tuple[PositiveInt, ...] = Field(default=(32, 128), min_length=1)  # lengths that graphs are made for
@@ -50,10 +49,6 @@ class Compiled(Experiment):
     rounds: int = Field(default=100, ge=10)  # calls of each kind; p90 and p99 take 200 or more
     mode: str | None = None  # of torch.compile
     backend: str = "inductor"  # likewise
-    device: str = "cpu"  # torch device
-    # Where banks keep entries: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
-    banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
-    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)  # of weights and states
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -70,13 +65,10 @@ def run(experiment: Compiled, folders: Folders) -> Outcome:
     sources = {model: find(model, folders.models) for model in experiment.models}
     for source in sources.values():
         check(source, max(experiment.seq_lens))
-    shapes = product(
-        experiment.models, experiment.dtypes, experiment.batch_sizes, experiment.seq_lens, experiment.banks
-    )
-    asked = [(model, Shape(*shape)) for model, *shape in shapes]
+    shapes = product(experiment.dtypes, experiment.batch_sizes, experiment.seq_lens, experiment.banks)
+    asked = list(product(experiment.models, [Shape(*shape) for shape in shapes]))
     calls = [
-        _row(experiment, model, sources[model], shape)
-        for model, shape in tracked(asked, len(asked), "Compiling and measuring")
+        _row(experiment, model, sources[model], shape) for model, shape in tracked(asked, "Compiling and measuring")
     ]
     flat = [{name: value for name, value in row.items() if name != "detail"} for row in calls]
     return Outcome(flat, {"calls": calls, "summary": flat, "threads": torch.get_num_threads()})
@@ -92,8 +84,6 @@ def _row(experiment: Compiled, model: str, source: str, shape: "Shape") -> dict[
 
 
 class Shape(NamedTuple):
-    """What calls of one row of the table are."""
-
     dtype: str
     rows: int
     tokens: int
@@ -134,24 +124,20 @@ class Bench:
         )
 
     def measure(self) -> dict[str, Any]:
-        """Figures of all kinds of call."""
-        kinds = list(KINDS)
-        spent: dict[str, list[Spent]] = {kind: [] for kind in kinds}
-        order = sorted(kinds, key=lambda kind: kind.startswith("hit"))  # hits are of what misses stored
+        spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
         with torch.inference_mode():
-            for round_number in range(WARM_UP + self._experiment.rounds):
-                warms_up = round_number < WARM_UP
-                for kind in order if warms_up else rotated(kinds, round_number):
-                    taken = self._call(kind)
-                    if not warms_up:
-                        spent[kind].append(taken)
+            for _, kind in product(range(WARM_UP), KINDS):  # a hit is of what the miss before it stored
+                self._call(kind)
+            for number in range(WARM_UP, WARM_UP + self._experiment.rounds):
+                for kind in rotated(KINDS, number):
+                    spent[kind].append(self._call(kind))
         times = {kind: [one.ms for one in values] for kind, values in spent.items()}
         spread = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
         of_plain = ratios(times, "nocache")
         return {
             "bucket": self._bucket,
             **{name: values["median"] for name, values in spread.items()},
-            **{f"{kind}_ratio": of_plain[f"{kind}/nocache"]["median"] for kind in kinds if kind != "nocache"},
+            **{f"{kind}_ratio": of_plain[f"{kind}/nocache"]["median"] for kind in KINDS[1:]},
             "compile_s": self._compile_s,
             "detail": {**spread, "ratios": of_plain, "host": by_host(spent, self._clock)},
         }

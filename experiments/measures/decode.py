@@ -4,15 +4,14 @@ See `experiments.measures.bench.generation`, which measures it, for ways, kinds 
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
 
-from experiments.measures.base import Experiment, Outcome
+from experiments.measures.base import DeviceExperiment, Outcome
 from experiments.measures.bench import generation
-from experiments.models.architectures import Dtype
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache.lab import PrefixOptions
 
 #: Kinds as they are shown.
@@ -28,20 +27,14 @@ KINDS = {
 SHOWN = ("model", "generation", "dtype", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "kv_cache_ratio")
 
 
-class Decode(Experiment):
-    """Settings of the measure."""
+class Decode(DeviceExperiment):
+    """Settings of the measure; models are causal."""
 
-    # Causal architectures of the benchmark, with random weights, or prepared models and folders.
-    models: tuple[str, ...] = Field(min_length=1)
     prompt_tokens: int = Field(default=128, ge=2)  # tokens of a prompt
     new_tokens: int = Field(default=64, ge=2)  # tokens generated, always as many
     # First tokens that a prompt with a known beginning has of a known one.
     shared_tokens: int = Field(default=96, ge=PrefixOptions().block)
     rounds: int = Field(default=20, ge=3)  # generations of each kind
-    device: str = "cpu"  # torch device
-    # Where blocks are kept: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
-    banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
-    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)  # of weights and states
 
     @model_validator(mode="after")
     def _leaves_something_new(self) -> Self:
@@ -51,19 +44,8 @@ class Decode(Experiment):
 
 
 def run(experiment: Decode, folders: Folders) -> Outcome:
-    """Measure every model."""
-    measured = generation.measure_each(
-        experiment.models,
-        experiment.dtypes,
-        experiment.banks,
-        folders.models,
-        prompt_tokens=experiment.prompt_tokens,
-        new_tokens=experiment.new_tokens,
-        shared_tokens=experiment.shared_tokens,
-        rounds=experiment.rounds,
-        device=experiment.device,
-        seed=experiment.seed,
-    )
+    lengths = {name: getattr(experiment, name) for name in ("prompt_tokens", "new_tokens", "shared_tokens", "rounds")}
+    measured = generation.measure_each(experiment, experiment.models, folders, **lengths)
     rows = [row for figures in measured for row in _rows(figures)]
     shown = [{name: row[name] for name in SHOWN} for row in rows]
     return Outcome(rows, {"generation": measured, "summary": shown, "threads": torch.get_num_threads()})
@@ -73,14 +55,8 @@ def _rows(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Medians, one row a kind; `kv_cache_ratio`: whole generations over those with a K/V cache, of the same round."""
     return [
         {
-            "model": figures["model"],
-            "weights": figures["weights"],
-            "dtype": figures["dtype"],
-            "banks": figures["banks"],
-            "clock": figures["clock"],
-            "prompt_tokens": figures["prompt_tokens"],
-            "new_tokens": figures["new_tokens"],
-            "shared_tokens": figures["shared_tokens"],
+            **{name: figures[name] for name in ("model", "weights", "dtype", "banks", "clock")},
+            **{name: figures[name] for name in ("prompt_tokens", "new_tokens", "shared_tokens")},
             "generation": shown,
             **{name: value["median"] for name, value in figures["times"][kind].items()},
             "kv_cache_ratio": figures["ratios"].get(f"{kind}/kv_cache", {"median": 1.0})["median"],

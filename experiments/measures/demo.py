@@ -16,14 +16,11 @@ Sizes: N requests that are served.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from experiments.data.labelled import Labelled
-from experiments.data.streams.support_desk import support_desk
-from experiments.measures.learning import later
+from experiments.data.labelled import made_requests
 from experiments.measures.service import CACHE, Pass, Server
 from experiments.methods import NOCACHE
 from experiments.methods.base import COMPUTED
@@ -42,24 +39,12 @@ N_FIT = 600
 MAX_LENGTH = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One row of the table: what it is called, and the settings of its cache."""
-
-    name: str
-    options: Mapping[str, Any]
-
-
-def ways() -> list[Way]:
-    """The rows with a cache, in the order of their passes."""
-    return [
-        Way("exact repeats", {}),
-        Way(f"tau {PAPER_TAU}", {"tau": PAPER_TAU, "layers": "last"}),
-        *(
-            Way(f"calibrated, {100 * drop:.1f} %", {"answer": "class", "learn": LEARN, "max_drop": drop})
-            for drop in MAX_DROPS
-        ),
-    ]
+def ways() -> dict[str, dict[str, Any]]:
+    """Settings of each cache by what its row is called, in the order of the passes."""
+    found: dict[str, dict[str, Any]] = {"exact repeats": {}, f"tau {PAPER_TAU}": {"tau": PAPER_TAU, "layers": "last"}}
+    for drop in MAX_DROPS:
+        found[f"calibrated, {100 * drop:.1f} %"] = {"answer": "class", "learn": LEARN, "max_drop": drop}
+    return found
 
 
 def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
@@ -67,14 +52,14 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
     if n <= LEARN:
         raise ConfigError(f"n={n}: the first {LEARN} requests are learned from; give more")
     environment = describe(seed)  # before any work, which would count as load
-    data = [Labelled(i, request.text, request.label) for i, request in enumerate(support_desk(N_FIT + n, seed))]
+    data = made_requests(N_FIT + n, seed)
     random.Random(seed).shuffle(data)
     stream = data[N_FIT:]
     workload = Stream(
         fit_logistic(loaded, "mean", data[:N_FIT], stream, MAX_LENGTH), stream, MAX_LENGTH, payload="mean"
     )
     base, taken = _passes(workload)
-    first = max(_learned_at(served) for way, served, _ in taken if "learn" in way.options)
+    first = max(_learned_at(served) for name, served, _ in taken if "learn" in ways()[name])
     rows = [_row(workload, base, *found, first, seed) for found in taken]
     return {
         "settings": [_nocache(workload, base, first), *rows],
@@ -86,14 +71,14 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _passes(workload: Workload) -> tuple[list[Pass], list[tuple[Way, Pass, Calibration | None]]]:
+def _passes(workload: Workload) -> tuple[list[Pass], list[tuple[str, Pass, Calibration | None]]]:
     """Both of the model alone; and one of each way, with what was calibrated in it."""
     base, taken = [], []
-    for number, way in enumerate(ways()):
-        server = Server(workload, way.options, learn=0)
+    for number, (name, options) in enumerate(ways().items()):
+        server = Server(workload, options, learn=0)
         if number == 0:
             base.append(server.go(NOCACHE, number, "no cache"))
-        taken.append((way, server.go(CACHE, number, way.name), server.cache.calibration))
+        taken.append((name, server.go(CACHE, number, name), server.cache.calibration))
         server.cache.unwrap()
     base.append(server.go(NOCACHE, number, "no cache"))
     return base, taken
@@ -110,10 +95,9 @@ def _learned_at(taken: Pass) -> int:
 
 
 def _nocache(workload: Workload, base: Sequence[Pass], first: int) -> dict[str, Any]:
-    """The row of the model alone, against which the others are read."""
     return {
         "name": "no cache",
-        "accuracy": float(later(workload, first).scores(base[0].answers[first:]).mean()),
+        "accuracy": float(workload.after(first).scores(base[0].answers[first:]).mean()),
         "latency_ms": percentiles(np.concatenate([one.ms[first:] for one in base])),
         "seconds": [one.seconds for one in base],
     }
@@ -122,7 +106,7 @@ def _nocache(workload: Workload, base: Sequence[Pass], first: int) -> dict[str, 
 def _row(
     workload: Workload,
     base: Sequence[Pass],
-    way: Way,
+    name: str,
     taken: Pass,
     calibration: Calibration | None,
     first: int,
@@ -134,11 +118,9 @@ def _row(
     owed = np.flatnonzero(saved < 0)
     after = owed[-1] + 2 if len(owed) else 0  # the first request from which on the whole pass has saved time
     return {
-        "name": way.name,
-        "options": dict(way.options),
-        **figures_of(
-            later(workload, first), base[0].answers[first:], taken.answers[first:], taken.served[first:], seed
-        ),
+        "name": name,
+        "options": ways()[name],
+        **figures_of(workload.after(first), base[0].answers[first:], taken.answers[first:], taken.served[first:], seed),
         "bound": None if chosen is None else chosen.bound,
         "limit": None if chosen is None else chosen.limit,
         "calibration_s": None if calibration is None else calibration.seconds,

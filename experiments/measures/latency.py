@@ -11,16 +11,16 @@ Real architectures with random weights, or trained models from folders. What ent
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
-from experiments.measures.base import Experiment, Outcome
-from experiments.measures.bench import generation, latency, service_rounds
-from experiments.models.architectures import Dtype, check, check_target
+from experiments.measures.base import DeviceExperiment, Outcome
+from experiments.measures.bench import generation, latency, rounds
+from experiments.models.architectures import check, check_target
 from experiments.models.loading import find
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 
 MEGABYTE = 1e6
 
@@ -42,11 +42,7 @@ SHOWN = (
 )
 
 
-class Latency(Experiment):
-    """Settings of the measure."""
-
-    # Architectures (`bert-base`, `distilbert`, `gpt2`, with random weights), or prepared models and folders.
-    models: tuple[str, ...] = Field(min_length=1)
+class Latency(DeviceExperiment):
     # Causal models that are measured with their language-model head, too. It answers at every token, so entries are
     # kept in the ways `OF_TOKENS`, all else being refused.
     token_heads: tuple[str, ...] = ()
@@ -62,11 +58,6 @@ class Latency(Experiment):
     # Rounds of whole blocks, each of calls of one kind, as a service meets them; 0: calls are interleaved only.
     service_rounds: int = Field(default=0, ge=0)
     block: int = Field(default=200, ge=10)  # calls of a block; 200 or more, or it is a try
-    device: str = "cpu"  # torch device
-    # Where banks keep entries: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
-    banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
-    # Of weights and states: `float32`, `bfloat16`; generation included.
-    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)
     generate: tuple[str, ...] = ()  # models that also generate: prompt and new tokens together are `seq_len` long
     new_tokens: int = Field(default=16, ge=1)  # tokens generated
     generate_rounds: int = Field(default=20, ge=3)  # generations of each kind
@@ -88,7 +79,6 @@ class Latency(Experiment):
 
 
 def run(experiment: Latency, folders: Folders) -> Outcome:
-    """Measure every model, once all are known to be there and to suit the settings."""
     for dtype in experiment.dtypes:
         check_target(experiment.device, dtype)
     for model in experiment.models:
@@ -101,15 +91,12 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
         for how in product(experiment.batch_sizes, experiment.dtypes, experiment.banks)
     ]
     generated = generation.measure_each(
+        experiment,
         experiment.generate,
-        experiment.dtypes,
-        experiment.banks,
-        folders.models,
+        folders,
         prompt_tokens=experiment.seq_len - experiment.new_tokens,
         new_tokens=experiment.new_tokens,
         rounds=experiment.generate_rounds,
-        device=experiment.device,
-        seed=experiment.seed,
     )
     flat = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
     shown = [{name: row[name] for name in SHOWN} for row in rows]
@@ -117,7 +104,6 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
 
 
 def _ways(experiment: Latency) -> Iterator[tuple[str, str, str]]:
-    """Model, head, and what entries keep."""
     yield from ((model, "class", kept) for model in experiment.models for kept in experiment.kept)
     yield from ((model, "token", kept) for model in experiment.token_heads for kept in OF_TOKENS)
 
@@ -145,7 +131,7 @@ def _row(
         )
     )
     medians = _medians(figures)
-    blocks = figures["service"] or {f"{kind}_ms": None for kind in (*service_rounds.WITH, *service_rounds.WITHOUT)}
+    blocks = figures["service"] or {f"{kind}_ms": None for kind in (*rounds.WITH, *rounds.WITHOUT)}
     return {
         "model": model,
         "head": head,

@@ -9,19 +9,19 @@ Sizes: N requests, L layers, T tokens, D hidden width.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from copy import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.measures.base import Outcome, TaskExperiment, serve_once
+from experiments.measures.base import Outcome, TaskExperiment
 from experiments.methods.cached import Cached
 from experiments.metrics.metrics import quality
 from experiments.replay.recording import Recording
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
@@ -33,8 +33,6 @@ FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one w
 
 
 class Layers(TaskExperiment):
-    """Settings of the measure."""
-
     tau: float = Field(default=0.85, ge=-1.0, le=1.0)  # threshold of all layers
     alike: float = Field(default=0.95, ge=-1.0, le=1.0)  # cosine of two layer outputs from which on they count as alike
     # Share of hits whose states must be alike, by which a layer's own tau is chosen.
@@ -42,7 +40,6 @@ class Layers(TaskExperiment):
 
 
 def run(experiment: Layers, folders: Folders) -> Outcome:
-    """Measure every layer."""
     workload = build(experiment.task, folders, experiment.seed)
     _check(workload)
     recording, entering, leaving = _record(workload)
@@ -68,13 +65,7 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
         }
         for layer in range(len(leaving))
     ]
-    metrics = {
-        **experiment.about(workload),
-        "layers": rows,
-        "runs": figures,
-        "summary": rows,
-    }
-    return Outcome(rows, metrics)
+    return Outcome(rows, {**experiment.about(workload), "layers": rows, "runs": figures, "summary": rows})
 
 
 def _check(workload: Workload) -> None:
@@ -149,27 +140,24 @@ def _serve(experiment: Layers, recording: Recording, options: Mapping[str, Any])
     n = len(workload.requests)
     half = n // 2
     method = Cached(workload, {"allow_unsafe": True, **options})
-    filled = Stats()
-
-    def numbers() -> Iterator[int]:
-        nonlocal filled
-        for number in tracked(range(n), n, "Serving"):
+    told, is_hit, filled = [], [], Stats()
+    with torch.inference_mode():
+        method.begin()
+        for number in tracked(range(n), "Serving"):
             if number == half:
                 filled = method.stats
-            yield number
-
-    told, notes = serve_once(method, numbers())
-    hits = np.array([note.is_hit for note in notes[half:]])
+            told.append(method.ask(number))
+            is_hit.append(method.last().is_hit)
+        method.end()
+    hits = np.array(is_hit[half:])
     reuses = Counter(method.stats.reuses_by_layer)
     reuses.subtract(filled.reuses_by_layer)
     n_skipped = method.stats.n_layers_skipped - filled.n_layers_skipped
-    second = copy(workload)
-    second.requests = workload.requests[half:]
     return {
         "options": {name: value for name, value in options.items() if name != "tau" or not isinstance(value, dict)},
         "n": n - half,
         "hit_rate": float(hits.mean()),
         "hit_rate_by_layer": {layer: count / (n - half) for layer, count in sorted(reuses.items())},
         "layers_skipped": n_skipped / ((n - half) * len(recording.trunk.layers)),
-        **quality(second, recording.answers[half:], told[half:], hits, experiment.seed),
+        **quality(workload.after(half), recording.answers[half:], told[half:], hits, experiment.seed),
     }

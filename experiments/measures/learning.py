@@ -1,23 +1,19 @@
 """What measures of calibrated reuse have in common: the first requests are learned from, the later ones are counted."""
 
-import math
-from collections.abc import Sequence
-from copy import copy
 from typing import Annotated, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.measures.base import CacheExperiment
-from experiments.metrics.metrics import alone, figures_of
-from experiments.replay.rehearsal import Frozen, Rehearsal
-from experiments.support.folders import Folders
+from experiments.measures.base import CacheExperiment, Experiment
+from experiments.methods.cached import configure
+from experiments.replay.rehearsal import Rehearsal
+from experiments.support.files import Folders
+from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
-from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig, Calibration, CalibrationError, ConfigError
-from llmcache.lab import CalibratedReuse, MetricName, Observation, RiskTarget, Sources, check_size, split
+from experiments.tasks.workload import Workload
+from llmcache import CacheConfig, Calibration, CalibrationError, ConfigError, LLMCache
+from llmcache.lab import RiskTarget, Sources, check_size
 
 
 class LearningExperiment(CacheExperiment):
@@ -31,39 +27,24 @@ class LearningExperiment(CacheExperiment):
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings, and that the first requests can carry the claims; see `Section.make`."""
         made = super().make(values, name)
-        check_learn(made.learn, made.max_drops, made.config.delta)
+        try:
+            if made.learn:  # 0: there is no claim; else the least loss takes most requests
+                check_size(made.learn, min(made.max_drops), made.config.delta)
+        except CalibrationError as error:
+            raise ConfigError(f"learn={made.learn}: {error}") from error
         return made
 
     @property
     def config(self) -> CacheConfig:
-        """Settings of llmcache, checked."""
         return CacheConfig.make(self.cache)
 
-    def risk_target(self, max_drop: float, sources: Sources = "frozen", metric: MetricName = "changed") -> RiskTarget:
-        """What a calibration is to show."""
-        return RiskTarget(max_drop, self.config.delta, metric, sources, self.seed)
+    def risk_target(self, max_drop: float, sources: Sources = "frozen") -> RiskTarget:
+        return RiskTarget(max_drop, self.config.delta, "changed", sources, self.seed)
 
     @property
     def frozen_claims(self) -> list[RiskTarget]:
         """What calibrations with frozen sources are to show, one for each loss."""
         return [self.risk_target(drop) for drop in self.max_drops]
-
-    def sources_for(self, rehearsal: Rehearsal, claim: RiskTarget) -> list[Observation]:
-        """A and B of a calibration: the requests that it learns from."""
-        return [rehearsal.observed[i] for i in split(self.learn, claim)[0]]
-
-    def frozen(self, rehearsal: Rehearsal, calibrated: CalibratedReuse, claim: RiskTarget) -> Frozen:
-        """The later requests, served from what a calibration learned from."""
-        return Frozen(calibrated, self.sources_for(rehearsal, claim), rehearsal.observed[self.learn :])
-
-    def figures(self, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]) -> dict[str, Any]:
-        """Hits and quality of the later requests; see `figures_of`."""
-        base = rehearsal.answers[self.learn :]
-        return figures_of(later(rehearsal.workload, self.learn), base, told, served, self.seed)
-
-    def alone(self, rehearsal: Rehearsal) -> dict[str, Any]:
-        """Quality of the model alone on the later requests."""
-        return alone(later(rehearsal.workload, self.learn), rehearsal.answers[self.learn :], self.seed)
 
     def stream(self, folders: Folders) -> Workload:
         """The task's requests, unless they are over before anything could be served."""
@@ -77,23 +58,28 @@ class LearningExperiment(CacheExperiment):
         return Rehearsal(self.stream(folders), self.cache)
 
 
-def check_learn(learn: int, max_drops: Sequence[float], delta: float) -> None:
-    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most; 0: no claim."""
-    if not learn:
-        return
-    try:
-        check_size(learn, min(max_drops), delta)
-    except CalibrationError as error:
-        raise ConfigError(f"learn={learn}: {error}") from error
-
-
-def limit_of(found: Calibration) -> float:
-    """The largest risk that was chosen; where none was, nothing but repeats is less risky."""
-    return -math.inf if found.chosen is None else found.chosen.limit
-
-
-def later(workload: Workload, learn: int) -> Workload:
-    """The workload without the requests that are learned from."""
-    rest = copy(workload)
-    rest.requests = workload.requests[learn:]
-    return rest
+def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:
+    """Wrap the model of an experiment that learns, and calibrate it for each of `max_drops`, in their order."""
+    # The cache that is returned serves as it was calibrated last.
+    if not isinstance(experiment, LearningExperiment):
+        raise ConfigError(
+            f"measure: {experiment.measure!r} learns from no requests; give the file of one that does: "
+            "configs/trust_banking77.yaml, for instance"
+        )
+    if "max_drop" in experiment.cache:
+        raise ConfigError(
+            f"cache.max_drop={experiment.cache['max_drop']}: an experiment asks for the losses in max_drops; give "
+            f"max_drops=[{experiment.cache['max_drop']}] in its place"
+        )
+    drops, settings = experiment.max_drops, experiment.config
+    n = min(experiment.learn, experiment.task.limit or experiment.learn)
+    check_size(n, min(drops), settings.delta)  # before minutes of computing
+    workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
+    # It may be kept, to serve with: then its settings say what it was calibrated for.
+    config = configure(workload, {"auto_bypass": True, **experiment.cache, "max_drop": drops[-1]})
+    cache = LLMCache.wrap(workload.module, config=config, tokenizer=workload.tokenizer)
+    requests = tracked(workload.requests, "Calibrating")
+    observed = cache.observe(request.inputs for request in requests)
+    assert cache.calibrated is not None
+    claims = [experiment.risk_target(drop, settings.sources) for drop in drops]
+    return cache, [cache.calibrated.calibrate(observed, claim) for claim in claims]

@@ -15,9 +15,8 @@ from pydantic import Field
 from experiments.measures.base import CacheExperiment, Outcome, serve_once
 from experiments.methods.base import Served, is_hit
 from experiments.methods.cached import Cached
-from experiments.methods.nocache import NoCache
 from experiments.metrics.metrics import clusters, hit_rates, quality
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
@@ -25,21 +24,17 @@ from llmcache import POLICIES, CacheConfig
 
 
 class Observe(CacheExperiment):
-    """Settings of the measure."""
-
     # The clock of policies that look at one moves by that much a request; None: the real one.
     seconds_per_request: float | None = Field(default=None, gt=0.0)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of the policy included; see `Section.make`."""
         made = super().make(values, name)
         CacheConfig.make(made.cache).policy.build(POLICIES)
         return made
 
 
 def run(experiment: Observe, folders: Folders) -> Outcome:
-    """Serve the task once."""
     # `seconds_preparing` is of data, model and its answers without a cache, which the next run on the same task finds.
     started, task = perf_counter(), (experiment.task, experiment.seed, folders)
     workload = _load(*task)
@@ -48,7 +43,7 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
     base = _alone(*task)
     seconds_preparing = perf_counter() - started
     n = len(workload.requests)
-    told, notes = serve_once(method, clock.following(tracked(range(n), n, "Serving")))
+    told, notes = serve_once(method, clock.following(tracked(range(n), "Serving")))
     stats = method.stats
     served = np.array([note.by for note in notes])
     figures = {
@@ -83,7 +78,6 @@ class _Clock:
         self._number = 0
 
     def __call__(self) -> float:
-        """Seconds since the first request."""
         return self._number * (self._seconds or 0.0)
 
     def following(self, numbers: Iterable[int]) -> Iterator[int]:
@@ -108,9 +102,7 @@ def _load(task: Any, seed: int, folders: Folders) -> Workload:
 @lru_cache(maxsize=1)
 def _alone(task: Any, seed: int, folders: Folders) -> list[Answer]:
     """What the model alone answers, N; likewise."""
-    workload = _load(task, seed, folders)
-    n = len(workload.requests)
-    return serve_once(NoCache(workload, {}), tracked(range(n), n, "The model alone"))[0]
+    return _load(task, seed, folders).answer_all("The model alone")
 
 
 def _mean(by_layer: Mapping[int, float | None]) -> float | None:

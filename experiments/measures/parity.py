@@ -24,7 +24,7 @@ from experiments.measures.bench.memory import resident_bytes
 from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import configure
 from experiments.models.loading import Loaded, check_length
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import prompts
 from experiments.tasks.prompts import Prompts
@@ -35,8 +35,6 @@ PARTS = 10
 
 
 class Parity(CacheExperiment):
-    """Settings of the measure."""
-
     new_tokens: int = Field(default=16, ge=1)  # tokens generated for each prompt, always as many
     ulps: float = Field(default=4.0, ge=0.0)  # how near a near tie is, in roundings of the best logit
 
@@ -56,14 +54,13 @@ class Difference:
 
 
 def run(experiment: Parity, folders: Folders) -> Outcome:
-    """Go on with every prompt, alone and with llmcache."""
     workload = prompts.of(experiment.task, folders, experiment.seed)
     check_length(Loaded(workload.module, None), workload.facts["n_longest"] + experiment.new_tokens)
     module = twin(workload.module)
     cache = LLMCache.wrap(module, config=configure(workload, experiment.cache), tokenizer=workload.tokenizer)
     rows, memory, n = [], [], len(workload.requests)
     marks = {round(n * part / PARTS) for part in range(1, PARTS + 1)}
-    for number in tracked(range(n), n, f"{experiment.task.title}, {experiment.task.dtype}"):
+    for number in tracked(range(n), f"{experiment.task.title}, {experiment.task.dtype}"):
         rows.append(_row(experiment, workload, number, module, cache))
         if number + 1 in marks:
             memory.append({"n": number + 1, **_held(cache.stats()), "resident_bytes": resident_bytes()})
@@ -84,7 +81,6 @@ def run(experiment: Parity, folders: Folders) -> Outcome:
 
 
 def _row(experiment: Parity, workload: Prompts, number: int, module: Any, cache: LLMCache) -> dict[str, Any]:
-    """One prompt, gone on with by both."""
     ids = workload.requests[number].inputs["input_ids"]
     told = greedy(
         workload.module,
@@ -131,7 +127,6 @@ def _held(stats: Stats) -> dict[str, int]:
 
 
 def _figures(workload: Prompts, rows: Sequence[Mapping[str, Any]], stats: Stats) -> dict[str, Any]:
-    """What was counted over all prompts."""
     n_same = sum(row["is_same"] for row in rows)
     n_ties = sum(row["is_near_tie"] or 0 for row in rows)
     return {
@@ -147,7 +142,6 @@ def _figures(workload: Prompts, rows: Sequence[Mapping[str, Any]], stats: Stats)
 
 
 def _shown(experiment: Parity, figures: Mapping[str, Any], memory: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the screen shows."""
     return {
         "dtype": experiment.task.dtype,
         "same": figures["n_same"],

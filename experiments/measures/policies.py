@@ -13,7 +13,7 @@ from experiments.data.streams.keys import Asked, KeyStream, asked
 from experiments.measures.base import Experiment, Outcome
 from experiments.replay.eviction import Found, most_hits, replay_blocks, replay_entries
 from experiments.replay.w_tinylfu import WTinyLFU
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from llmcache import POLICIES, Policy
 from llmcache.lab import Component, Registry
@@ -23,8 +23,6 @@ BEST = "best possible"
 
 
 class Policies(Experiment):
-    """Settings of the measure."""
-
     stream: KeyStream
     shares: tuple[Share, ...] = Field(
         default=(0.02, 0.1, 0.3), min_length=1
@@ -33,7 +31,6 @@ class Policies(Experiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of the policies included; see `Section.make`."""
         parts = dict(values)
         if isinstance(given := parts.get("policies"), list):
             parts["policies"] = [{"name": one} if isinstance(one, str) else one for one in given]
@@ -44,7 +41,6 @@ class Policies(Experiment):
 
 
 def run(experiment: Policies, folders: Folders) -> Outcome:
-    """Replay the stream through every policy at every size."""
     stream = experiment.stream
     requests = asked(stream, folders.data, experiment.seed)
     size_of = {one.key: one.nbytes for request in requests for one in request}
@@ -61,7 +57,7 @@ def _rows(
     experiment: Policies, requests: Sequence[Sequence[Asked]], share: float, max_bytes: int
 ) -> Iterator[dict[str, Any]]:
     replay = replay_blocks if experiment.stream.name == "mooncake" else replay_entries
-    for policy in tracked(experiment.policies, len(experiment.policies), f"Replaying at {share:g}"):
+    for policy in tracked(experiment.policies, f"Replaying at {share:g}"):
         found = replay(requests, partial(policy.build, _known()), max_bytes)
         yield {"share": share, "bytes": max_bytes, "policy": policy.name, **_figures(found)}
     if experiment.stream.is_uniform:

@@ -21,9 +21,8 @@ from experiments.measures.base import Outcome
 from experiments.measures.serve import Serve, measure
 from experiments.methods import NOCACHE, MethodSettings
 from experiments.methods.base import Served
-from experiments.metrics.metrics import clusters, hit_rates, percentiles, speed
-from experiments.metrics.trace import Trace
-from experiments.support.folders import Folders
+from experiments.metrics.metrics import Trace, clusters, hit_rates, percentiles, speed
+from experiments.support.files import Folders
 from experiments.tasks import prompts
 from experiments.tasks.prompts import Prompts
 
@@ -35,14 +34,11 @@ ASKED = 0.9
 
 
 class Prefix(Serve):
-    """Settings of the measure."""
-
     # What is compared, beside the model alone.
     methods: tuple[MethodSettings, ...] = (MethodSettings.make({"method": "llmcache"}),)
 
 
 def run(experiment: Prefix, folders: Folders) -> Outcome:
-    """Put the prompts to every method."""
     workload = prompts.of(experiment.task, folders, experiment.seed)
     traces = measure(workload, experiment.at_work(workload), experiment.rounds, experiment.warmup)
     base = traces.pop(NOCACHE)
@@ -58,7 +54,6 @@ def run(experiment: Prefix, folders: Folders) -> Outcome:
 
 
 def _figures(workload: Prompts, base: Trace, trace: Trace, seed: int) -> dict[str, Any]:
-    """Figures of one method against the model alone."""
     known = np.array(workload.known) > 0
     reused = sum(_reused(workload, number, note) for number, note in enumerate(trace.notes))
     ratios = base.ms / trace.ms
@@ -129,7 +124,6 @@ def _reused(workload: Prompts, number: int, note: Served) -> int:
 
 
 def _shown(workload: Prompts, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the screen shows."""
     return {
         "tokens known": workload.facts["share_known"],
         "reused": row["share_reused"],

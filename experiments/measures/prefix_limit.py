@@ -27,7 +27,7 @@ from experiments.measures.bench.rounds import rotated
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Requests, build, check
 from experiments.models.loading import find
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
 from llmcache import LLMCache
 from llmcache.lab import PrefixOptions
@@ -35,12 +35,13 @@ from llmcache.lab import PrefixOptions
 BLOCK = PrefixOptions().block
 MAX_BYTES = 4_000_000_000
 
+#: What is timed, by the name of its figure.
+WAYS = {"plain": "plain", "cache": "llmcache", "limit": "limit", "batching": "batching", "copy": "copy"}
+
 Way = Callable[[Tensor], tuple[int, Tensor | None]]  # from ids (1, T) to the first token, and its logits (V,) if told
 
 
 class PrefixLimit(Experiment):
-    """Settings of the measure."""
-
     # Causal architectures of the benchmark, with random weights, or prepared models and folders.
     models: tuple[str, ...] = Field(min_length=1)
     lengths: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(512, 2048), min_length=1)
@@ -58,12 +59,10 @@ class PrefixLimit(Experiment):
 
 
 def n_known(length: int, share: float) -> int:
-    """Tokens that are known: whole blocks."""
     return int(length * share) // BLOCK * BLOCK
 
 
 def run(experiment: PrefixLimit, folders: Folders) -> Outcome:
-    """Measure every model, length and share."""
     rows = []
     for model in experiment.models:
         for length in experiment.lengths:
@@ -82,7 +81,7 @@ def run(experiment: PrefixLimit, folders: Folders) -> Outcome:
 
 
 def _row(model: str, length: int, share: float | None) -> dict[str, Any]:
-    empty = ("n_known", "plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms", "of_limit", "n_same", "max_diff")
+    empty = ("n_known", *(f"{name}_ms" for name in WAYS), "of_limit", "n_same", "max_diff")
     return {"model": model, "length": length, "share": share, **dict.fromkeys(empty), "not_run": ""}
 
 
@@ -130,14 +129,10 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
                 assert plain is not None and cached is not None
                 most = max(most, float((plain - cached).abs().max()))
     cache.unwrap()
-    medians = {name: float(np.median(values)) for name, values in times.items()}
+    medians = {way: float(np.median(values)) for way, values in times.items()}
     return {
         "n_known": known,
-        "plain_ms": medians["plain"],
-        "cache_ms": medians["llmcache"],
-        "limit_ms": medians["limit"],
-        "batching_ms": medians.get("batching"),
-        "copy_ms": medians["copy"],
+        **{f"{name}_ms": medians.get(way) for name, way in WAYS.items()},
         "of_limit": float(np.median(np.array(times["limit"]) / np.array(times["llmcache"]))),
         "n_same": n_same,
         "max_diff": most,

@@ -23,12 +23,12 @@ import torch
 from pydantic import Field
 
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.over_http.answers import EQUAL
+from experiments.measures.over_http.client import OK
 from experiments.measures.over_http.killing import AFTER, BEFORE, MISSING, PHASES, Asked, Killing, Span
-from experiments.measures.over_http.loops import OK
 from experiments.measures.over_http.replicas import running_replicas
+from experiments.measures.over_http.traffic import EQUAL
 from experiments.models.loading import MINILM, encode, find
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.support.redis_server import check_installed, redis_server
 from llmcache.lab import quiet
@@ -38,35 +38,21 @@ if TYPE_CHECKING:
 
 
 class RayReplicas(Experiment):
-    """Settings of the measure.
-
-    Attributes:
-        model: An embedding model.
-        replicas: That run at once.
-        kills: One after the other.
-        rate: Requests that are due a second.
-        at_once: Requests that are due at once. A replica is killed within 50 ms from when half of them are under way.
-        texts: Different ones; each request draws one of them.
-        sessions: That ask; each request draws one.
-        span_s: Seconds with all replicas before each kill, and after the last one.
-        start_s: Longest time until a replica is replaced, seconds.
-        cache: Settings of llmcache beside the store. By default nothing is bypassed, and all may be read from Redis.
-    """
-
-    model: str = MINILM
-    replicas: int = Field(default=2, ge=2)
-    kills: int = Field(default=10, ge=1)
-    rate: float = Field(default=20.0, gt=0)
+    model: str = MINILM  # an embedding model
+    replicas: int = Field(default=2, ge=2)  # that run at once
+    kills: int = Field(default=10, ge=1)  # one after the other
+    rate: float = Field(default=20.0, gt=0)  # requests that are due a second
+    # Requests that are due at once. A replica is killed within 50 ms from when half of them are under way.
     at_once: int = Field(default=8, ge=1)
-    texts: int = Field(default=500, ge=1)
-    sessions: int = Field(default=32, ge=1)
-    span_s: float = Field(default=10.0, gt=0)
-    start_s: float = Field(default=180.0, gt=0)
+    texts: int = Field(default=500, ge=1)  # different ones; each request draws one of them
+    sessions: int = Field(default=32, ge=1)  # that ask; each request draws one
+    span_s: float = Field(default=10.0, gt=0)  # with all replicas before each kill, and after the last one
+    start_s: float = Field(default=180.0, gt=0)  # longest time until a replica is replaced
+    # Settings of llmcache beside the store. By default nothing is bypassed, and all may be read from Redis.
     cache: dict[str, Any] = Field(default_factory=lambda: {"auto_bypass": False})
 
 
 def run(experiment: RayReplicas, folders: Folders) -> Outcome:
-    """Ask, and kill."""
     check_installed()
     from llmcache.serving.ray import ReplicaSettings
 
@@ -93,7 +79,7 @@ def wrong(asked: Sequence[Asked], settings: "ReplicaSettings") -> list[bool]:
     served = load_served(settings.model)
     alone = {}
     with torch.inference_mode():
-        for text in tracked(texts := dict.fromkeys(one.text for one in asked), len(texts), "The model alone"):
+        for text in tracked(dict.fromkeys(one.text for one in asked), "The model alone"):
             alone[text] = served.forward(encode(served.tokenizer, text, served.max_length))[0].numpy()
     return [
         one.reply.status == OK and not np.allclose(json.loads(one.reply.body)[0], alone[one.text], rtol=0, atol=EQUAL)
@@ -102,7 +88,6 @@ def wrong(asked: Sequence[Asked], settings: "ReplicaSettings") -> list[bool]:
 
 
 def row_of(one: Asked, spans: Sequence[Span], is_wrong: bool) -> dict[str, Any]:
-    """What became of a request."""
     phase = BEFORE if one.sent_s < spans[0].at_s else AFTER
     phase = next((span.phase for span in spans if span.has(one)), phase)
     return {
@@ -120,7 +105,6 @@ def row_of(one: Asked, spans: Sequence[Span], is_wrong: bool) -> dict[str, Any]:
 
 
 def point(rows: Sequence[dict[str, Any]], phase: str) -> dict[str, Any]:
-    """Counts of a phase."""
     found = [row for row in rows if row["phase"] == phase]
     failed = [row for row in found if row["first_status"] != OK]
     repeats = [row for row in found if row["is_repeat"]]

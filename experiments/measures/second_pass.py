@@ -17,14 +17,12 @@ from pydantic import Field, PositiveInt
 from experiments.data.labelled import Data, read_requests
 from experiments.measures.base import Experiment, Outcome
 from experiments.models.loading import MINILM, find
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
 from llmcache import ConfigError, LLMCache
 
 
 class SecondPass(Experiment):
-    """Settings of the measure."""
-
     data: Data  # where texts come from: the first different ones, in its order
     model: str = MINILM  # of sentence-transformers: a folder, or a name that `experiments.models.loading.find` knows
     # How many texts are embedded.
@@ -39,7 +37,6 @@ class SecondPass(Experiment):
 
 
 def run(experiment: SecondPass, folders: Folders) -> Outcome:
-    """Embed texts three times, for each number of them, batch size and round."""
     from sentence_transformers import SentenceTransformer
 
     records = read_requests(experiment.data, folders.data, experiment.seed)

@@ -21,17 +21,14 @@ from pydantic import Field
 from experiments.measures.base import Outcome, TaskExperiment
 from experiments.methods import NOCACHE, Method, MethodSettings, make_methods
 from experiments.methods.base import Served
-from experiments.metrics.metrics import summary
-from experiments.metrics.trace import Trace
-from experiments.support.folders import Folders
+from experiments.metrics.metrics import Trace, summary
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 
 
 class Serve(TaskExperiment):
-    """Settings of the measure."""
-
     # What is compared, beside the model alone: a list of mappings, each with `method` and its options.
     methods: tuple[MethodSettings, ...]
     rounds: int = Field(default=5, ge=1)  # how often the stream is run; each round begins cold
@@ -40,7 +37,6 @@ class Serve(TaskExperiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
         parts = dict(values)
         if "methods" in parts:
             parts["methods"] = make_methods(parts["methods"])
@@ -59,25 +55,35 @@ class Serve(TaskExperiment):
 
 @dataclass(slots=True)
 class _Log:
+    """What a method did so far."""
+
+    method: Method
     ms: list[float] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # of the first round
     notes: list[Served] = field(default_factory=list)
 
-    def trace(self, method: Method, n: int) -> Trace:
-        """All rounds of `n` requests each."""
+    def ask(self, request: int, keeps_answer: bool) -> None:
+        """Ask the method, timed from a request's tokens to its answer, storing included."""
+        started = perf_counter()
+        answer = self.method.ask(request)
+        self.ms.append((perf_counter() - started) * 1e3)
+        self.notes.append(self.method.last())
+        if keeps_answer:
+            self.answers.append(answer)
+
+    def trace(self, n: int) -> Trace:
         return Trace(
             ms=np.array(self.ms).reshape(-1, n),
             served=np.array([note.by for note in self.notes]).reshape(-1, n),
             evicting=np.array([note.is_evicting for note in self.notes], dtype=bool).reshape(-1, n),
             answers=self.answers,
             notes=self.notes[:n],
-            nbytes=method.nbytes,
-            n_entries=method.n_entries,
+            nbytes=self.method.nbytes,
+            n_entries=self.method.n_entries,
         )
 
 
 def run(experiment: Serve, folders: Folders) -> Outcome:
-    """Serve the task with every method."""
     workload = build(experiment.task, folders, experiment.seed)
     traces = measure(workload, experiment.at_work(workload), experiment.rounds, experiment.warmup)
     settings = experiment.all_methods
@@ -97,8 +103,7 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
 
 def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warmup: int) -> dict[str, Trace]:
     """Run every method over the stream `rounds` times, each after `warmup` unmeasured requests: its trace by label."""
-    names = list(methods)
-    logs = {name: _Log() for name in names}
+    logs = {name: _Log(method) for name, method in methods.items()}
     n = len(workload.requests)
     with torch.inference_mode():
         for number in range(rounds):
@@ -108,24 +113,13 @@ def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warm
                     method.ask(request)
                 method.begin()
             gc.collect()
-            what = f"Round {number + 1} of {rounds}"
-            for request in tracked(range(n), n, what):
-                for name in order_of(names, request, number):
-                    _ask(methods[name], request, logs[name], keeps_answer=number == 0)
-    traces = {name: log.trace(methods[name], n) for name, log in logs.items()}
+            for request in tracked(range(n), f"Round {number + 1} of {rounds}"):
+                for name in order_of(list(methods), request, number):
+                    logs[name].ask(request, keeps_answer=number == 0)
+    traces = {name: log.trace(n) for name, log in logs.items()}
     for method in methods.values():
         method.end()
     return traces
-
-
-def _ask(method: Method, request: int, log: _Log, keeps_answer: bool) -> None:
-    """One request to one method, timed from its tokens to its answer, storing included."""
-    started = perf_counter()
-    answer = method.ask(request)
-    log.ms.append((perf_counter() - started) * 1e3)
-    log.notes.append(method.last())
-    if keeps_answer:
-        log.answers.append(answer)
 
 
 def order_of(names: Sequence[str], request: int, number: int) -> list[str]:

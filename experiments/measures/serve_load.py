@@ -20,15 +20,13 @@ from pydantic import Field, PositiveFloat
 
 from experiments.data.streams.arrivals import ARRIVALS
 from experiments.measures.base import Outcome
-from experiments.measures.over_http.answers import changed
-from experiments.measures.over_http.capacity import largest_rate
-from experiments.measures.over_http.client import Client, post
+from experiments.measures.over_http.client import OK, post
 from experiments.measures.over_http.exposition import hits, scrape
-from experiments.measures.over_http.loops import OK, Limit, Load, Times, closed_loop, open_loop, run_loop
+from experiments.measures.over_http.loops import Limit, Load, Times, closed_loop, largest_rate, open_loop
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, order_of, serving
 from experiments.measures.over_http.processes import ServerError
-from experiments.measures.over_http.traffic import PREDICT
-from experiments.support.folders import Folders
+from experiments.measures.over_http.traffic import PREDICT, changed
+from experiments.support.files import Folders
 from experiments.support.progress import Progress
 from experiments.support.section import ONE_OR_MORE
 from llmcache import ConfigError
@@ -39,31 +37,21 @@ LEAST = 200  # requests of a load
 
 
 class ServeLoad(ServingExperiment):
-    """Settings of the measure.
-
-    Attributes:
-        arrivals: How requests arrive: at equal distances, by a Poisson law, or as in the trace of a service.
-        rates: Requests a second, each held to its end; none: goodput is searched.
-        first_rate: Requests a second that a search begins with.
-        precision: The search ends where the least rate that broke is at most 1 + precision times the largest held.
-        slo_ms: Longest time of an answer, from when its request was due.
-        hold_s: Seconds that a rate is held for; no less than `LEAST` requests, no more than the stream has.
-        rounds: Each with arrivals of its own; the order of the servers alternates.
-    """
-
+    # How requests arrive: at equal distances, by a Poisson law, or as in the trace of a service.
     arrivals: Annotated[tuple[Literal["fixed", "poisson", "azure", "mooncake"], ...], ONE_OR_MORE] = Field(
         default=("poisson",), min_length=1
     )
-    rates: Annotated[tuple[PositiveFloat, ...], ONE_OR_MORE] = ()
-    first_rate: float = Field(default=40.0, gt=0)
+    rates: Annotated[tuple[PositiveFloat, ...], ONE_OR_MORE] = ()  # requests a second; none: goodput is searched
+    first_rate: float = Field(default=40.0, gt=0)  # requests a second that a search begins with
+    # A search ends where the least rate that broke is at most 1 + precision times the largest held.
     precision: float = Field(default=0.05, gt=0)
-    slo_ms: float = Field(default=100.0, gt=0)
+    slo_ms: float = Field(default=100.0, gt=0)  # longest time of an answer, from when its request was due
+    # Seconds that a rate is held for; no less than `LEAST` requests, no more than the stream has.
     hold_s: float = Field(default=15.0, gt=0)
-    rounds: int = Field(default=2, ge=1)
+    rounds: int = Field(default=2, ge=1)  # each with arrivals of its own; the order of the servers alternates
 
     @property
     def limit(self) -> Limit:
-        """What is to be held."""
         return Limit(self.slo_ms)
 
 
@@ -82,8 +70,6 @@ class Trial:
 
 
 class Trials:
-    """Holds rates, and keeps what was found."""
-
     def __init__(self, experiment: ServeLoad, folders: Folders, made: Made, labels: Sequence[str]) -> None:
         """`labels` are what the model alone answers the stream's requests."""
         self._experiment, self._folders, self._made, self._labels = experiment, folders, made, labels
@@ -100,9 +86,9 @@ class Trials:
         due_s = self._due_s(arrivals, number, rate)
         limit = None if experiment.rates else experiment.limit
         with serving(experiment, server, self._made) as process:
-            run_loop(closed_loop(client := Client(process.port), self._warm, 1), client)
+            closed_loop(process.port, self._warm, 1)
             before, cpu_s = scrape(process.port), process.cpu_s
-            load = run_loop(open_loop(client, self._requests[: len(due_s)], due_s, limit=limit), client)
+            load = open_loop(process.port, self._requests[: len(due_s)], due_s, limit=limit)
             check_any(server, load)
             figures = {
                 "is_held": load.keeps(experiment.limit),
@@ -124,7 +110,6 @@ class Trials:
 
 
 def run(experiment: ServeLoad, folders: Folders) -> Outcome:
-    """Hold rates with every server, in turns."""
     with made(experiment, folders) as found:
         if len(found.stream) < LEAST:
             raise ConfigError(f"task.limit: {len(found.stream)} requests follow those learned from; at least {LEAST}")
@@ -140,8 +125,8 @@ def run(experiment: ServeLoad, folders: Folders) -> Outcome:
                         for rate in experiment.rates:
                             hold(rate)
                     else:
-                        best = largest_rate(hold, experiment.first_rate, experiment.precision)
-                        goodputs.setdefault((arrivals, server), []).append(best.held)
+                        held = largest_rate(hold, experiment.first_rate, experiment.precision)
+                        goodputs.setdefault((arrivals, server), []).append(held)
     points = goodput_points(trials.done, goodputs) if goodputs else rate_points(trials.done)
     right = np.mean([one == request.label for one, request in zip(labels, found.stream, strict=True)])
     metrics = {
@@ -184,7 +169,6 @@ def goodput_points(done: Sequence[Trial], goodputs: Mapping[tuple[str, str], Seq
 
 
 def rate_points(done: Sequence[Trial]) -> list[dict[str, Any]]:
-    """A row for each load."""
     return [{**one.at, **{name: one.figures.get(name) for name in ("is_held", *SHOWN)}, **_cpu(one)} for one in done]
 
 

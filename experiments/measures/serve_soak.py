@@ -16,17 +16,15 @@ from pydantic import Field
 from experiments.data.labelled import Labelled
 from experiments.data.streams.arrivals import ARRIVALS
 from experiments.measures.base import Outcome
-from experiments.measures.over_http.answers import Best, best_of
-from experiments.measures.over_http.client import Client, post
-from experiments.measures.over_http.exposition import hits, scrape, total
-from experiments.measures.over_http.looks import looking, memory
-from experiments.measures.over_http.loops import OK, Load, closed_loop, open_loop, run_loop
+from experiments.measures.over_http.client import OK, post
+from experiments.measures.over_http.exposition import hits, looking, memory, scrape, total
+from experiments.measures.over_http.loops import Load, closed_loop, open_loop
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, serving
 from experiments.measures.over_http.processes import SERVERS as ALL_SERVERS
 from experiments.measures.over_http.processes import Running
-from experiments.measures.over_http.traffic import Asked, Traffic, mixed
-from experiments.measures.serve_load import CACHE, N_WARM, PREDICT
-from experiments.support.folders import Folders
+from experiments.measures.over_http.traffic import PREDICT, Asked, Best, Traffic, best_of, mixed
+from experiments.measures.serve_load import CACHE, N_WARM
+from experiments.support.files import Folders
 from llmcache import ConfigError
 
 STREAM = "support_desk"
@@ -37,20 +35,13 @@ APPROXIMATE = ("semantic", "paper")  # rungs whose answers may differ
 
 
 class ServeSoak(ServingExperiment):
-    """Settings of the measure. The task's data are `support_desk`; traffic is what follows there.
+    """Settings of the measure. The task's data are `support_desk`; traffic is what follows there."""
 
-    Attributes:
-        seconds: Of the open loop.
-        load: Requests a second over what the server can answer.
-        capacity_s: Seconds in which capacity is measured.
-        at_once: Clients that measure it.
-        max_queue_s: Longest wait before a request is refused, seconds; `{max_queue}` in the command.
-    """
-
-    seconds: float = Field(default=600.0, gt=0)
-    load: float = Field(default=1.2, gt=0)
-    capacity_s: float = Field(default=15.0, gt=0)
-    at_once: int = Field(default=64, ge=1)
+    seconds: float = Field(default=600.0, gt=0)  # of the open loop
+    load: float = Field(default=1.2, gt=0)  # requests a second over what the server can answer
+    capacity_s: float = Field(default=15.0, gt=0)  # in which capacity is measured
+    at_once: int = Field(default=64, ge=1)  # clients that measure it
+    # Longest wait before a request is refused, seconds; `{max_queue}` in the command.
     max_queue_s: float = Field(default=1.0, gt=0)
     servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1, max_length=1)
 
@@ -60,7 +51,6 @@ class ServeSoak(ServingExperiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings; see `Section.make`."""
         made = super().make(values, name)
         if made.task.data.path != (STREAM,):
             raise ConfigError(f"task.data.path: this measure needs a stream without an end; give {STREAM}")
@@ -68,13 +58,12 @@ class ServeSoak(ServingExperiment):
 
 
 def run(experiment: ServeSoak, folders: Folders) -> Outcome:
-    """Load the server, and look at it."""
     with made(experiment, folders) as found:
         traffic = Traffic(experiment.task.data.limit or 0, experiment.seed)
         (server,) = experiment.servers
         with serving(experiment, server, found, max_queue=str(experiment.max_queue_s)) as process:
             warm = [post(PREDICT, {"inputs": one.text}) for one in found.known[:N_WARM]]
-            run_loop(closed_loop(client := Client(process.port), warm, 1), client)
+            closed_loop(process.port, warm, 1)
             capacity = _capacity(experiment, process, traffic)
             rate = experiment.load * capacity
             n = math.ceil(rate * experiment.seconds)
@@ -84,7 +73,7 @@ def run(experiment: ServeSoak, folders: Folders) -> Outcome:
             requests = [one.request for one in asked]
             before, cpu_s = scrape(process.port), process.cpu_s
             with looking(process) as looks:
-                load = run_loop(open_loop(client := Client(process.port), requests, due_s, keep=KEEP), client)
+                load = open_loop(process.port, requests, due_s, keep=KEEP)
             after, cpu_s = scrape(process.port), process.cpu_s - cpu_s
         checked = check(found, load, asked)
     figures = {
@@ -119,8 +108,7 @@ def run(experiment: ServeSoak, folders: Folders) -> Outcome:
 def _capacity(experiment: ServeSoak, process: Running, traffic: Traffic) -> float:
     """Requests a second that are answered while clients always wait."""
     asked = [one.request for one in traffic.take(math.ceil(2000 * experiment.capacity_s))]
-    client = Client(process.port)
-    load = run_loop(closed_loop(client, asked, experiment.at_once, seconds=experiment.capacity_s, keep=0), client)
+    load = closed_loop(process.port, asked, experiment.at_once, seconds=experiment.capacity_s, keep=0)
     return int((load.status == OK).sum()) / load.wall_s
 
 

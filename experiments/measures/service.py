@@ -12,8 +12,7 @@ Sizes: N requests that are served.
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Annotated, Any
@@ -24,13 +23,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import Outcome
-from experiments.measures.learning import LearningExperiment, later
+from experiments.measures.learning import LearningExperiment
 from experiments.methods import NOCACHE
-from experiments.methods.base import BYPASSED, COMPUTED, twin
+from experiments.methods.base import BYPASSED, COMPUTED, is_hit, twin
 from experiments.methods.cached import configure
 from experiments.metrics.metrics import figures_of, percentiles
 from experiments.replay.rehearsal import empty
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
@@ -60,8 +59,6 @@ class Service(LearningExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One way through the stream."""
-
     who: str  # `NOCACHE` or `CACHE`
     number: int
     seconds: float  # from the first request to the last answer, and until nothing waits
@@ -76,7 +73,7 @@ class Server:
 
     def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int) -> None:
         """Take two copies of the model, and compute what is learned from; requests have one row each."""
-        self.stream = later(workload, learn)  # what is answered
+        self.stream = workload.after(learn)  # what is answered
         self._plain = twin(workload.module)
         by_default = {} if "tau" in options else AS_BY_DEFAULT
         config = configure(workload, {**by_default, **options}, audits_in_background=True)
@@ -91,43 +88,35 @@ class Server:
             self.learned(risk_target)
 
     def learned(self, risk_target: RiskTarget) -> Calibration:
-        """Calibrate on what is learned from."""
         assert self.cache.calibrated is not None
         return self.cache.calibrated.calibrate(self._observed, risk_target)
 
     def go(self, who: str, number: int, what: str) -> Pass:
         """Answer the stream's requests, in order and without a break."""
-        n = len(self.stream.requests)
-        ms, served, answers = np.zeros(n), [], []
+        is_cached = who == CACHE
+        module = self.cache.model if is_cached else self._plain
+        ms, served, answers = [], [], []
         gc.collect()
         with torch.inference_mode():
             started = perf_counter()
-            for i in tracked(range(n), n, what):
+            for i, request in enumerate(tracked(self.stream.requests, what)):
                 begun = perf_counter()
-                answers.append(self.answer(who, i))
-                ms[i] = (perf_counter() - begun) * 1e3
-                served.append(self.served(who))
+                answers.append(self.stream.answer(module(**request.inputs), i))
+                ms.append((perf_counter() - begun) * 1e3)
+                served.append(_served_by(self.cache) if is_cached else COMPUTED)
             answered = perf_counter()
-            if who == CACHE:
+            if is_cached:
                 self.cache.drain()
         ended = perf_counter()
-        return Pass(who, number, ended - started, ended - answered, ms, np.array(served), answers)
+        return Pass(who, number, ended - started, ended - answered, np.array(ms), np.array(served), answers)
 
-    def answer(self, who: str, i: int) -> Answer:
-        """Answer to a request of the stream."""
-        module = self._plain if who == NOCACHE else self.cache.model
-        return self.stream.answer(module(**self.stream.requests[i].inputs), i)
 
-    def served(self, who: str) -> str:
-        """What served the latest request."""
-        if who == NOCACHE:
-            return COMPUTED
-        (outcome,) = self.cache.last
-        return BYPASSED if outcome.bypassed else outcome.rung or COMPUTED
+def _served_by(cache: LLMCache) -> str:
+    (outcome,) = cache.last
+    return BYPASSED if outcome.bypassed else outcome.rung or COMPUTED
 
 
 def run(experiment: Service, folders: Folders) -> Outcome:
-    """Serve the stream in whole passes, for each claim and number of threads."""
     workload = experiment.stream(folders)
     server = Server(workload, experiment.cache, experiment.learn)
     rows, ways = [], []
@@ -146,8 +135,12 @@ def serve(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """All rounds of the server's stream: their figures, and a row a pass; `more` is told with both."""
     at = {"max_drop": None if risk_target is None else risk_target.max_drop, "threads": threads, **more}
-    with threads_of_torch(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
         passes, told = _passes(experiment, server, risk_target, ", ".join(f"{name} {at[name]}" for name in at))
+    finally:
+        torch.set_num_threads(before)
     return at | figures(experiment, server.stream, passes) | told, [at | _row(one) for one in passes]
 
 
@@ -165,14 +158,18 @@ def about(experiment: Service, workload: Workload, n_counted: int, ways: Sequenc
 
 
 def order_of_passes(number: int) -> tuple[str, str, str]:
-    """Who goes in a round."""
     return (NOCACHE, CACHE, NOCACHE) if number % 2 == 0 else (CACHE, NOCACHE, CACHE)
 
 
 def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> dict[str, Any]:
     """Speed over rounds, each pass by itself, and what the first pass with the cache did to the answers."""
-    ratios = [_ratio([one for one in passes if one.number == number]) for number in range(experiment.rounds)]
     plain, cached = ([one for one in passes if one.who == who] for who in (NOCACHE, CACHE))
+    seconds = [
+        [np.mean([one.seconds for one in some if one.number == number]) for some in (plain, cached)]
+        for number in range(experiment.rounds)
+    ]
+    ratios = [float(alone / with_cache) for alone, with_cache in seconds]
+    ms, served = (np.concatenate([getattr(one, name) for one in cached]) for name in ("ms", "served"))
     first = cached[0]
     quality = figures_of(stream, plain[0].answers, first.answers, first.served, experiment.seed)
     speedup = float(np.median(ratios))
@@ -182,9 +179,9 @@ def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> di
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
         "plain_ms": _times(np.concatenate([one.ms for one in plain])),
-        "hit_ms": _times_where(cached, lambda served: ~np.isin(served, (COMPUTED, BYPASSED))),
-        "miss_ms": _times_where(cached, lambda served: served == COMPUTED),
-        "bypassed_ms": _times_where(cached, lambda served: served == BYPASSED),
+        "hit_ms": _times(ms[is_hit(served)]),
+        "miss_ms": _times(ms[served == COMPUTED]),
+        "bypassed_ms": _times(ms[served == BYPASSED]),
         "bypassed": float((first.served == BYPASSED).mean()),
         **quality,
     }
@@ -193,17 +190,6 @@ def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> di
 def share_of_bound(speedup: float, hit_rate: float) -> float | None:
     """A speed-up over 1 / (1 - hit rate), which free hits and misses without overhead would give; None at all hits."""
     return None if hit_rate == 1 else speedup * (1 - hit_rate)
-
-
-@contextmanager
-def threads_of_torch(n: int) -> Iterator[None]:
-    """Within: torch computes with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _passes(
@@ -232,20 +218,10 @@ def _told(cache: LLMCache) -> dict[str, Any]:
     }
 
 
-def _ratio(passes: Sequence[Pass]) -> float:
-    """Mean time of the passes of a round by the model alone, over that with the cache."""
-    plain, cached = (float(np.mean([one.seconds for one in passes if one.who == who])) for who in (NOCACHE, CACHE))
-    return plain / cached
-
-
 def _times(ms: NDArray[np.float64]) -> dict[str, Any] | None:
     """Percentiles and mean; None without any."""
     known = percentiles(ms)
     return None if known is None else known | {"mean": float(ms.mean())}
-
-
-def _times_where(passes: Sequence[Pass], where: Any) -> dict[str, Any] | None:
-    return _times(np.concatenate([one.ms[where(one.served)] for one in passes]))
 
 
 def _row(one: Pass) -> dict[str, Any]:
@@ -262,7 +238,6 @@ def _row(one: Pass) -> dict[str, Any]:
 
 
 def _shown(way: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table on the screen has of a way."""
     names = (
         *("max_drop", "threads", "speedup", "speedup_min", "speedup_max", "hit_rate", "share_of_bound"),
         *("bypassed", "changed_answers"),

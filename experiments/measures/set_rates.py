@@ -10,31 +10,25 @@ is reached of that bound is `share_of_bound`.
 """
 
 import random
-from collections.abc import Mapping
-from copy import copy
 from typing import Annotated, Self
 
 from pydantic import Field
 
-from experiments.data.streams.set_rate import with_repeats
 from experiments.measures import service
 from experiments.measures.base import Outcome
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
-from experiments.tasks.workload import Workload
+from experiments.tasks.workload import Request, Workload
 from llmcache import ConfigError
 from llmcache.lab import RiskTarget
 
 
 class SetRates(service.Service):
-    """Settings of the measure: those of `service`, and the rates."""
-
     hit_rates: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.52, 0.87, 0.92), min_length=1)
     n: int = Field(default=800, ge=200)  # requests of each pass
 
     @classmethod
     def make(cls, values: object, name: str = "") -> Self:
-        """Check all settings; see `Section.make`."""
         made = super().make(values, name)
         if any(not 0 < rate < 1 for rate in made.hit_rates):
             raise ConfigError(f"hit_rates: give shares above 0 and below 1 (got {list(made.hit_rates)})")
@@ -42,7 +36,6 @@ class SetRates(service.Service):
 
 
 def run(experiment: SetRates, folders: Folders) -> Outcome:
-    """Serve a stream at each hit rate, on each number of threads."""
     workload = experiment.stream(folders)
     server = service.Server(workload, experiment.cache, experiment.learn)
     pool, n = server.stream, experiment.n
@@ -51,10 +44,10 @@ def run(experiment: SetRates, folders: Folders) -> Outcome:
     served = {claim: _share_served(server, claim) for claim in experiment.risk_targets if claim is not None}
     rows, ways = [], []
     for rate in experiment.hit_rates:
-        server.stream = _first(pool, n) if experiment.learn else _repeating(pool, rate, n, experiment.seed)
-        risk_target = nearest(served, rate) if experiment.learn else None
+        server.stream = pool.of(pool.requests[:n] if experiment.learn else _repeating(pool, rate, n, experiment.seed))
+        nearest = min(served, key=lambda claim: abs(served[claim] - rate)) if experiment.learn else None
         for threads in experiment.threads:
-            way, more = service.serve(experiment, server, risk_target, threads, hit_rate_set=rate)
+            way, more = service.serve(experiment, server, nearest, threads, hit_rate_set=rate)
             ways.append(way)
             rows += more
     server.cache.unwrap()
@@ -67,20 +60,22 @@ def _share_served(server: service.Server, risk_target: RiskTarget) -> float:
     return 0.0 if chosen is None else chosen.hit_rate
 
 
-def nearest(served: Mapping[RiskTarget, float], rate: float) -> RiskTarget:
-    """The claim that serves nearest to this share."""
-    return min(served, key=lambda claim: abs(served[claim] - rate))
-
-
-def _first(pool: Workload, n: int) -> Workload:
-    stream = copy(pool)
-    stream.requests = pool.requests[:n]
-    return stream
-
-
-def _repeating(pool: Workload, rate: float, n: int, seed: int) -> Workload:
+def _repeating(pool: Workload, rate: float, n: int, seed: int) -> list[Request]:
     """Such a share of the requests came before."""
     different = list({request.text: request for request in pool.requests}.values())
-    stream = copy(pool)
-    stream.requests = [different[i] for i in with_repeats(len(different), rate, n, random.Random(seed))]
+    return [different[i] for i in with_repeats(len(different), rate, n, random.Random(seed))]
+
+
+def with_repeats(n_pool: int, hit_rate: float, n: int, rng: random.Random) -> list[int]:
+    """`n` requests, of which the share `hit_rate` came before, drawn alike; the others are the pool's, in its order."""
+    n_new = n - round(hit_rate * n)
+    if not 1 <= n_new <= n_pool:
+        raise ConfigError(f"hit_rates: {hit_rate:g} of {n} takes {n_new} different requests; the stream has {n_pool}")
+    is_new = [True] * (n_new - 1) + [False] * (n - n_new)
+    rng.shuffle(is_new)
+    stream: list[int] = []
+    n_seen = 0
+    for new in (True, *is_new):
+        stream.append(n_seen if new else rng.randrange(n_seen))
+        n_seen += new
     return stream

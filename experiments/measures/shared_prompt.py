@@ -42,9 +42,9 @@ MAX_NEW_TOKENS = 12
 def run_shared_prompt(loaded: Loaded) -> dict[str, Any]:
     """Put every question to the model, without and with the cache; the `speedup` is of users after the first."""
     prompts = PromptCache(loaded.tokenizer)
-    asked = [
-        torch.tensor([prompts.encode([_said("system", SYSTEM), _said("user", question)]).ids]) for question in QUESTIONS
-    ]
+    system = {"role": "system", "content": SYSTEM}
+    chats = [[system, {"role": "user", "content": question}] for question in QUESTIONS]
+    asked = [torch.tensor([prompts.encode(chat).ids]) for chat in chats]
     generate(loaded.model, asked[0][:, :16], Sampling(max_new_tokens=2))  # the first call of all makes room for itself
     before = _answers(loaded, asked)
     with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer):
@@ -70,12 +70,7 @@ def run_shared_prompt(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
 def _answers(loaded: Loaded, asked: list[Tensor]) -> list[Generation]:
-    """One pass over all users."""
     return [generate(loaded.model, ids, Sampling(max_new_tokens=MAX_NEW_TOKENS)) for ids in asked]
 
 

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from experiments.measures.base import Experiment, Outcome
 from experiments.measures.store_pair import N_REQUESTS, NAMESPACES, Pair, kill_worker, model, settings
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.support.redis_server import RedisServer, check_installed, redis_server
 from llmcache import LLMCache, StoreError
@@ -30,18 +30,15 @@ _DAY_S = 86_400
 
 
 class StoreFaults(Experiment):
-    """Settings of the measure."""
-
     faults: int = Field(default=1000, ge=1)
 
 
 def run(experiment: StoreFaults, folders: Folders) -> Outcome:
-    """Inject faults, drawn among all kinds."""
     check_installed()
     with TemporaryDirectory() as place, redis_server(Path(place)) as server:
         workers = _Faults(server, Path(place) / "saves", experiment.seed)
         try:
-            rows = [workers.inject() for _ in tracked(range(experiment.faults), experiment.faults, "Faults")]
+            rows = [workers.inject() for _ in tracked(range(experiment.faults), "Faults")]
         finally:
             seen = workers.close()
     kinds = sorted({row["kind"] for row in rows})
@@ -83,7 +80,6 @@ class _Faults(Pair):
         }
 
     def inject(self) -> dict[str, Any]:
-        """One fault, and what was seen during and after it."""
         before = Counter(self.seen)
         kind = self.chance.choice(list(self._kinds))
         self._kinds[kind]()

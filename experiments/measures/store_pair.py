@@ -49,18 +49,13 @@ class Pair:
         return self.told
 
     def ask(self, n: int = 1) -> None:
-        """So many requests, each of one cache."""
         for _ in range(n):
-            self._ask()
-
-    def _ask(self) -> None:
-        number, namespace = self.chance.randrange(N_REQUESTS), self.chance.choice(NAMESPACES)
-        is_hit = self.call(self.chance.choice(self.caches), namespace, number)
-        self.seen["stale"] += is_hit and number not in self.computed[namespace]
-        self.computed[namespace].add(number)
+            number, namespace = self.chance.randrange(N_REQUESTS), self.chance.choice(NAMESPACES)
+            is_hit = self.call(self.chance.choice(self.caches), namespace, number)
+            self.seen["stale"] += is_hit and number not in self.computed[namespace]
+            self.computed[namespace].add(number)
 
     def call(self, cache: LLMCache, namespace: str, number: int) -> bool:
-        """Whether a request is a hit."""
         try:
             with cache.namespace(namespace):
                 output: Tensor | None = cache(self.requests[number]).logits
@@ -76,18 +71,14 @@ class Pair:
 
     def maybe_purge(self) -> bool:
         """Purge a namespace now and then; whether that was done."""
-        is_due = self.chance.random() < _PURGED
-        if is_due:
-            self.purge()
-        return is_due
-
-    def purge(self) -> None:
-        """Purge a namespace through one of the caches."""
+        if self.chance.random() >= _PURGED:
+            return False
         namespace = self.chance.choice(NAMESPACES)
         with suppress(StoreError):  # that it failed was told
             self.chance.choice(self.caches).purge(namespace=namespace)
             self.seen["purges"] += 1
             self.computed[namespace].clear()
+        return True
 
     def start(self) -> LLMCache:
         return LLMCache.wrap(model(), **settings(self.server.url))
@@ -106,7 +97,6 @@ class Pair:
 
 
 def model(seed: int = 0) -> Any:
-    """A tiny classifier with random weights."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -13,14 +13,13 @@ from pydantic import Field
 from experiments.measures.base import Outcome, TaskExperiment
 from experiments.measures.serve import measure
 from experiments.methods import NOCACHE
-from experiments.methods.base import Method
+from experiments.methods.base import Method, NoCache
 from experiments.methods.cached import Cached
-from experiments.methods.nocache import NoCache
 from experiments.metrics.frontier import at_tau
 from experiments.metrics.metrics import alone, expected_speedup, figures_of, summary
 from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.replay import Replay, Units, by_request, replay, rows_served
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
@@ -33,8 +32,6 @@ AHEAD = {"layers": "last"}  # one search a call, which is replayed
 
 
 class Sweep(TaskExperiment):
-    """Settings of the measure."""
-
     taus: tuple[float, ...] = Field(min_length=1)  # thresholds
     methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)  # curves to draw
     # Of llmcache, one curve each: names, or mappings with `name` and settings.
@@ -48,7 +45,6 @@ class Sweep(TaskExperiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
         made = super().make(values, name)
         for tau in (max(made.taus), *made.live_taus):
             Cached.check({**made.cache, "tau": tau}, "cache")
@@ -58,7 +54,6 @@ class Sweep(TaskExperiment):
 
 
 def run(experiment: Sweep, folders: Folders) -> Outcome:
-    """Replay every curve, and run what is to be run."""
     workload = build(experiment.task, folders, experiment.seed)
     # Told first: it refuses what does not suit the model.
     fits_any_length = "llmcache" in experiment.methods and _fits_any_length(experiment, workload)
@@ -78,7 +73,6 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
 
 
 def _curves(experiment: Sweep, recording: Recording, fits_any_length: bool) -> Any:
-    """The points of each curve."""
     for method in experiment.methods:
         if method == "llmcache":
             for options in experiment.fingerprints:
@@ -101,15 +95,14 @@ def _points(
     answers_of: Callable[[Units, Replay], list[Answer]],
     name: tuple[str, str | None],
 ) -> Iterator[dict[str, Any]]:
-    """Figures of one curve, one mapping a threshold."""
     again = replay(units, taus)
-    for tau, told in tracked(list(zip(taus, again, strict=True)), len(taus), f"Replaying {name[1] or name[0]}"):
+    for tau, told in tracked(list(zip(taus, again, strict=True)), f"Replaying {name[1] or name[0]}"):
         served, answers = by_request(units, told), answers_of(units, told)
         yield {
             "method": name[0],
             "fingerprint": name[1],
             "tau": None if math.isinf(tau) else tau,
-            "rows_served": rows_served(units, told),
+            "rows_served": rows_served(told),
             **figures_of(recording.workload, recording.answers, answers, served, experiment.seed),
         }
 
@@ -132,7 +125,6 @@ def _fits_any_length(experiment: Sweep, workload: Workload) -> bool:
 
 
 def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
-    """Figures of the runs, one mapping a threshold."""
     if not experiment.live_taus:
         return []
     n = min(experiment.live_limit, experiment.task.limit or experiment.live_limit)
@@ -159,6 +151,5 @@ def _at_length(
 
 
 def _shown(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a table on the screen has of each point."""
     names = ("method", "fingerprint", "tau", "hit_rate", "accuracy", "accuracy_drop", "changed_answers", "speedup")
     return [{name: point.get(name) for name in names} for point in points]

@@ -3,40 +3,50 @@
     first `learn` requests   computed and learned from; stored by every way that is compared
     the later ones           counted: in hindsight at many limits, replayed; with a limit chosen in advance, live
 
-Curves: llmcache with sources that grow and with those of a calibration alone, what
-its forecast does without neighbours (`student`), the paper's way (mean embedding, nearest one above tau), DocCache, the
-response caches. `precision`, the share of hits that leave the answer as it was, against the hit
-rate tells them apart. All that has a threshold is calibrated as well, by the same tests on the same requests.
+Curves: llmcache with sources that grow and with those of a calibration alone, what its forecast does without neighbours
+(`student`), the paper's way (mean embedding, nearest one above tau), DocCache, the response caches. `precision`, the
+share of hits that leave the answer as it was, against the hit rate tells them apart. All that has a threshold is
+calibrated as well, by the same tests on the same requests.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import Outcome
-from experiments.measures.learning import LearningExperiment, limit_of
-from experiments.measures.trust_figures import figures, in_advance, named
-from experiments.measures.trust_others import others
-from experiments.methods.base import COMPUTED
+from experiments.measures.learning import LearningExperiment
+from experiments.measures.sweep import SAME
+from experiments.methods.base import COMPUTED, is_hit
+from experiments.methods.responses import Encoder
 from experiments.metrics.frontier import best, curves
-from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
+from experiments.metrics.metrics import alone, figures_of, share_interval
+from experiments.replay.advance import choose_threshold, serve
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.rehearsal import Frozen, empty, grow
+from experiments.replay.replay import Replay, Units, by_request, replay
 from experiments.replay.student import Student
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
-from experiments.tasks.workload import Answer
+from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
-from llmcache.lab import CalibratedReuse, RiskTarget, Sources
+from llmcache.lab import CalibratedReuse, Doubles, Observation, OperatingPoint, RiskTarget, Sources, split
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
+N_TIMED = 200  # lookups of the semantic response cache
+
+Reading = Callable[[Units, Replay], list[Answer]]
+Figures = dict[str, Any]
 
 
 class Trust(LearningExperiment):
-    """Settings of the measure."""
-
     # Who serves then: the calibration's requests alone, or later misses as well.
     sources: tuple[Sources, ...] = ("frozen", "growing")
     n_limits: int = Field(default=16, ge=2)  # limits of risk at which reuse is replayed
@@ -53,106 +63,213 @@ class Trust(LearningExperiment):
 
     @property
     def claims(self) -> list[RiskTarget]:
-        """What is asked for, with each kind of sources."""
         return [self.risk_target(drop, kind) for kind in self.sources for drop in self.max_drops]
 
 
 def run(experiment: Trust, folders: Folders) -> Outcome:
-    """Replay every curve, and serve what was calibrated."""
-    rehearsal = experiment.rehearse(folders)
-    points, calibrated = [*_points_of_llmcache(experiment, rehearsal)], [*_serve_calibrated(experiment, rehearsal)]
-    for more, chosen in (_student(experiment, rehearsal), others(experiment, rehearsal)):
-        points += more
-        calibrated += chosen
+    ways = _Ways(experiment, folders)
+    ways.add_llmcache()
+    if experiment.student:
+        ways.add_student()
+    ways.add_others()
+    rehearsal = ways.rehearsal
     metrics = {
         **experiment.about(rehearsal.workload),
         "learn": experiment.learn,
         "n_counted": len(rehearsal.observed) - experiment.learn,
-        "nocache": experiment.alone(rehearsal),
+        "nocache": alone(ways.counted, ways.base, experiment.seed),
         "model_ms": rehearsal.model_ms,
-        "points": points,
-        "calibrated": calibrated,
-        "summary": [*_hindsight(points), *map(_told_in_advance, calibrated)],
+        "points": ways.points,
+        "calibrated": ways.calibrated,
+        "summary": [*_hindsight(ways.points), *map(_told_in_advance, ways.calibrated)],
     }
-    return Outcome(points, metrics)
+    return Outcome(ways.points, metrics)
 
 
-def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
-    """Both kinds of sources: those that grow begin with all that was learned from, the others with A and B."""
-    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    if "growing" in experiment.sources:
-        limits = _some(rehearsal.calibrated.learn(first).tolist(), experiment.n_limits)
-        for limit in tracked(limits, len(limits), "Replaying growing sources"):
-            served, sources = grow(rehearsal.calibrated, first, rest, limit)
-            told = rehearsal.answers_from(experiment.learn, sources)
-            yield named(("llmcache", "growing"), limit, None) | figures(experiment, rehearsal, told, served)
-    yield from _frozen_points(experiment, rehearsal, rehearsal.calibrated, "llmcache")
+class _Ways:
+    """A stream that was observed, and what each way makes of its later requests."""
+
+    def __init__(self, experiment: Trust, folders: Folders) -> None:
+        self.rehearsal = experiment.rehearse(folders)
+        self.counted = self.rehearsal.workload.after(experiment.learn)
+        self.base = self.rehearsal.answers[experiment.learn :]
+        self.points: list[Figures] = []  # of curves
+        self.calibrated: list[Figures] = []  # limits that were chosen in advance
+        self._experiment, self._learn = experiment, experiment.learn
+
+    def add_llmcache(self) -> None:
+        """Curves of both kinds of sources; and for each claim, calibrate anew and serve the later requests live."""
+        rehearsal, learn = self.rehearsal, self._learn
+        if "growing" in self._experiment.sources:  # which begin with all that was learned from
+            first, rest = rehearsal.observed[:learn], rehearsal.observed[learn:]
+            limits = self._some(rehearsal.calibrated.learn(first))
+            for limit in tracked(limits, "Replaying growing sources"):
+                served, sources = grow(rehearsal.calibrated, first, rest, limit)
+                self._add_point("llmcache", "growing", rehearsal.answers_from(learn, sources), served, limit=limit)
+        self._add_frozen_points("llmcache", rehearsal.calibrated)
+        for claim in self._experiment.claims:
+            empty(rehearsal.cache, rehearsal.observed)  # what an earlier claim's misses left would serve repeats
+            found = rehearsal.calibrate(rehearsal.calibrated, learn, claim)
+            told, served = self._serve(f"Live: {claim.sources}, {claim.max_drop:g}")
+            self._add_calibration("llmcache", claim, found, told, served)
+
+    def add_student(self) -> None:
+        """What the forecast does alone: a curve and calibrations, replayed, which tests hold to serving."""
+        cache, reuse = self.rehearsal.beside(self._experiment.cache)
+        student = Student(reuse)
+        self._add_frozen_points("student", student)
+        for claim in self._experiment.frozen_claims:
+            found = self.rehearsal.calibrate(student, self._learn, claim)
+            limit = -math.inf if found.chosen is None else found.chosen.limit  # then repeats alone are served
+            served, sources = self._frozen(student, claim).serve(limit)
+            told = self.rehearsal.answers_from(self._learn, sources)
+            self._add_calibration("student", claim, found, told, served)
+        cache.unwrap()
+
+    def add_others(self) -> None:
+        """The other ways, which store what llmcache learns from: curves, and a calibration of each threshold."""
+        recording = Recording(self.rehearsal.workload, self.rehearsal.outputs, self.rehearsal.put_out)
+        for name in self._experiment.baselines:
+            units, answers_of = _way(name, self._experiment.encoder, recording)
+            units = replace(units, first_searched=self._learn)
+            taus = (math.inf,) if name == "exact_response" else (SAME, *self._experiment.taus)
+            for tau, again in zip(taus, replay(units, taus), strict=True):
+                told, served = answers_of(units, again)[self._learn :], by_request(units, again)[self._learn :]
+                self._add_point(name, None, told, served, tau=None if math.isinf(tau) else tau)
+            if name != "exact_response":
+                self._calibrate_other(name, units, answers_of)
+
+    def _calibrate_other(self, name: str, units: Units, answers_of: Reading) -> None:
+        """Choose its threshold as a calibration of llmcache chooses its limit, and serve the later requests."""
+        answers, is_changed, learn = self.rehearsal.answers, self.rehearsal.workload.is_changed, self._learn
+        lookup_ms = self._encoder_ms() if name == "semantic_response" else None
+        for claim in self._experiment.claims:
+            setting, stored = choose_threshold(
+                units, learn, claim, lambda one, other: is_changed(answers[one], answers[other])
+            )
+            again = serve(units, learn, setting, stored, grows=claim.sources == "growing")
+            row = _in_advance(name, claim, setting, len(stored), learn - len(stored)) | {"lookup_ms": lookup_ms}
+            told, served = answers_of(units, again)[learn:], by_request(units, again)[learn:]
+            self.calibrated.append(row | self._figures(told, served))
+
+    def _add_frozen_points(self, name: str, calibrated: CalibratedReuse | Student) -> None:
+        """A curve with the sources of a calibration alone: A and B of what is learned from."""
+        claim = self._experiment.risk_target(min(self._experiment.max_drops))
+        limits = self._some(calibrated.learn(self._sources(claim)))
+        frozen = self._frozen(calibrated, claim)
+        for limit in limits:
+            served, sources = frozen.serve(limit)
+            self._add_point(name, "frozen", self.rehearsal.answers_from(self._learn, sources), served, limit=limit)
+
+    def _frozen(self, calibrated: CalibratedReuse | Student, claim: RiskTarget) -> Frozen:
+        return Frozen(calibrated, self._sources(claim), self.rehearsal.observed[self._learn :])
+
+    def _sources(self, claim: RiskTarget) -> list[Observation]:
+        return [self.rehearsal.observed[i] for i in split(self._learn, claim)[0]]
+
+    def _some(self, limits: Doubles) -> list[float]:
+        """At most `n_limits` of the limits, evenly spread, the first and the last among them."""
+        n = min(self._experiment.n_limits, len(limits))
+        places = np.linspace(0, len(limits) - 1, n).round().astype(int)
+        return [float(limit) for limit in limits[places]]
+
+    def _serve(self, what: str) -> tuple[list[Answer], NDArray[np.str_]]:
+        cache, told, served = self.rehearsal.cache, [], []
+        requests = self.counted.requests
+        for number, request in enumerate(tracked(requests, what), start=self._learn):
+            told.append(self.rehearsal.workload.answer(cache(**request.inputs), number))
+            served.append(cache.last[0].rung or COMPUTED)
+        return told, np.array(served)
+
+    def _encoder_ms(self) -> float:
+        """Median time in which the sentence encoder embeds one text: what each lookup of the semantic cache costs."""
+        encode, times = Encoder(self._experiment.encoder), []
+        with torch.inference_mode():
+            for request in self.rehearsal.workload.requests[:N_TIMED]:
+                started = perf_counter()
+                encode(request.text)
+                times.append(perf_counter() - started)
+        return float(np.median(times)) * 1e3
+
+    def _add_point(
+        self,
+        method: str,
+        fingerprint: str | None,
+        told: Sequence[Answer],
+        served: NDArray[np.str_],
+        limit: float | None = None,
+        tau: float | None = None,
+    ) -> None:
+        named = {"method": method, "fingerprint": fingerprint, "limit": limit, "tau": tau}
+        self.points.append(named | self._figures(told, served))
+
+    def _add_calibration(
+        self, name: str, claim: RiskTarget, found: Calibration, told: Sequence[Answer], served: NDArray[np.str_]
+    ) -> None:
+        taken = {"calibration_s": round(found.seconds, 3), "lookup_ms": found.lookup_ms}
+        chosen = _in_advance(name, claim, found.chosen, found.n_sources, found.n_tested)
+        self.calibrated.append(chosen | taken | self._figures(told, served))
+
+    def _figures(self, told: Sequence[Answer], served: NDArray[np.str_]) -> Figures:
+        figures = figures_of(self.counted, self.base, told, served, self._experiment.seed)
+        return figures | {"by_intent": by_intent(self.counted, self.base, told, served)}
 
 
-def _frozen_points(
-    experiment: Trust, rehearsal: Rehearsal, calibrated: CalibratedReuse | Student, name: str
-) -> Iterator[dict[str, Any]]:
-    """A curve with the sources of a calibration alone."""
-    claim = experiment.risk_target(min(experiment.max_drops))
-    limits = _some(calibrated.learn(experiment.sources_for(rehearsal, claim)).tolist(), experiment.n_limits)
-    frozen = experiment.frozen(rehearsal, calibrated, claim)
-    for limit in limits:
-        yield named((name, "frozen"), limit, None) | _frozen_figures(experiment, rehearsal, frozen, limit)
+def _way(name: str, encoder: str, recording: Recording) -> tuple[Units, Reading]:
+    """What a way looks up, and how its answers are read."""
+    if name == "doccache":
+        return recording.documents(), recording.handed
+    if name == "semantic_response":
+        return recording.texts(encoder), recording.borrowed
+    mean = recording.rows(make_fingerprint("mean"), fits_any_length=True)
+    return mean, recording.reread if name == "paper" else recording.borrowed
 
 
-def _student(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the forecast does alone: a curve and calibrations, replayed, which tests hold to serving."""
-    if not experiment.student:
-        return [], []
-    cache, reuse = rehearsal.beside(experiment.cache)
-    student, calibrated = Student(reuse), []
-    points = [*_frozen_points(experiment, rehearsal, student, "student")]
-    for claim in experiment.frozen_claims:
-        found = rehearsal.calibrate(student, experiment.learn, claim)
-        counted = _frozen_figures(experiment, rehearsal, experiment.frozen(rehearsal, student, claim), limit_of(found))
-        calibrated.append(_calibrated("student", claim, found) | counted)
-    cache.unwrap()
-    return points, calibrated
-
-
-def _calibrated(name: str, claim: RiskTarget, found: Calibration) -> dict[str, Any]:
-    """What a calibration of llmcache chose, and what it took."""
+def _in_advance(name: str, claim: RiskTarget, setting: OperatingPoint | None, n_sources: int, n_tested: int) -> Figures:
+    """What was chosen in advance, with the same tests for every way."""
     return {
-        **in_advance(name, claim, found.chosen, found.n_sources, found.n_tested),
-        "calibration_s": round(found.seconds, 3),
-        "lookup_ms": found.lookup_ms,
+        "method": name,
+        "sources": claim.sources,
+        "max_drop": claim.max_drop,
+        "delta": claim.delta,
+        "limit": None if setting is None else setting.limit,
+        "hit_rate_expected": None if setting is None else setting.hit_rate,
+        "bound": None if setting is None else setting.bound,
+        "is_certified": setting is not None and claim.sources == "frozen",
+        "n_sources": n_sources,
+        "n_tested": n_tested,
+        "calibration_s": None,
     }
 
 
-def _some(limits: Sequence[float], n: int) -> list[float]:
-    """At most `n` of the limits, evenly spread, the first and the last among them."""
-    places = np.linspace(0, len(limits) - 1, min(n, len(limits))).round().astype(int)
-    return [limits[place] for place in places]
-
-
-def _frozen_figures(experiment: Trust, rehearsal: Rehearsal, frozen: Frozen, limit: float) -> dict[str, Any]:
-    """Figures with the sources of a calibration alone, at one limit."""
-    served, sources = frozen.serve(limit)
-    return figures(experiment, rehearsal, rehearsal.answers_from(experiment.learn, sources), served)
-
-
-def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
-    """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
-    for claim in experiment.claims:
-        empty(rehearsal.cache, rehearsal.observed)  # what an earlier claim's misses left would serve repeats
-        found = rehearsal.calibrate(rehearsal.calibrated, experiment.learn, claim)
-        told, served = _serve(rehearsal, experiment.learn, f"Live: {claim.sources}, {claim.max_drop:g}")
-        yield _calibrated("llmcache", claim, found) | figures(experiment, rehearsal, told, served)
-
-
-def _serve(rehearsal: Rehearsal, first: int, what: str) -> tuple[list[Answer], NDArray[np.str_]]:
-    """What the later requests are told by the cache as it is, and what serves each."""
-    workload, told, served = rehearsal.workload, [], []
-    for number in tracked(range(first, len(workload.requests)), len(workload.requests) - first, what):
-        output = rehearsal.cache(**workload.requests[number].inputs)
-        told.append(workload.answer(output, number))
-        served.append(rehearsal.cache.last[0].rung or COMPUTED)
-    return told, np.array(served)
+def by_intent(
+    counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_]
+) -> dict[str, Any] | None:
+    """Share of changed answers of each intent's requests: the worst one's with its interval, and the median."""
+    # An intent is a request's reference; `n_over` counts those with more than twice the rate of all requests. The
+    # interval is of the worst intent alone: of many intents one is bad by chance.
+    if not all(isinstance(request.reference, int) for request in counted.requests):
+        return None  # the task knows no intents
+    names = np.array([request.reference for request in counted.requests])
+    changed = np.array([counted.is_changed(one, other) for one, other in zip(base, told, strict=True)], dtype=bool)
+    hits = is_hit(served)
+    rows: list[dict[str, Any]] = []
+    for name in np.unique(names):
+        mine = names == name
+        n, n_hits, n_changed = (int(part.sum()) for part in (mine, mine & hits, mine & changed))
+        rows.append({"intent": int(name), "n": n, "n_hits": n_hits, "n_changed": n_changed, "changed": n_changed / n})
+    worst = max(rows, key=lambda row: (row["changed"], row["n"]))
+    return {
+        "n_intents": len(rows),
+        "n_over": sum(int(row["changed"] > 2 * changed.mean()) for row in rows),
+        "median": float(np.median([row["changed"] for row in rows])),
+        "worst": {
+            **worst,
+            "intent": counted.show(worst["intent"]),
+            "changed_ci": share_interval(worst["n_changed"], worst["n"]),
+            "changed_per_hit": worst["n_changed"] / worst["n_hits"] if worst["n_hits"] else None,
+        },
+    }
 
 
 def _hindsight(points: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -173,8 +290,4 @@ def _shown(way: str, within: str, column: str, figures: Mapping[str, Any] | None
     got = figures or {}
     row = {"way": way, "at most": within, "hindsight hits": None, "calibrated hits": None}
     row[column] = got.get("hit_rate")
-    return row | {
-        "changed": got.get("changed_answers"),
-        "drop": got.get("accuracy_drop"),
-        "bound": None,
-    }
+    return row | {"changed": got.get("changed_answers"), "drop": got.get("accuracy_drop"), "bound": None}

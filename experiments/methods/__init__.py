@@ -12,10 +12,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.methods.base import Method, Served
+from experiments.methods.base import Method, NoCache, Served
 from experiments.methods.cached import Cached
 from experiments.methods.doccache import DocCache
-from experiments.methods.nocache import NoCache
 from experiments.methods.responses import ExactResponse, SemanticResponse
 from experiments.support.section import Section, choose
 from experiments.tasks.workload import Workload
@@ -33,8 +32,6 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class MethodSettings(Section):
-    """One method and its settings."""
-
     method: str  # A key of `METHODS`
     label: str  # what results call it; by default the method's name and its settings
     options: dict[str, Any]  # what its class takes
@@ -55,7 +52,6 @@ class MethodSettings(Section):
         return super().make({"method": values["method"], "label": known, "options": options}, name)
 
     def build(self, workload: Workload) -> Method:
-        """The method at work on a task."""
         try:
             return METHODS[self.method](workload, self.options)
         except LLMCacheError as error:
@@ -63,7 +59,6 @@ class MethodSettings(Section):
 
 
 def make_methods(values: Any) -> tuple[MethodSettings, ...]:
-    """Check a list of methods."""
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ConfigError(f"methods: give a list of at least one method (got {values!r})")
     made = tuple(MethodSettings.make(value, f"methods[{i}]") for i, value in enumerate(values))

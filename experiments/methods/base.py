@@ -1,9 +1,9 @@
-"""The interface of a method."""
+"""The interface of a method, and the method that computes every request."""
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,6 @@ COMPUTED, BYPASSED = "computed", "bypassed"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What happened to one request."""
-
     by: str = COMPUTED  # the rung or the kind of match that served it, else `COMPUTED` or `BYPASSED`
     # Number of the request that it was served from; None where it is not known or there was none
     source: int | None = None
@@ -30,7 +28,6 @@ class Served:
 
     @property
     def is_hit(self) -> bool:
-        """Whether something stored served it."""
         return bool(is_hit(self.by))
 
     def cells(self, requests: Sequence[Request]) -> dict[str, Any]:
@@ -48,51 +45,21 @@ def is_hit(served: NDArray[np.str_] | str) -> NDArray[np.bool_]:
     return hit
 
 
-class Method(Protocol):
-    """One way to answer the requests of a workload. Made once; each round begins cold."""
-
-    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model that shares its weights, so that methods do not meet."""
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Raise `ConfigError` for options that are wrong, naming them below `name`."""
-
-    def begin(self) -> None:
-        """Forget everything; called inside inference mode."""
-
-    def ask(self, number: int) -> Answer:
-        """Answer a request of the workload, lookup and storing included. This is what is timed."""
-
-    def last(self) -> Served:
-        """What happened to the latest request; called outside the timed region, after each."""
-
-    def end(self) -> None:
-        """Leave the model as it was."""
-
-    @property
-    def nbytes(self) -> int | None:
-        """Bytes held; None where nothing is ever held."""
-
-    @property
-    def n_entries(self) -> int | None:
-        """Entries held; None where nothing is ever held."""
-
-
-class NoSettings(Section):
-    """There are no options."""
-
-
-class Twinned:
-    """What methods have in common that keep their hands off all but their own copy of the model.
+class Method:
+    """One way to answer the requests of a workload, on a copy of its model. Made once; each round begins cold.
 
     Attributes:
         Settings: Options of the method.
+        nbytes: Bytes held; None where nothing is ever held.
+        n_entries: Entries held; likewise.
     """
 
-    Settings: ClassVar[type[Section]] = NoSettings
+    Settings: ClassVar[type[Section]] = Section  # which has none
+    nbytes: Any = None
+    n_entries: Any = None
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
+        """Take a copy of the model that shares its weights, so that methods do not meet."""
         self._workload = workload
         self._settings: Any = self.Settings.make(options)
         self._module = twin(workload.module)
@@ -100,16 +67,27 @@ class Twinned:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """Raise `ConfigError` for options that are wrong, naming them below `name`."""
         cls.Settings.make(options, name)
 
     def begin(self) -> None:
+        """Forget everything; called inside inference mode."""
         self._last = Served()
 
+    def ask(self, number: int) -> Answer:
+        """Answer a request of the workload, lookup and storing included. This is what is timed."""
+        return self._workload.answer(self._module(**self._workload.requests[number].inputs), number)
+
     def last(self) -> Served:
+        """What happened to the latest request; called outside the timed region, after each."""
         return self._last
 
     def end(self) -> None:
-        """The copy is the method's own."""
+        """Leave the model as it was."""
+
+
+class NoCache(Method):
+    """Computes every request, as one would serve it: scaled dot-product attention, eval mode, inference mode."""
 
 
 def twin(module: nn.Module) -> nn.Module:

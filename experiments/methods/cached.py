@@ -1,16 +1,16 @@
-"""llmcache itself."""
+"""llmcache itself, as a method."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.methods.base import BYPASSED, COMPUTED, Served, twin
+from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig, ConfigError, LLMCache, Outcome, Stats
+from llmcache import CacheConfig, ConfigError, LLMCache, Stats
 
 _IDLE_EVERY = 500  # some two seconds of a small model's requests; looks wait for five at most
 
 
-class Cached:
+class Cached(Method):
     """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
 
     No call is bypassed for its cost unless options say so: what the cache does is measured, worthwhile or not. What the
@@ -33,13 +33,13 @@ class Cached:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """Raise `ConfigError` for settings of llmcache that are wrong, naming them below `name`."""
         try:
             CacheConfig.make(dict(options))
         except ConfigError as error:
             raise ConfigError(f"{name}.{error}") from error
 
     def begin(self) -> None:
-        """Wrap the model anew."""
         self.end()
         self._cache = LLMCache.wrap(self._module, config=self._config, tokenizer=self._workload.tokenizer)
         self._evicted = 0
@@ -49,7 +49,7 @@ class Cached:
         """Ask the wrapped model; now and then, do what answers left to be done."""
         assert self._cache is not None
         self._asked = number
-        answer = self._workload.answer(self._module(**self._workload.requests[number].inputs), number)
+        answer = super().ask(number)
         if (number + 1) % _IDLE_EVERY == 0 or number + 1 == len(self._workload.requests):
             self._cache.drain()
         return answer
@@ -66,7 +66,8 @@ class Cached:
         served = [outcome for outcome in outcomes if outcome.rung is not None]
         if not served:
             is_bypassed = any(outcome.bypassed for outcome in outcomes)
-            return Served(BYPASSED if is_bypassed else COMPUTED, None, _nearest(outcomes), is_evicting)
+            nearest = max((one.similarity for one in outcomes if one.similarity is not None), default=None)
+            return Served(BYPASSED if is_bypassed else COMPUTED, None, nearest, is_evicting)
         told = min(served, key=lambda outcome: (outcome.source == outcome.key, outcome.similarity or 0.0))
         source = None if told.source is None else self._numbers.get(told.source)
         share = len(served) / len(outcomes)
@@ -74,7 +75,6 @@ class Cached:
         return Served(rung, source, told.similarity, is_evicting, share, told.n_prefix)
 
     def end(self) -> None:
-        """Take the cache off."""
         if self._cache is not None:
             self._seen = self._cache.stats()
             self._cache.unwrap()
@@ -88,8 +88,7 @@ class Cached:
     @property
     def payload(self) -> str:
         """What the entries keep; known between `begin` and `end`."""
-        if self._cache is None:
-            raise RuntimeError("begin() comes first")
+        assert self._cache is not None
         return self._cache.payload
 
     @property
@@ -99,7 +98,6 @@ class Cached:
 
     @property
     def n_entries(self) -> int:
-        """Requests known."""
         return self.stats.n_stored
 
 
@@ -108,17 +106,10 @@ def configure(workload: Workload, options: Mapping[str, Any], audits_in_backgrou
     keeps_tokens = options.get("tau") is not None and options.get("layers") != "last"
     if workload.payload is not None and not keeps_tokens:
         options = {"payload": workload.payload, **options}
-    settings = {"auto_bypass": False, **options}
-    if options.get("tau") is None:
-        audit = options.get("audit", {})
-        audit = audit if isinstance(audit, Mapping) else {"rate": audit}
-        settings["audit"] = {"in_background": audits_in_background, **audit}
-    config = CacheConfig.make(settings)
+    config = CacheConfig.make({"auto_bypass": False, **options})
+    if config.tau is None and "in_background" not in config.audit.model_fields_set:
+        audit = config.audit.model_copy(update={"in_background": audits_in_background})
+        config = config.model_copy(update={"audit": audit})
     if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):
         raise ConfigError(f"payload: the head reads {workload.payload!r} (got {config.payload!r}); leave it out")
     return config
-
-
-def _nearest(outcomes: Sequence[Outcome]) -> float | None:
-    """Similarity of the nearest stored request to any row, where one was searched for."""
-    return max((outcome.similarity for outcome in outcomes if outcome.similarity is not None), default=None)

@@ -13,9 +13,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from experiments.methods.base import COMPUTED, Served, Twinned
+from experiments.methods.base import COMPUTED, Method, Served
 from experiments.models.loading import Inputs, token_rows
-from experiments.support.nearest import Nearest, nbytes_of, unit
+from experiments.support.nearest import Nearest, unit
 from experiments.support.section import Section
 from experiments.tasks.workload import Answer, Workload
 from llmcache import ConfigError
@@ -38,7 +38,6 @@ class Recall(nn.Module):
         self.output: Any = None  # what to hand out instead of running; afterwards what the run returned
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The recalled output, or that of the trunk."""
         if self.output is None:
             self.output = self.trunk(*args, **kwargs)
         return self.output
@@ -51,13 +50,11 @@ class Recall(nn.Module):
             return getattr(super().__getattr__("trunk"), name)
 
 
-class DocCache(Twinned):
+class DocCache(Method):
     """Reuses final states of whole documents."""
 
     class Settings(Section):
-        """Attributes: threshold: Least cosine between document embeddings."""
-
-        threshold: float = Field(default=0.9, ge=-1.0, le=1.0)
+        threshold: float = Field(default=0.9, ge=-1.0, le=1.0)  # least cosine between document embeddings
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         super().__init__(workload, options)
@@ -86,9 +83,8 @@ class DocCache(Twinned):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of embeddings, final states and tokens."""
         kept = [[*document.inputs.values(), *_tensors(document.output)] for document in self._documents.kept]
-        return self._documents.nbytes + sum(nbytes_of(tensors) for tensors in kept)
+        return self._documents.nbytes + sum(int(tensor.nbytes) for tensors in kept for tensor in tensors)
 
     @property
     def n_entries(self) -> int:

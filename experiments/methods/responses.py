@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.methods.base import COMPUTED, Served, Twinned
+from experiments.methods.base import COMPUTED, Method, Served
 from experiments.models.heads import pool_mean
 from experiments.models.loading import MINILM, encode, load
 from experiments.support.nearest import Nearest, unit
@@ -20,7 +20,7 @@ NUMBER_BYTES = 8
 ENCODED_TOKENS = 256  # all-MiniLM-L6-v2 was trained on no more
 
 
-class ExactResponse(Twinned):
+class ExactResponse(Method):
     """Answers again what was asked with the very same tokens."""
 
     def begin(self) -> None:
@@ -29,20 +29,18 @@ class ExactResponse(Twinned):
 
     def ask(self, number: int) -> Answer:
         """Look the tokens up, or compute and keep the answer."""
-        inputs = self._workload.requests[number].inputs
-        key = inputs["input_ids"].numpy().tobytes()
+        key = self._workload.requests[number].inputs["input_ids"].numpy().tobytes()
         found = self._kept.get(key)
         if found is not None:
             self._last = Served("response", found[0], 1.0)
             return found[1]
-        answer = self._workload.answer(self._module(**inputs), number)
+        answer = super().ask(number)
         self._kept[key] = (number, answer)
         self._last = Served()
         return answer
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and answers."""
         return sum(len(key) + size_of(answer) for key, (_, answer) in self._kept.items())
 
     @property
@@ -50,7 +48,7 @@ class ExactResponse(Twinned):
         return len(self._kept)
 
 
-class SemanticResponse(Twinned):
+class SemanticResponse(Method):
     """Answers again what was asked in other words, as GPTCache does.
 
     The request's text is embedded with all-MiniLM-L6-v2 (mean pooling), the nearest stored request is searched with
@@ -58,8 +56,6 @@ class SemanticResponse(Twinned):
     """
 
     class Settings(Section):
-        """Settings."""
-
         threshold: float = Field(default=0.8, ge=-1.0, le=1.0)  # least cosine; 0.8 is GPTCache's default
         encoder: str = MINILM  # the sentence encoder: a name that `experiments.models.loading.load` takes
 
@@ -79,14 +75,13 @@ class SemanticResponse(Twinned):
         if found is not None:
             self._last = Served("response", found[0], alike)
             return self._workload.borrowed(found[1])
-        answer = self._workload.answer(self._module(**request.inputs), number)
+        answer = super().ask(number)
         self._answers.add(vector, (number, answer))
         self._last = Served(COMPUTED, None, alike)
         return answer
 
     @property
     def nbytes(self) -> int:
-        """Bytes of embeddings and answers."""
         return self._answers.nbytes + sum(size_of(answer) for _, answer in self._answers.kept)
 
     @property

@@ -13,12 +13,10 @@ Curve = tuple[str, str | None]
 
 
 def curves(points: Sequence[Point]) -> list[Curve]:
-    """Names of the curves, in their order."""
     return list(dict.fromkeys((point["method"], point["fingerprint"]) for point in points))
 
 
 def of_curve(points: Sequence[Point], curve: Curve) -> list[Point]:
-    """The points of one curve."""
     return [point for point in points if (point["method"], point["fingerprint"]) == curve]
 
 

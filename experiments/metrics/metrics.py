@@ -1,4 +1,4 @@
-"""Figures from traces: pure functions. Terms mean what docs and results say everywhere.
+"""What a method did on a stream, and figures from that: pure functions. Terms mean what docs and results say.
 
 A share or rate is a fraction of 1. Missing is None, never 0. Intervals cover 95 %: of shares that of Clopper and
 Pearson, of means and of differences a paired bootstrap over requests. Where requests come in clusters (one text asked
@@ -9,6 +9,7 @@ Sizes: R rounds, N requests.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from experiments.methods.base import BYPASSED, COMPUTED, is_hit
-from experiments.metrics.trace import Trace
+from experiments.methods.base import BYPASSED, COMPUTED, Served, is_hit
 from experiments.tasks.workload import Answer, Workload
 from llmcache.generation import QUOTABLE
 
@@ -26,6 +26,23 @@ Times = NDArray[np.float64]
 N_RESAMPLES = 2000
 #: Fewest values that span where they come from with 95 %: of n, all fall on one side of its median in 2 of 2**n cases.
 FEWEST = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one method did on a stream."""
+
+    ms: NDArray[np.float64]  # wall time of each request, milliseconds, (R, N)
+    served: NDArray[np.str_]  # what served each request, (R, N): a rung or kind of match, `computed` or `bypassed`
+    evicting: NDArray[np.bool_]  # whether an entry had to leave for it, (R, N)
+    answers: Sequence[Answer]  # those of the first round, N
+    notes: Sequence[Served]  # what happened to each request of the first round, N
+    nbytes: int | None = None  # bytes held after the last round; None where nothing is ever held
+    n_entries: int | None = None  # entries held then; likewise
+
+    @property
+    def is_hit(self) -> NDArray[np.bool_]:
+        return is_hit(self.served)
 
 
 def quality(
@@ -51,7 +68,6 @@ def quality(
 
 
 def alone(workload: Workload, base: Sequence[Answer], seed: int = 0) -> dict[str, Any]:
-    """Quality of the model alone, N."""
     return quality(workload, base, base, np.zeros(len(base), dtype=bool), seed)
 
 
@@ -131,8 +147,11 @@ def speed(base: Trace, trace: Trace) -> dict[str, Any]:
     """How much faster the stream went; costs of a miss and of a hit are over the request's time without a cache."""
     computed = trace.served == COMPUTED
     cost_of_computed = _ratio(trace.ms, base.ms, computed)
+    ratios = base.ms.sum(axis=1) / trace.ms.sum(axis=1)  # of sums, round by round
     return {
-        **_speedup(base.ms, trace.ms),
+        "speedup": float(np.median(ratios)),
+        "speedup_min": float(ratios.min()),
+        "speedup_max": float(ratios.max()),
         "miss_overhead": None if cost_of_computed is None else cost_of_computed - 1.0,
         "hit_cost": _ratio(trace.ms, base.ms, trace.is_hit),
     }
@@ -141,16 +160,6 @@ def speed(base: Trace, trace: Trace) -> dict[str, Any]:
 def expected_speedup(h: float | None, o: float | None, c: float | None) -> float | None:
     """Speed-up that a hit rate, the overhead of a miss and the cost of a hit come to; None where one is not known."""
     return None if h is None or o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
-
-
-def _speedup(base_ms: Times, ms: Times) -> dict[str, float]:
-    """Ratio of the sums of times (R, N), round by round: median and range."""
-    ratios = base_ms.sum(axis=1) / ms.sum(axis=1)
-    return {
-        "speedup": float(np.median(ratios)),
-        "speedup_min": float(ratios.min()),
-        "speedup_max": float(ratios.max()),
-    }
 
 
 def _ratio(ms: Times, base_ms: Times, where: Bools) -> float | None:

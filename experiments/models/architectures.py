@@ -112,7 +112,6 @@ def check(name: str, seq_len: int, head: str = "class") -> None:
 
 
 def _configure(name: str) -> Any:
-    """The model's transformers config."""
     import transformers
 
     if name in ARCHITECTURES:
@@ -216,6 +215,5 @@ class Requests:
         return changed.scatter_(1, place, self.fresh(ids.shape[0])[:, :1])
 
     def inputs(self, ids: Tensor) -> dict[str, Tensor]:
-        """What the model is called with."""
         ids = ids.to(self._device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

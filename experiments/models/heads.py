@@ -26,8 +26,6 @@ _MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely th
 
 
 class Head(Section):
-    """What turns the model's states into an answer."""
-
     # `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`: the
     # model is a sequence classifier.
     kind: Literal["logistic", "ready"] = "logistic"
@@ -46,8 +44,6 @@ class Head(Section):
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A model that answers."""
-
     # `module(**inputs)` gives logits (B, C), or an output that has them. Wrapping it wraps the trunk inside.
     module: nn.Module
     labels: tuple[str, ...]  # name of each column
@@ -57,18 +53,12 @@ class Classifier:
 
 
 def pool_mean(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Mean over valid tokens."""
     weights = mask.to(hidden.dtype).unsqueeze(-1)
     return (hidden * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
 
-def pool_cls(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The first token."""
-    return hidden[:, 0]
-
-
 #: `(hidden (B, T, D), mask (B, T)) -> (B, D)`.
-POOLS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": pool_mean, "cls": pool_cls}
+POOLS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": pool_mean, "cls": lambda hidden, _: hidden[:, 0]}
 
 
 class PooledClassifier(nn.Module):
@@ -154,7 +144,7 @@ def pooled_states(loaded: Loaded, pool: str, texts: Sequence[str], max_length: i
     batches = [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
     states: list[Any] = [None] * len(texts)
     with torch.inference_mode():
-        for batch in tracked(batches, len(batches), "Fitting the head"):
+        for batch in tracked(batches, "Fitting the head"):
             inputs = loaded.tokenizer(
                 [texts[i] for i in batch], truncation=True, max_length=max_length, padding=True, return_tensors="pt"
             )

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,17 @@ from llmcache.lab import MINILM, Loaded, check_causal, find_folder, load_pretrai
 UNTRAINED = "untrained"
 SMOLLM2 = "smollm2"
 FIGURES = "metrics.json"  # beside a prepared model: how good it is
-#: Models that `llmcache prepare` makes: the keys of `experiments.prepare.RECIPES`, which cannot be asked from here.
-PREPARED = (
-    "minilm-squad_v2",
-    "minilm-openbookqa",
-    "minilm-banking77",
-    "minilm-snips",
-    "minilm-hwu64",
-    "gpt2-wikitext",
-    "minilm-support-desk",
-    SMOLLM2,
-)
+#: Models that `llmcache prepare` makes: the file of each recipe in `experiments.prepare`, and what it is told.
+PREPARED: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "minilm-squad_v2": ("squad_v2", {}),
+    "minilm-openbookqa": ("openbookqa", {}),
+    "minilm-banking77": ("intent", {"data": "banking77"}),
+    "minilm-snips": ("intent", {"data": "snips"}),
+    "minilm-hwu64": ("intent", {"data": "hwu64"}),
+    "gpt2-wikitext": ("wikitext", {}),
+    "minilm-support-desk": ("support_desk", {}),
+    SMOLLM2: ("smollm2", {}),
+}
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 Inputs = dict[str, torch.Tensor]
@@ -99,9 +100,10 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
 def find(name: str, models_dir: Path | None) -> str:
     """Folder or hub name that stands for a model; one that `llmcache prepare` makes has to be there."""
     if name == MINILM:
-        return str(_find_minilm())
-    if (folder := find_folder(name, models_dir)) is not None:
-        return folder
+        _check_minilm(folder := packaged_minilm())
+        return str(folder)
+    if (found := find_folder(name, models_dir)) is not None:
+        return found
     if name in PREPARED:
         there = models_dir or Path("models")
         raise ConfigError(
@@ -121,13 +123,6 @@ def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | Non
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON; prepare the model again") from error
     return {key: value for key, value in figures.items() if key != "environment"}
-
-
-def _find_minilm() -> Path:
-    """Folder of the packaged all-MiniLM-L6-v2, its weights checked."""
-    folder = packaged_minilm()
-    _check_minilm(folder)
-    return folder
 
 
 @cache  # 90 MB are read

@@ -66,15 +66,9 @@ def _cloze(passage: str, name: str, is_answerable: bool, rng: random.Random) -> 
     if not rest:
         return None
     context = " ".join(rest)
-    answers = _occurrences(span, context) if is_answerable else ()
+    found = re.finditer(rf"\b{re.escape(span)}\b", context) if is_answerable else ()
+    answers = tuple((span, match.start()) for match in found)
     if is_answerable and not answers:  # found as a part of longer words only
         return None
-    return Question(name, "cloze", _hide(sentences[hidden], span), context, answers)
-
-
-def _hide(sentence: str, span: str) -> str:
-    return sentence.replace(span, "what").rstrip(".") + "?"
-
-
-def _occurrences(span: str, context: str) -> tuple[tuple[str, int], ...]:
-    return tuple((span, match.start()) for match in re.finditer(rf"\b{re.escape(span)}\b", context))
+    asked = sentences[hidden].replace(span, "what").rstrip(".") + "?"
+    return Question(name, "cloze", asked, context, answers)

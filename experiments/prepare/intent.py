@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from experiments.data.labelled import Data, Labelled, read_requests
+from experiments.data.labelled import Data, Labelled, read_requests, split
 from experiments.models.loading import Loaded, load
 from experiments.prepare.training import Order, Padding, Schedule, train
 from experiments.support.progress import tracked
-from experiments.tasks.split import split
 
 MAX_LENGTH = 64
 FIT_SHARE = 0.5
@@ -52,7 +51,7 @@ def _example(tokenizer: Any, request: Labelled, labels: Sequence[str]) -> dict[s
 def _accuracy(model: Loaded, labels: Sequence[str], requests: Sequence[Labelled]) -> float:
     n_right = 0
     with torch.inference_mode():
-        for request in tracked(requests, len(requests), "Answering"):
+        for request in tracked(requests, "Answering"):
             inputs = model.tokenizer(request.text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")
             n_right += labels[int(model.model(**inputs).logits.argmax())] == request.label
     return n_right / len(requests)

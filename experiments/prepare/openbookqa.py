@@ -8,7 +8,6 @@ import torch
 from experiments.data.openbookqa import Choice, read_openbookqa
 from experiments.models.loading import Loaded, load
 from experiments.prepare.training import Order, Schedule, train
-from experiments.support.progress import tracked
 from experiments.tasks.openbookqa import OpenBookQA
 from llmcache import ConfigError
 
@@ -50,9 +49,4 @@ class Collator:
 
 def _accuracy(model: Loaded, questions: Sequence[Choice]) -> float:
     task = OpenBookQA(model, questions, MAX_LENGTH)
-    with torch.inference_mode():
-        told = [
-            task.answer(model.model(**request.inputs), number)
-            for number, request in enumerate(tracked(task.requests, len(questions), "Answering"))
-        ]
-    return float(task.scores(told).mean())
+    return float(task.scores(task.answer_all("Answering")).mean())

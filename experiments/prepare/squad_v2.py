@@ -16,8 +16,8 @@ from experiments.models.loading import Loaded, load
 from experiments.prepare.cloze import make_clozes, plain
 from experiments.prepare.training import Order, Padding, Schedule, train
 from experiments.support.progress import tracked
-from experiments.tasks.scorers.squad_v2 import f1
-from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, figures, in_context
+from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, in_context
+from experiments.tasks.squad_v2_scorer import f1, figures
 from llmcache import ConfigError
 
 MAX_LENGTH = 384
@@ -133,7 +133,7 @@ def _read(model: Loaded, questions: Sequence[Question]) -> list[tuple[str, float
     with torch.inference_mode():
         return [
             task.read(model.model(**request.inputs), number)
-            for number, request in enumerate(tracked(task.requests, len(questions), "Answering"))
+            for number, request in enumerate(tracked(task.requests, "Answering"))
         ]
 
 

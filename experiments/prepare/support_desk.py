@@ -6,8 +6,7 @@ The requests are made, so nothing is downloaded. The head is a logistic regressi
 import random
 from typing import Any
 
-from experiments.data.labelled import Labelled
-from experiments.data.streams.support_desk import support_desk
+from experiments.data.labelled import made_requests
 from experiments.models.heads import as_sentence_model, fit_logistic
 from experiments.models.loading import Loaded, load
 from experiments.prepare.training import Order
@@ -18,7 +17,7 @@ _MAX_LENGTH = 128
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
     """Fit the head on half of the requests; accuracy is on the other half."""
-    requests = [Labelled(i, one.text, one.label) for i, one in enumerate(support_desk(order.limit or _N, order.seed))]
+    requests = made_requests(order.limit or _N, order.seed)
     random.Random(order.seed).shuffle(requests)
     n_fit = int(_FIT_SHARE * len(requests))
     seen, unseen = requests[:n_fit], requests[n_fit:]

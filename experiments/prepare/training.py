@@ -1,7 +1,6 @@
 """Training runs with transformers' Trainer: seeded, resumable, with a progress bar where there is a terminal."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ SAVE_EVERY = 200  # steps: little work is lost with an interrupted run, and litt
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a recipe is asked for."""
-
     base: str  # model to begin with, where the recipe does not begin from nothing
     folder: Path  # of the new model; checkpoints go below it
     data_dir: Path | None  # data folder, or None for the hub
@@ -32,8 +29,6 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how hard."""
-
     epochs: float
     batch_size: int  # examples a step
     learning_rate: float  # highest; it rises over the first tenth of the steps and falls to 0 in a line
@@ -68,7 +63,6 @@ def train(
 
 
 def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: int) -> Any:
-    """What transformers' Trainer is told."""
     from transformers import TrainingArguments
 
     try:
@@ -129,11 +123,6 @@ def as_words(options: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     """Options that differ from others, as they are typed: `--limit 24, no --epochs`."""
     differing = [name for name in options if options[name] != others.get(name)]
     return ", ".join(f"no --{name}" if options[name] is None else f"--{name} {options[name]}" for name in differing)
-
-
-def finish(folder: Path) -> None:
-    """Drop the checkpoints of a model that is done."""
-    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 def _has_fast_bf16() -> bool:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from experiments.data.wikitext import UNK, read_wikitext, unk_rate
 from experiments.models.loading import Loaded
 from experiments.prepare.training import Order, Schedule, train
-from experiments.support.progress import tracked
 from experiments.tasks.wikitext import WikiText
 
 VOCABULARY = 8000
@@ -58,7 +57,6 @@ def make_tokenizer(lines: Sequence[str]) -> Any:
 
 
 def make_model(tokenizer: Any, seed: int) -> Any:
-    """The model with random weights."""
     import transformers
 
     torch.manual_seed(seed)
@@ -98,9 +96,5 @@ def unigram(ids: NDArray[np.int64], task: WikiText) -> dict[str, float]:
 
 
 def _evaluate(task: WikiText) -> dict[str, float | None]:
-    with torch.inference_mode():
-        told = [
-            task.answer(task.module(**request.inputs), number)
-            for number, request in enumerate(tracked(task.requests, len(task.requests), "Reading"))
-        ]
+    told = task.answer_all("Reading")
     return {"accuracy": float(task.scores(told).mean()), **task.extras(told)}

@@ -2,6 +2,6 @@
 
 task -> recording   states, outputs and answers of one pass
      -> replay      hits and answers at many thresholds; advance: one chosen in advance
-     -> rehearsal   calibrated reuse, many times over; serving: live, on other requests
+     -> rehearsal   calibrated reuse, many times over
 keys -> eviction    hits of each policy, beside the most that any could have (w_tinylfu: one to compare with)
 """

@@ -10,25 +10,26 @@ Sizes: M requests (a unit each), F vector width.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experiments.replay.replay import Replay, Units, replay
-from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, candidate_limits, choose_limit, split, try_limits
+from llmcache.lab import (
+    Doubles,
+    HoldoutOutcome,
+    OperatingPoint,
+    RiskTarget,
+    candidate_limits,
+    choose_limit,
+    split,
+    try_limits,
+)
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Nearest:
-    """Number of the stored request nearest to each one (M,), and how alike they are (M,)."""
-
-    source: NDArray[np.int64]
-    similarity: NDArray[np.float32]
 
 
 def choose_threshold(
@@ -36,27 +37,31 @@ def choose_threshold(
 ) -> tuple[OperatingPoint | None, NDArray[np.int64]]:
     """The loosest threshold that keeps the claim, negated as a limit of risk, and the requests that are stored."""
     learned, tested = (np.array(part) for part in split(n_first, risk_target))
-    among = nearest(units, learned, learned)
-    limits = candidate_limits(-among.similarity.astype(np.float64))
-    found = nearest(units, tested, learned)
-    pairs = zip(tested.tolist(), found.source.tolist(), strict=True)
-    trial = HoldoutOutcome(
-        -found.similarity.astype(np.float64), np.array([is_changed(*pair) for pair in pairs], np.float64)
-    )
-    return choose_limit(
-        try_limits(trial, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop
-    ), learned
+    _, among = nearest(units, learned, learned)
+    limits = candidate_limits(-among.astype(np.float64))
+    sources, similarity = nearest(units, tested, learned)
+    pairs = zip(tested.tolist(), sources.tolist(), strict=True)
+    loss = np.array([is_changed(*pair) for pair in pairs], np.float64)
+    trial = HoldoutOutcome(-similarity.astype(np.float64), loss)
+    return choose(trial, limits, risk_target), learned
 
 
-def nearest(units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: NDArray[np.int64]) -> Nearest:
-    """The nearest stored request of each, itself left out."""
+def choose(seen: HoldoutOutcome, limits: Doubles, risk_target: RiskTarget) -> OperatingPoint | None:
+    """The loosest limit that keeps the claim on requests that were not learned from; None where none does."""
+    return choose_limit(try_limits(seen, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop)
+
+
+def nearest(
+    units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Of each request (M,) the nearest stored one, itself left out, and how alike they are."""
     source, similarity = np.zeros(len(numbers), np.int64), np.full(len(numbers), -inf, np.float32)
     vectors = units.vectors[stored]
     for i, number in enumerate(numbers):
         alike = np.where(stored == number, -inf, units.compare(vectors, units.vectors[number]))
         best = int(alike.argmax())
         source[i], similarity[i] = stored[best], alike[best]
-    return Nearest(source, similarity)
+    return source, similarity
 
 
 def serve(units: Units, n_first: int, setting: OperatingPoint | None, stored: NDArray[np.int64], grows: bool) -> Replay:

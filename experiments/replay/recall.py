@@ -62,8 +62,6 @@ class _Turn:
         self._key: bytes | None = None  # of what entered the first layer; None of batches
 
     def stand_in(self, compute: Callable[..., Any], is_first: bool, is_last: bool) -> Callable[..., Any]:
-        """A layer's forward that computes what is not known."""
-
         @wraps(compute)
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]

@@ -39,7 +39,7 @@ class Recording:
         self.outputs = _Answered(workload, outputs)
         self._read_before: dict[str, dict[tuple[Any, ...], Answer]] = {}  # by way of reading, then request and sources
         with torch.inference_mode():
-            numbers = tracked(range(len(workload.requests)), len(workload.requests), "Recording the model alone")
+            numbers = tracked(range(len(workload.requests)), "Recording the model alone")
             self.answers: list[Answer] = [workload.answer(self.outputs[number], number) for number in numbers]
         rows = [token_rows(request.inputs) for request in workload.requests]
         self._request = np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in rows])
@@ -82,7 +82,7 @@ class Recording:
             recall_layers(encode.module, self._put_out)
         requests = self.workload.requests
         with torch.inference_mode():
-            vectors = [encode(request.text) for request in tracked(requests, len(requests), "Embedding texts")]
+            vectors = [encode(request.text) for request in tracked(requests, "Embedding texts")]
         return Units(np.arange(len(vectors)), np.stack(vectors))
 
     def _features(self, fingerprint: Fingerprint) -> list[Floats]:

@@ -33,7 +33,7 @@ class Rehearsal:
         self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by the settings of the fingerprint
         self.cache = self.wrap(options)
         requests = workload.requests
-        inputs = (request.inputs for request in tracked(requests, len(requests), "Observing the model alone"))
+        inputs = (request.inputs for request in tracked(requests, "Observing the model alone"))
         self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])
         self.calibrated = self._trust_of(self.cache, options)
         self.outputs = [torch.from_numpy(case.output)[None] for case in self.observed]

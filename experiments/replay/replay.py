@@ -90,12 +90,11 @@ def _find_near(
 
 
 def _groups(request: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Begin and end of each request's rows."""
     begins = np.flatnonzero(np.diff(request, prepend=-1)).tolist()
     return list(zip(begins, [*begins[1:], len(request)], strict=True))
 
 
-def rows_served(units: Units, replay: Replay) -> float:
+def rows_served(replay: Replay) -> float:
     """Share of units that something stored served: less than the hit rate where a request is served in part."""
     return float(is_hit(replay.served).mean())
 

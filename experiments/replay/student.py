@@ -132,6 +132,5 @@ class Student:
         self._regression = LogisticRegression(max_iter=1000).fit(shown, [*is_changed, True, False])
 
     def _chance(self, lead: Sequence[float]) -> float:
-        """The chance that the answer is not the request's own."""
         shown = (np.array(lead) - self._centre) / self._scale
         return float(self._regression.predict_proba(shown[None])[0, 1])

@@ -22,7 +22,6 @@ def columns(cells: Mapping[str, Cell], rows: Iterable[Any]) -> str:
 
 
 def row_of(cells: Mapping[str, Cell], row: Any) -> list[Any]:
-    """What each column has of a row."""
     return [cell(row) for cell in cells.values()]
 
 
@@ -37,17 +36,14 @@ def bounded(show: Callable[..., str], key: str, *how: Any) -> Cell:
 
 
 def count(value: int) -> str:
-    """A whole number."""
     return f"{value:,}"
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """With that many decimals."""
     return "" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """A share of 1 as per cent."""
     return "" if share is None else f"{100 * share:z.{digits}f} %"  # z: no minus before a rounded zero
 
 

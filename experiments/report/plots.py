@@ -58,11 +58,8 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: b
 def draw_all(folders: Sequence[Path]) -> list[Path]:
     """Draw every picture that finished runs hold figures for, in the folder of the run or of the experiment."""
     require_matplotlib()
-    return [path for _, runs in groups(read_runs(folders)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
-
-
-def _nothing(runs: Sequence[Run]) -> Iterator[Path]:
-    return iter(())
+    drawn = (runs for _, runs in groups(read_runs(folders)) if runs[0].measure in PLOTS)
+    return [path for runs in drawn for path in PLOTS[runs[0].measure](runs)]
 
 
 def _sweep(runs: Sequence[Run]) -> Iterator[Path]:

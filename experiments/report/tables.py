@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.metrics.frontier import Curve, best, curves, of_curve
 from experiments.report.calls import compiled, latency
-from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
+from experiments.report.claims.evidence import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import (
     Cell,
     bounded,

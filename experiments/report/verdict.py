@@ -11,8 +11,6 @@ Results = Mapping[str, Sequence[Run]]
 
 
 class Verdict(StrEnum):
-    """What became of a claim."""
-
     HOLDS = "holds"
     HOLDS_UNDER = "holds under"
     DOES_NOT_HOLD = "does not hold"
@@ -22,8 +20,6 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What was found."""
-
     verdict: Verdict  # of the claim as it is written
     measured: str
     why: str

@@ -13,7 +13,7 @@ import io
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import yaml
 
 from experiments.runs.grid import Named
 from experiments.support.files import write_together
-from experiments.support.lock import held
 from llmcache import ConfigError
 
 Row = Mapping[str, Any]
@@ -33,17 +32,15 @@ _LINE_LENGTH = 120  # of JSON
 
 
 class RunFolder:
-    """The folder of one run."""
-
     def __init__(self, results_dir: Path, run: Named) -> None:
         self._config = run.experiment.to_dict()
         self.path = results_dir / run.group / run_id(run.name, self._config)
+        self._metrics = self.path / METRICS
         self._raw = results_dir / RAW / run.group / self.path.name
-        self._lock = results_dir / f".{run.group}.{self.path.name}.lock"
+        self.lock = results_dir / f".{run.group}.{self.path.name}.lock"  # held while the run is measured
 
     @property
     def is_done(self) -> bool:
-        """Whether the run finished before."""
         return self._metrics.is_file()
 
     @property
@@ -54,10 +51,6 @@ class RunFolder:
         except ValueError as error:
             raise ConfigError(f"{self._metrics}: not valid JSON; measure again with --force") from error
         return figures
-
-    def held(self) -> AbstractContextManager[None]:
-        """Keep other processes away from this run; see `experiments.support.lock.held`."""
-        return held(self._lock)
 
     def write(
         self, env: Mapping[str, Any], rows: Sequence[Row], metrics: Mapping[str, Any], details: Sequence[str] = ()
@@ -78,10 +71,6 @@ class RunFolder:
             with suppress(OSError):
                 self.path.rmdir()  # empty unless there were results before
             raise
-
-    @property
-    def _metrics(self) -> Path:
-        return self.path / METRICS
 
 
 def write_figures(folder: Path, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:

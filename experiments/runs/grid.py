@@ -18,30 +18,11 @@ from experiments.tasks import TASKS
 from llmcache import ConfigError
 from llmcache.lab import parse_yaml, read_yaml
 
+#: Keys that hold a list by nature.
 LISTS = (
-    "task.data.path",
-    "cache.layers",
-    "methods",
-    "taus",
-    "live_taus",
-    "max_drops",
-    "hit_rates",
-    "rates",
-    "arrivals",
-    "sources",
-    "baselines",
-    "models",
-    "token_heads",
-    "fingerprints",
-    "kept",
-    "shares",
-    "policies",
-    "batch_sizes",
-    "seq_lens",
-    "buckets",
-    "dtypes",
-    "banks",
-    "generate",
+    *("task.data.path", "cache.layers", "methods", "taus", "live_taus", "max_drops", "hit_rates", "rates", "arrivals"),
+    *("sources", "baselines", "models", "token_heads", "fingerprints", "kept", "shares", "policies", "batch_sizes"),
+    *("seq_lens", "buckets", "dtypes", "banks", "generate"),
 )
 
 
@@ -54,8 +35,6 @@ def make_experiment(values: Mapping[str, Any]) -> Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """One run to do."""
-
     group: str  # name of the experiment: the file's stem
     name: str  # readable name of the run within it: the model, then the keys of the grid with their values
     experiment: Experiment

@@ -23,8 +23,6 @@ def was_idle(env: Figures) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run."""
-
     group: str
     path: Path
     config: Figures
@@ -93,7 +91,6 @@ def unfinished(folders: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
-    """Experiments and their runs."""
     for group in dict.fromkeys(run.group for run in runs):
         yield group, [run for run in runs if run.group == group]
 
@@ -115,7 +112,6 @@ def _paths(config: Figures, above: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 def at(config: Figures, path: Sequence[str]) -> Any:
-    """The value at a path; None where there is none."""
     value: Any = config
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -123,11 +119,9 @@ def at(config: Figures, path: Sequence[str]) -> Any:
 
 
 def by_size(value: Any) -> tuple[bool, Any]:
-    """Numbers by size, before texts by letters."""
     is_number = isinstance(value, int | float)
     return not is_number, value if is_number else str(value)
 
 
 def label_of(path: Sequence[str]) -> str:
-    """What a column calls a setting."""
     return (path[-2] if path[-1] == "name" else path[-1]).replace("_", " ")

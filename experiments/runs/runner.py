@@ -10,14 +10,12 @@ from experiments.measures import MEASURES
 from experiments.runs.folder import RunFolder
 from experiments.runs.grid import Named, load_experiments
 from experiments.support.environment import describe
-from experiments.support.folders import Folders
+from experiments.support.files import Folders, held
 from llmcache import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One run and where it lies."""
-
     run: Named
     path: Path
     metrics: Mapping[str, Any]  # its figures, and `seconds`, the wall time; of an earlier run those of metrics.json
@@ -36,14 +34,13 @@ def run_one(run: Named, results_dir: Path, folders: Folders, force: bool = False
     """Measure a run, unless it is there. One that is refused or interrupted leaves what was there before."""
     folder, measured = RunFolder(results_dir, run), None
     if force or not folder.is_done:
-        with folder.held():
+        with held(folder.lock):
             if force or not folder.is_done:  # another process may have finished it just now
                 measured = _measure(run, folder, folders)
     return Finished(run, folder.path, folder.metrics if measured is None else measured, measured is not None)
 
 
 def _measure(run: Named, folder: RunFolder, folders: Folders) -> Mapping[str, Any]:
-    """Measure, write, and return all figures."""
     env, started = describe(run.experiment.seed), perf_counter()
     measure = MEASURES[run.experiment.measure]
     outcome = measure.run(run.experiment, folders)

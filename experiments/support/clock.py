@@ -19,8 +19,6 @@ Made = TypeVar("Made")
 
 
 class Spent(NamedTuple):
-    """Milliseconds of one call."""
-
     ms: float  # by the clock of the device that it ran on
     host_ms: float  # by the host's, until the device was done
 
@@ -34,8 +32,6 @@ class Mark:
 
 
 class Clock:
-    """Of one device."""
-
     def __init__(self, device: Any, cuda: Any = torch.cuda) -> None:
         """`cuda` makes events and waits for the device, if it is a GPU."""
         self._device = torch.device(device)

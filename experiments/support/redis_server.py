@@ -35,13 +35,11 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Return when it answers."""
         base = ["redis-server", "--port", f"{self.port}", "--bind", "127.0.0.1", "--dir", str(self._folder)]
         self._process = subprocess.Popen([*base, "--save", "", *self._options], stdout=subprocess.DEVNULL)
         wait_until(self._is_there)
 
     def kill(self) -> None:
-        """As `kill -9`."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(_PATIENCE_S)

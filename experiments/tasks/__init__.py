@@ -1,9 +1,6 @@
 """Tasks: one file each, with its settings and what it gives to every method alike.
 
 settings -> Workload   a model, requests in their order, how an answer is read and scored
-         -> plain      what a task does unless it says otherwise
-         -> split      what is fitted on, and what is streamed
-         -> scorers    scores of a whole task's answers
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.models.loading import UNTRAINED, find, prepared_figures
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.section import Section, choose
 from experiments.tasks import held_out, openbookqa, prompts, squad_v2, stream, wikitext
 from experiments.tasks.workload import Workload
@@ -19,8 +16,6 @@ from experiments.tasks.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One kind of task."""
-
     settings: type[Section]
     build: Callable[[Any, Folders, int], Workload]  # `(settings, folders, seed) -> workload`
 
@@ -45,7 +40,6 @@ def make_task(values: Any) -> Section:
 
 
 def build(settings: Any, folders: Folders, seed: int) -> Workload:
-    """Load data and model of a task."""
     if settings.model != UNTRAINED:
         find(settings.model, folders.models)  # what was not prepared is told before data is fetched
     workload = TASKS[settings.name].build(settings, folders, seed)

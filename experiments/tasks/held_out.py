@@ -8,13 +8,12 @@ With one file alone, the stream is its other half.
 
 from typing import Any, Literal, Self
 
-from experiments.data.labelled import Labelled, read_requests
+from experiments.data.labelled import Labelled, read_requests, split
 from experiments.data.streams.traffic import Arrival, arrange
 from experiments.models.heads import fit_logistic
 from experiments.models.loading import check_length, load
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import stream
-from experiments.tasks.split import split
 from llmcache import ConfigError
 
 
@@ -35,7 +34,6 @@ class Settings(stream.Settings):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings; see `Section.make`."""
         made = super().make(values, name)
         if made.head.kind != "logistic" or made.traffic is not None:
             raise ConfigError(
@@ -57,7 +55,6 @@ def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labell
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:
-    """Load data and model, and fit the head."""
     fit, requests = divide(settings, folders, seed)
     loaded = load(settings.model, "states", folders.models)
     check_length(loaded, settings.max_length)

@@ -8,31 +8,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.data.made import make_choices
 from experiments.data.openbookqa import Choice, read_openbookqa
 from experiments.models.loading import Inputs, Loaded, check_length, load
-from experiments.support.folders import Folders
-from experiments.tasks.plain import Plain
-from experiments.tasks.settings import OfficialSettings
-from experiments.tasks.workload import Request
+from experiments.support.files import Folders
+from experiments.tasks.workload import OfficialSettings, Request, Workload
 
 
 class Settings(OfficialSettings):
-    """Settings of the task.
-
-    Attributes:
-        model: A model with a multiple-choice head: a folder, a prepared model's name, or a name on the hub.
-        max_length: Most tokens a row: question and one choice.
-    """
+    """Settings of the task; the model has a multiple-choice head."""
 
     name: Literal["openbookqa"]
-    max_length: int = Field(default=64, ge=8)
+    max_length: int = Field(default=64, ge=8)  # most tokens a row: question and one choice
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "OpenBookQA":
-    """Load data and model."""
     is_made = settings.data == "made"
     questions = make_choices(seed) if is_made else read_openbookqa("test", folders.data)
     loaded = load(settings.model, "choice", folders.models)
@@ -47,12 +39,12 @@ class Scores:
     logits: Tensor
 
 
-class OpenBookQA(Plain):
+class OpenBookQA(Workload):
     """Multiple choice with a model that scores each choice beside the question."""
 
     def __init__(self, loaded: Loaded, questions: Sequence[Choice], max_length: int) -> None:
         """Tokenise the questions; a row, of a question and a choice, has `max_length` tokens at most."""
-        self.module: nn.Module = loaded.model
+        self.module = loaded.model
         self.tokenizer = loaded.tokenizer
         self.requests = [self._encode(question, max_length) for question in questions]
         self.facts = {"chance": float(np.mean([1 / len(question.choices) for question in questions]))}
@@ -62,7 +54,6 @@ class OpenBookQA(Plain):
         return Request(question.id, inputs, " ".join([question.stem, *question.choices]), question.right)
 
     def answer(self, output: Any, number: int) -> int:
-        """Number of the choice with the highest score."""
         return int(output.logits[0].argmax())
 
     def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
 import torch
-from torch import nn
 
 from experiments.data.made import make_lines
 from experiments.data.source import find_file
@@ -16,10 +15,8 @@ from experiments.data.streams.prompts import STREAMS, Pieces, Prompt, StreamSett
 from experiments.data.wikitext import read_wikitext
 from experiments.models.architectures import ARCHITECTURES, Dtype, random_model
 from experiments.models.loading import Loaded, check_length, find, load
-from experiments.support.folders import Folders
-from experiments.tasks.plain import Plain
-from experiments.tasks.settings import OfficialSettings
-from experiments.tasks.workload import Answer, Request
+from experiments.support.files import Folders
+from experiments.tasks.workload import Answer, OfficialSettings, Request, Workload
 from llmcache import ConfigError
 from llmcache.lab import asking, cause
 
@@ -27,22 +24,18 @@ TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # file
 
 
 class Settings(OfficialSettings):
-    """Settings of the task.
+    """Settings of the task; the model is a causal language model.
 
-    Attributes:
-        model: A causal language model; also a key of `ARCHITECTURES` that has no folder among
-            the models: the architecture then, with random weights, and GPT-2's tokenizer.
-        stream: The stream's own settings; its `name` is a key of `experiments.data.streams.prompts.STREAMS`.
-        dtype: Of weights and states.
+    It may be a key of `ARCHITECTURES` that has no folder among the models: the architecture then, with random weights,
+    and GPT-2's tokenizer.
     """
 
     name: Literal["prompts"]
-    stream: Any
-    dtype: Dtype = "float32"
+    stream: Any  # the stream's own settings; its `name` is a key of `experiments.data.streams.prompts.STREAMS`
+    dtype: Dtype = "float32"  # of weights and states
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
         parts = dict(values)
         if "stream" in parts:
             parts["stream"] = make_stream(parts["stream"], f"{name}.stream" if name else "stream")
@@ -62,7 +55,6 @@ def of(settings: Any, folders: Folders, seed: int) -> "Prompts":
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Prompts":
-    """Load data and model."""
     source = find(settings.model, folders.models)
     is_random = source in ARCHITECTURES
     if is_random:
@@ -93,7 +85,7 @@ def _gpt2_tokenizer(folders: Folders) -> Any:
         ) from error
 
 
-class Prompts(Plain):
+class Prompts(Workload):
     """Prefill, prompt by prompt, each with a K/V cache of its own."""
 
     metric = "none"
@@ -101,14 +93,14 @@ class Prompts(Plain):
     def __init__(self, loaded: Loaded, prompts: Sequence[Prompt], weights: str) -> None:
         """Take prompts as they are; `weights` are `random` where nobody trained them."""
         check_length(loaded, max(map(len, prompts)))
-        self.module: nn.Module = loaded.model
+        self.module = loaded.model
         self.module.config.use_cache = True  # a prompt is read for what follows it
         self.tokenizer = loaded.tokenizer
         self.known = known_tokens(prompts)  # of each, in whole blocks
         self.requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
         n_tokens = sum(map(len, prompts))
         share = sum(self.known) / n_tokens
-        self.facts: dict[str, Any] = {
+        self.facts = {
             "weights": weights,
             "n_tokens": n_tokens,
             "n_longest": max(map(len, prompts)),
@@ -122,12 +114,7 @@ class Prompts(Plain):
         return Request(str(number), inputs, self.tokenizer.decode(prompt), None)
 
     def answer(self, output: Any, number: int) -> int:
-        """The most likely first token."""
         return int(output.logits[0, -1].argmax())
 
     def scores(self, answers: Sequence[Answer]) -> NoReturn:
-        """Refused: no answer is right or wrong."""
         raise ConfigError("task.name: prompts have no right answers; take a measure that needs none: prefix, parity")
-
-    def show(self, answer: int) -> str:
-        return str(answer)

@@ -10,16 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import nn
 
 from experiments.data.made import make_questions
 from experiments.data.squad import Question, read_squad
 from experiments.models.loading import Inputs, Loaded, check_length, load
-from experiments.support.folders import Folders
-from experiments.tasks.plain import Plain
-from experiments.tasks.scorers import squad_v2 as scorer
-from experiments.tasks.settings import OfficialSettings
-from experiments.tasks.workload import Request
+from experiments.support.files import Folders
+from experiments.tasks.squad_v2_scorer import f1, figures
+from experiments.tasks.workload import OfficialSettings, Request, Workload
 
 MOST_TOKENS = 30  # of an answer, as in the reference implementations
 MOST_ASKED = 64  # tokens of a question
@@ -27,21 +24,15 @@ THRESHOLD = "no_answer_threshold"  # key of the model's config
 
 
 class Settings(OfficialSettings):
-    """Settings of the task.
-
-    Attributes:
-        model: A model with a span head: a folder, a prepared model's name, or a name on the hub.
-        max_length: Most tokens a request; the end of a longer passage is cut.
-        every: Of the passages, take each that many-th, with all its questions: a sample from all articles, in order.
-    """
+    """Settings of the task; the model has a span head."""
 
     name: Literal["squad_v2"]
-    max_length: int = Field(default=384, ge=96)
+    max_length: int = Field(default=384, ge=96)  # most tokens a request; the end of a longer passage is cut
+    # Of the passages, take each that many-th, with all its questions: a sample from all articles, in order.
     every: int = Field(default=1, ge=1)
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
-    """Load data and model."""
     is_made = settings.data == "made"
     questions = make_questions(seed) if is_made else read_squad("validation", folders.data)
     loaded = load(settings.model, "span", folders.models)
@@ -58,7 +49,7 @@ def _sample(questions: Sequence[Question], every: int) -> list[Question]:
     return [question for question in questions if question.context in kept]
 
 
-class SquadV2(Plain):
+class SquadV2(Workload):
     """Extractive question answering with a model that has two columns: where the answer begins, where it ends.
 
     One window a request: what of a passage does not fit is cut, equally for every method.
@@ -68,7 +59,7 @@ class SquadV2(Plain):
 
     def __init__(self, loaded: Loaded, questions: Sequence[Question], max_length: int) -> None:
         """Tokenise the questions; the model's config may hold `no_answer_threshold`, 0 without."""
-        self.module: nn.Module = loaded.model
+        self.module = loaded.model
         self.tokenizer = loaded.tokenizer
         self._threshold = float(getattr(loaded.model.config, THRESHOLD, 0.0))
         self._offsets: list[NDArray[np.int64]] = []
@@ -102,12 +93,10 @@ class SquadV2(Plain):
         return ("" if span is None else self._contexts[number][span[0] : span[1]]), advantage
 
     def scores(self, answers: Sequence[str]) -> NDArray[np.float64]:
-        """F1 of each answer."""
         pairs = zip(answers, self.requests, strict=True)
-        return np.array([scorer.f1(told, request.reference) for told, request in pairs])
+        return np.array([f1(told, request.reference) for told, request in pairs])
 
     def extras(self, answers: Sequence[str]) -> dict[str, float | None]:
-        """Figures of the official scorer, as fractions of 1."""
         return figures(answers, [request.reference for request in self.requests])
 
     def show(self, answer: str) -> str:
@@ -156,10 +145,3 @@ def best_span(
     start, end = np.unravel_index(int(scores.argmax()), scores.shape)
     span = int(offsets[first + start, 0]), int(offsets[first + end, 1])
     return span, float(scores[start, end] - starts[0] - ends[0])
-
-
-def figures(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float | None]:
-    """The official scorer's percentages as fractions of 1."""
-    found = scorer.load().compute(predictions=list(answers), references=[list(accepted) for accepted in references])
-    names = ("exact", "f1", "exact_answerable", "f1_answerable", "exact_unanswerable")
-    return {name: None if found[name] is None else found[name] / 100 for name in names}

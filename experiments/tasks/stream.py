@@ -10,23 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from experiments.data.labelled import SETS, Data, Labelled, read_requests
+from experiments.data.labelled import SETS, Data, Labelled, read_requests, split
 from experiments.data.streams.traffic import Traffic, draw
 from experiments.models.heads import Classifier, Head, fit_logistic, ready
 from experiments.models.loading import check_length, encode, load, prepared_figures
-from experiments.support.folders import Folders
-from experiments.tasks.plain import Plain
-from experiments.tasks.settings import TaskSettings
-from experiments.tasks.split import split
-from experiments.tasks.workload import Request
+from experiments.support.files import Folders
+from experiments.tasks.workload import Request, TaskSettings, Workload
 from llmcache import ConfigError
 
 
 class Settings(TaskSettings):
-    """Settings of the task."""
-
     name: Literal["stream"]
     data: Data  # labelled requests
     head: Head = Head()  # what answers
@@ -43,7 +38,6 @@ class Settings(TaskSettings):
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
-    """Load data and model, and fit the head where it has to be."""
     check_unseen(settings, prepared_figures(settings.model, folders.models) or {}, seed)
     data = read_requests(settings.data, folders.data, seed)
     fit, requests = split(data, settings.head.fit_share, seed) if settings.head.fit_share else ([], data)
@@ -81,14 +75,12 @@ def _end(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-class Stream(Plain):
-    """Intent classification."""
-
+class Stream(Workload):
     def __init__(
         self, classifier: Classifier, requests: Sequence[Labelled], max_length: int, payload: str | None
     ) -> None:
         """Tokenise the requests; `payload` is what the head reads, where the library cannot see it from outside."""
-        self.module: nn.Module = classifier.module
+        self.module = classifier.module
         self.tokenizer = classifier.tokenizer
         self.payload = payload
         self._labels = (*classifier.labels, *classifier.unanswerable)
@@ -109,7 +101,6 @@ class Stream(Plain):
         }
 
     def answer(self, output: Any, number: int) -> int:
-        """Column of the highest logit."""
         logits: Tensor = getattr(output, "logits", output)
         return int(logits.argmax(dim=-1))
 

@@ -21,11 +21,9 @@ from torch import nn
 from experiments.data.made import make_lines
 from experiments.data.wikitext import UNK, read_wikitext, unk_rate
 from experiments.models.loading import Loaded, check_length, load
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.support.section import Section
-from experiments.tasks.plain import Plain
-from experiments.tasks.settings import OfficialSettings
-from experiments.tasks.workload import Request
+from experiments.tasks.workload import OfficialSettings, Request, Workload
 from llmcache import ConfigError
 
 
@@ -55,26 +53,18 @@ class Repeats(Section):
 
 
 class Settings(OfficialSettings):
-    """Settings of the task.
-
-    Attributes:
-        model: A causal language model: a folder, a prepared model's name, or a name on the hub.
-        window: Tokens of a window.
-        repeats: Bring earlier windows back; without it the text is read as it is.
-    """
+    """Settings of the task; the model is a causal language model."""
 
     name: Literal["wikitext"]
-    window: int = Field(default=128, ge=4)
-    repeats: Repeats | None = None
+    window: int = Field(default=128, ge=4)  # tokens of a window
+    repeats: Repeats | None = None  # bring earlier windows back; without it the text is read as it is
 
     @property
     def title(self) -> str:
-        """Tells the two streams apart."""
         return "wikitext" if self.repeats is None else "wikitext-repeats"
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "WikiText":
-    """Load data and model."""
     lines = make_lines(seed) if settings.data == "made" else read_wikitext("test", folders.data)
     loaded = load(settings.model, "token", folders.models)
     loaded.model.config.use_cache = False  # a window is read once: nothing follows that would use its K/V
@@ -82,14 +72,14 @@ def build(settings: Settings, folders: Folders, seed: int) -> "WikiText":
     return WikiText(loaded, lines, settings.window, settings.limit, settings.repeats)
 
 
-class WikiText(Plain):
+class WikiText(Workload):
     """Language modelling with a causal model, window by window, no context carried over."""
 
     def __init__(
         self, loaded: Loaded, lines: Sequence[str], window: int, limit: int | None, repeats: Repeats | None
     ) -> None:
         """Cut the text into windows, the first `limit` of them; None for `repeats`: the text as it is."""
-        self.module: nn.Module = loaded.model
+        self.module = loaded.model
         self.tokenizer = loaded.tokenizer
         text = "\n".join(lines)
         ids = np.array(loaded.tokenizer(text, verbose=False)["input_ids"], dtype=np.int64)
@@ -128,7 +118,6 @@ class WikiText(Plain):
         return Read(answer.tokens, np.full_like(answer.nll, np.nan))
 
     def is_changed(self, one: Read, other: Read) -> bool:
-        """Whether any token is predicted otherwise."""
         return not np.array_equal(one.tokens, other.tokens)
 
     def scores(self, answers: Sequence[Read]) -> NDArray[np.float64]:

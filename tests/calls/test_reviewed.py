@@ -11,6 +11,7 @@ from llmcache import LLMCache
 from llmcache.calibration import calibrated_reuse
 from tests.contract.streams import ask, batched, calibrated, classifier, requests
 from tests.tiny_models import BARE, build, tokens
+from tests.topics import N_CALIBRATED
 
 
 def test_a_hook_on_a_module_that_was_put_in_place_of_an_equal_one_is_run() -> None:
@@ -50,7 +51,7 @@ def test_a_forgotten_source_goes_on_voting() -> None:
     with calibrated(audit=0) as cache:
         assert cache.calibrated is not None
         sources = cache.calibrated.fitter.sources
-        row = next(row[None] for row in requests(300)[0] if ask(cache, row[None]) == ["exact"])
+        row = next(row[None] for row in requests(N_CALIBRATED)[0] if ask(cache, row[None]) == ["exact"])
         n_before, before = len(sources), risks(cache)
         for _ in range(2):
             cache.forget(input_ids=row)

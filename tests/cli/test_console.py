@@ -56,9 +56,9 @@ def test_without_a_terminal_long_phases_tell_how_far_they_are(
 ) -> None:
     clock = itertools.count()  # a second passes with each look
     monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
-    assert list(tracked(range(1000), 1000, "Round 1 of 5")) == list(range(1000))
+    assert list(tracked(range(1000), "Round 1 of 5")) == list(range(1000))
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "Round 1 of 5: 9 of 1,000" and len(told) == 100
     monkeypatch.setattr(progress, "monotonic", lambda: 0.0)
-    list(tracked(range(1000), 1000, "Quick"))
+    list(tracked(range(1000), "Quick"))
     assert capsys.readouterr().err == ""

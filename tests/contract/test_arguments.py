@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from llmcache import LLMCache
 from llmcache.generation import Sampling, generate
 from tests.contract.judge import ask, check_same
+from tests.contract.models import SIZES
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, llama, tokens
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -236,38 +237,18 @@ def test_defaults_of_torch_when_prompts_are_continued(default: str) -> None:
 # -- names that look like flags ---------------------------------------------------------------------------------------
 
 #: Models whose configs have numbers, or names, that begin with `output_`.
-SIZES: dict[str, Callable[[], nn.Module]] = {
-    "rembert": lambda: tf.RemBertModel(
-        tf.RemBertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=48,
-            input_embedding_size=16,
-            output_embedding_size=24,
-            max_position_embeddings=64,
-        )
-    ),
+NAMED_ALIKE: dict[str, Callable[[], nn.Module]] = {
+    "rembert": lambda: tf.RemBertModel(tf.RemBertConfig(**SIZES, input_embedding_size=16, output_embedding_size=24)),
     "of one's own": lambda: tf.BertModel(
-        tf.BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=48,
-            output_multiplier=0.5,
-            output_gate_type="sigmoid",
-            output_range=(0, 1),
-        )
+        tf.BertConfig(**SIZES, output_multiplier=0.5, output_gate_type="sigmoid", output_range=(0, 1))
     ),
 }
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", NAMED_ALIKE)
 def test_sizes_are_no_flags(family: str) -> None:
     """A model whose config names sizes `output_...` is cached as any other: it was not asked for more output."""
-    model, plain = build(SIZES[family]), build(SIZES[family])
+    model, plain = build(NAMED_ALIKE[family]), build(NAMED_ALIKE[family])
     inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
     with LLMCache.wrap(model, auto_bypass=False) as cache:
         for _ in range(3):
@@ -275,24 +256,17 @@ def test_sizes_are_no_flags(family: str) -> None:
         assert cache.stats().n_hits == 4
 
 
+def eager() -> nn.Module:
+    return tf.BertModel(tf.BertConfig(**SIZES, attn_implementation="eager"))
+
+
 def test_flags_of_the_config_are_flags() -> None:
     """A call that is asked for more output, by an argument or by the config, returns it though the request is known."""
     for name in ("output_hidden_states", "output_attentions"):
-        model, plain = (build(lambda: tf.BertModel(_bert())) for _ in range(2))
+        model, plain = build(eager), build(eager)
         with LLMCache.wrap(model, auto_bypass=False):
             for asked, config in (({}, False), ({}, False), ({name: True}, False), ({}, True), ({name: False}, True)):
                 for one in (model, plain):
                     setattr(one.config, name, config)
                 inputs = {"input_ids": tokens(2, 6), **asked}
                 check_same(ask(model, **inputs), ask(plain, **inputs))
-
-
-def _bert() -> tf.BertConfig:
-    return tf.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        attn_implementation="eager",
-    )

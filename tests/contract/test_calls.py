@@ -86,32 +86,6 @@ def test_any_call(family: str, data: st.DataObject) -> None:
     check_calls(cache.model, plain, call)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_calls_were_served(family: str) -> None:
-    """What was computed for a batch serves its rows in other batches: alone, permuted, twice in one, beside others."""
-    cache, plain = pair(family)
-    ids = tokens(5, 5, 50)
-    before = cache.stats()
-    order = ([0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3, 1], [2], [0, 4, 1, 3, 2])
-    for rows in order:
-        check_same(ask(cache.model, input_ids=ids[rows]), ask(plain, input_ids=ids[rows]), where=str(rows))
-    after = cache.stats()
-    assert after.n_hits - before.n_hits == sum(map(len, order[1:]))
-    assert (after.errors, after.n_requests - before.n_requests) == (0, sum(map(len, order)))
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_a_repeat_is_the_stored_run(family: str) -> None:
-    """A call that comes again returns the first run, bit for bit."""
-    model = build(FAMILIES[family])
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
-        first = ask(model, input_ids=tokens(3, 5))
-        for _ in range(2):
-            check_same(ask(model, input_ids=tokens(3, 5)), first, exact=True)
-            assert [one.rung for one in cache.last] == ["exact"] * 3
-
-
 @pytest.mark.parametrize("family", KINDS)
 def test_arguments_by_position(family: str) -> None:
     """Arguments may be passed by position or by name."""

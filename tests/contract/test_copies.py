@@ -5,6 +5,7 @@ import functools
 import io
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from llmcache import LLMCache, WrapError
 from tests.contract.judge import ask, check_same
+from tests.contract.models import fresh, inputs_of, plain
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, llama, padded, tokenizer, tokens
 
 X = padded([6, 4])
@@ -80,7 +82,7 @@ def attributes(model: nn.Module) -> list[tuple[str, str, Any]]:
     def held(value: Any) -> Any:
         if isinstance(value, dict):
             return [(key, id(one)) for key, one in value.items()]
-        return id(value)
+        return [id(one) for one in value] if isinstance(value, list | set) else id(value)
 
     return [(path, name, held(value)) for path, part in model.named_modules() for name, value in vars(part).items()]
 
@@ -278,15 +280,74 @@ def test_what_a_wrapped_model_saves_is_that_of_the_plain_one(tmp_path: Path) -> 
 # -- unwrap ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["bert with a head", "llama", "bart"])
-def test_unwrap_leaves_every_attribute_as_it_was(family: str) -> None:
-    """README: `unwrap` takes the cache off, and the model is exactly as before."""
-    model = build({**MODELS, "bart": CLASSIFIERS["bart"]}[family])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("bert", "classifier"),
+        ("gpt2", "causal"),
+        ("qwen3", "causal"),
+        ("t5", "seq2seq"),
+        ("bart", "seq2seq"),
+    ],
+)
+def test_unwrap_leaves_every_attribute_as_it_was(family: str, kind: str) -> None:
+    """docs/api.md: `unwrap` takes the cache off again, and nothing of it stays on the model, copied or not."""
+    model, inputs = fresh(family, kind), inputs_of(family, kind)
+    expected = ask(model, **inputs)
     before = attributes(model)
-    cache = LLMCache.wrap(model)
-    for make in COPIES[:4]:
-        make(model)
-    assert cache.unwrap() is model
+    for _ in range(2):
+        cache = LLMCache.wrap(model)
+        for _ in range(2):
+            ask(model, **inputs)
+        for make in COPIES[:4]:
+            make(model)
+        assert cache.unwrap() is model
+        assert attributes(model) == before
+    check_same(ask(model, **inputs), expected, exact=True)
+
+
+def test_unwrap_leaves_a_sentence_transformer_as_it_was() -> None:
+    """docs/api.md: `unwrap` leaves a sentence-transformers model as it was, its pooling layer included."""
+    model, texts = sentences(), ["w1 w2 w3", "w4"]
+    expected = torch.tensor(model.encode(texts))
+    before = attributes(model)
+    with LLMCache.wrap(model, payload="mean"):
+        model.encode(texts)
+    assert attributes(model) == before
+    check_same(torch.tensor(model.encode(texts)), expected)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bert", "classifier"), ("llama", "causal")])
+def test_unwrap_while_other_threads_call(family: str, kind: str) -> None:
+    """docs/architecture.md: `unwrap` waits for no call; those under way end right, and the model is as it was."""
+    model = fresh(family, kind)
+    calls = [{"input_ids": tokens(2, length, seed=length % 4)} for length in range(4, 10)]
+    expected = [ask(plain(family, kind), **call) for call in calls]
+    ask(model, **calls[0])
+    before, done, troubles = attributes(model), threading.Event(), []
+
+    def work(turn: int) -> None:
+        try:
+            while not done.is_set():
+                turn += 1
+                number = turn % len(calls)
+                check_same(ask(model, **calls[number]), expected[number], where=f"call {number}")
+        except BaseException as trouble:
+            troubles.append(trouble)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            with LLMCache.wrap(model):
+                for call, output in zip(calls[:3], expected, strict=False):
+                    check_same(ask(model, **call), output)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert troubles == []
     assert attributes(model) == before
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from llmcache import ConfigError, LLMCache
 from tests.contract.judge import ask, check_calls, check_same
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, padded, tokens
+from tests.contract.models import SIZES
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 
 def wrap(model: nn.Module, **settings: Any) -> LLMCache:
@@ -66,22 +67,13 @@ def with_part(part: Callable[[], nn.Module]) -> Callable[[nn.Module], nn.Module]
 
 
 def nystroemformer() -> nn.Module:
-    config = tf.NystromformerConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        num_landmarks=4,
-        segment_means_seq_len=16,
-    )
+    config = tf.NystromformerConfig(**SIZES, num_landmarks=4, segment_means_seq_len=16)
     return build(lambda: tf.NystromformerForSequenceClassification(config))
 
 
 def aimv2() -> nn.Module:
     """Attends both ways, and only to what came before as soon as anything in the call is padded."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    return build(lambda: tf.Aimv2TextModel(tf.Aimv2TextConfig(vocab_size=VOCABULARY, eos_token_id=2, **sizes)))
+    return build(lambda: tf.Aimv2TextModel(tf.Aimv2TextConfig(**SIZES)))
 
 
 pytestmark = pytest.mark.filterwarnings(

@@ -10,17 +10,9 @@ from torch import Tensor, nn
 
 from llmcache import LLMCache
 from tests.contract.judge import ask, check_calls, check_same
-from tests.tiny_models import PAD, VOCABULARY, build, llama, padded, tokens
+from tests.contract.models import SIZES
+from tests.tiny_models import build, llama, padded, tokens
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-}
 CASES = [padded([7, 5]), padded([7, 5], left=True), {"input_ids": tokens(2, 6)}, padded([4]), padded([5, 7, 3], 9)]
 
 

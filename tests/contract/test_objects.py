@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmcache import LLMCache, UnfitBankError
 from tests.contract.judge import ask, check_same
+from tests.contract.models import SIZES
 from tests.tiny_models import BARE, GENERATORS, STRANGERS, build, padded, tokens
 
 X = padded([6, 4])
@@ -355,37 +356,38 @@ def test_ids_that_a_trunk_reads_of_its_config_count(kind: Any) -> None:
 
 
 def tiny_config() -> tf.BertConfig:
-    return tf.BertConfig(
-        vocab_size=96,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        sep_token_id=0,
-    )
+    return tf.BertConfig(**SIZES, sep_token_id=0)
+
+
+def flipped(model: nn.Module) -> None:
+    for part in model.modules():
+        if isinstance(getattr(part, "is_causal", None), bool):
+            part.is_causal = not part.is_causal
+
+
+def lost(model: Any) -> None:
+    del model.encoder.layer[1].attention.self.is_causal
 
 
 @pytest.mark.parametrize(
-    ("family", "when"),
+    ("family", "when", "edit"),
     [
-        ("bert", "before wrapping"),
-        ("llama", "before wrapping"),
-        ("gpt2", "after wrapping"),
-        ("bart", "after wrapping"),
-        ("modernbert", "after wrapping"),
+        ("bert", "before wrapping", flipped),
+        ("llama", "before wrapping", flipped),
+        ("gpt2", "after wrapping", flipped),
+        ("bart", "after wrapping", flipped),
+        ("modernbert", "after wrapping", flipped),
+        ("bert", "after wrapping", lost),
     ],
 )
-def test_attention_whose_direction_was_flipped_is_computed(family: str, when: str) -> None:
+def test_attention_of_another_direction_is_computed(family: str, when: str, edit: Callable[[Any], None]) -> None:
     """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
     table = {**BARE, **STRANGERS}
     model, plain = build(table[family]), build(table[family])
 
-    def flip() -> None:
+    def edit_both() -> None:
         for one in (model, plain):
-            for part in one.modules():
-                if isinstance(getattr(part, "is_causal", None), bool):
-                    part.is_causal = not part.is_causal
+            edit(one)
 
     rows = tokens(2, 6)
     calls = [
@@ -396,7 +398,7 @@ def test_attention_whose_direction_was_flipped_is_computed(family: str, when: st
         {"input_ids": torch.cat([rows[:1], tokens(1, 30, seed=1), tokens(1, 3, seed=2)], dim=1)},
     ]
     if when == "before wrapping":
-        flip()
+        edit_both()
     with LLMCache.wrap(model, auto_bypass=False) as cache:
         for turn in range(2):
             for _ in range(2):
@@ -404,22 +406,7 @@ def test_attention_whose_direction_was_flipped_is_computed(family: str, when: st
                     check_same(cache(**call), ask(plain, **call))
             if turn == 0:
                 assert (cache.stats().n_hits == 0) == (when == "before wrapping")
-                flip()
-
-
-def test_attention_that_lost_its_direction_is_computed() -> None:
-    """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
-    model, plain = build(bert), build(bert)
-    rows = tokens(2, 6)
-    calls = [
-        {"input_ids": rows, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])},
-        {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
-    ]
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
-        for one in (model, plain):
-            del one.encoder.layer[1].attention.self.is_causal
-        for call in [*calls, *calls]:
-            check_same(cache(**call), ask(plain, **call))
+                edit_both()
 
 
 def test_a_direction_that_the_config_names_counts_after_wrapping() -> None:

@@ -1,11 +1,9 @@
-"""What people use on top of models: sentence-transformers, pipelines, Trainer, accelerate; and what `unwrap` leaves."""
+"""What people use on top of models: sentence-transformers, pipelines, Trainer."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch import nn
 
 from llmcache import LLMCache
 from tests.contract.judge import ask, check_same
-from tests.contract.models import fresh, inputs_of, plain
+from tests.contract.models import fresh, plain
 from tests.tiny_models import tokenizer, tokens
 
 TEXTS = ["w5 w6 w7 w8 w9", "w9 w10", "w11 w12 w13", "w9 w10"]
@@ -226,7 +224,7 @@ def numbers(found: Any) -> Any:
     return torch.tensor(float(found)) if isinstance(found, float | np.floating) else found
 
 
-# -- Trainer and accelerate --------------------------------------------------------------------------------------------
+# -- Trainer -----------------------------------------------------------------------------------------------------------
 
 
 def labelled() -> list[dict[str, Any]]:
@@ -260,113 +258,3 @@ def test_a_trainer_on_a_wrapped_model(tmp_path: Path) -> None:
         assert not torch.allclose(after, before, atol=1e-3)
         twice(cache, predict, after)
     check_same(predict(), after, exact=True)
-
-
-@pytest.mark.parametrize("wraps_first", [True, False])
-def test_accelerate(wraps_first: bool) -> None:
-    """docs/reuse.md: same call, same output, also of a model that accelerate prepared, before wrapping or after."""
-    model, inputs = fresh("bert", "classifier"), inputs_of("bert", "classifier", labels=True)
-    accelerator = accelerate.Accelerator(cpu=True)
-    cache = LLMCache.wrap(model, auto_bypass=False) if wraps_first else None
-    rows = [{name: value[row] for name, value in inputs.items()} for row in range(3)]
-    prepared, loader = accelerator.prepare(model, torch.utils.data.DataLoader(rows, batch_size=2))
-    cache = cache or LLMCache.wrap(accelerator.unwrap_model(prepared), auto_bypass=False)
-
-    def evaluate() -> Any:
-        return [accelerator.gather_for_metrics(ask(prepared, **some).logits) for some in loader]
-
-    alone = plain("bert", "classifier")
-    twice(cache, evaluate, [ask(alone, **some).logits for some in torch.utils.data.DataLoader(rows, batch_size=2)])
-    cache.unwrap()
-
-
-# -- unwrap ------------------------------------------------------------------------------------------------------------
-
-
-def attributes(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Each module with its `__dict__`: names in order, and the very objects; containers copied one level deep."""
-    kinds = dict, list, set
-    return [
-        (module, {name: type(value)(value) if type(value) in kinds else value for name, value in vars(module).items()})
-        for module in model.modules()
-    ]
-
-
-def check_attributes(model: nn.Module, expected: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    found = attributes(model)
-    assert [module for module, _ in found] == [module for module, _ in expected]
-    for (module, ours), (_, own) in zip(found, expected, strict=True):
-        name = type(module).__name__
-        assert list(ours) == list(own), name
-        for key, value in own.items():
-            same = ours[key] == value if isinstance(value, dict | list | set) else ours[key] is value
-            assert same, f"{name}.{key}"
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        ("bert", "classifier"),
-        ("gpt2", "causal"),
-        ("qwen3", "causal"),
-        ("t5", "seq2seq"),
-        ("bart", "seq2seq"),
-    ],
-)
-def test_unwrap_leaves_every_attribute_as_it_was(family: str, kind: str) -> None:
-    """docs/api.md: `unwrap` takes the cache off again, and nothing of it stays on the model."""
-    model, inputs = fresh(family, kind), inputs_of(family, kind)
-    expected = ask(model, **inputs)
-    before = attributes(model)
-    for _ in range(2):
-        cache = LLMCache.wrap(model)
-        for _ in range(2):
-            ask(model, **inputs)
-        assert cache.unwrap() is model
-        check_attributes(model, before)
-    check_same(ask(model, **inputs), expected, exact=True)
-
-
-def test_unwrap_leaves_a_sentence_transformer_as_it_was(embedder: Embedder) -> None:
-    """docs/api.md: `unwrap` leaves a sentence-transformers model as it was, its pooling layer included."""
-    model = embedder()
-    expected = vectors(model.encode(TEXTS))
-    before = attributes(model)
-    with LLMCache.wrap(model, payload="mean"):
-        model.encode(TEXTS)
-    check_attributes(model, before)
-    check_same(vectors(model.encode(TEXTS)), expected)
-
-
-@pytest.mark.parametrize(("family", "kind"), [("bert", "classifier"), ("llama", "causal")])
-def test_unwrap_while_other_threads_call(family: str, kind: str) -> None:
-    """docs/architecture.md: `unwrap` waits for no call; those under way end right, and the model is as it was."""
-    model = fresh(family, kind)
-    calls = [{"input_ids": tokens(2, length, seed=length % 4)} for length in range(4, 10)]
-    expected = [ask(plain(family, kind), **call) for call in calls]
-    ask(model, **calls[0])
-    before, done, troubles = attributes(model), threading.Event(), []
-
-    def work(turn: int) -> None:
-        try:
-            while not done.is_set():
-                turn += 1
-                number = turn % len(calls)
-                check_same(ask(model, **calls[number]), expected[number], where=f"call {number}")
-        except BaseException as trouble:
-            troubles.append(trouble)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(4):
-            with LLMCache.wrap(model):
-                for call, output in zip(calls[:3], expected, strict=False):
-                    check_same(ask(model, **call), output)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert troubles == []
-    check_attributes(model, before)

@@ -4,13 +4,31 @@ from pathlib import Path
 
 import pytest
 
+from experiments.replay.rehearsal import Rehearsal
+from experiments.support.files import Folders
+from experiments.tasks import build, make_task
 from tests.experiments.commands import Commands
+from tests.experiments.measuring import TASK, N
+from tests.tiny_prompts import write_prompts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("slow")
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Data and a language model for streams of prompts."""
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.fixture(scope="session")
+def rehearsal() -> Rehearsal:
+    """Of a stream in which requests come again, those that were computed later as well."""
+    task = TASK | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
+    return Rehearsal(build(make_task(task), Folders(), 0), {"answer": "class"})
 
 
 @pytest.fixture

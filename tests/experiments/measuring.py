@@ -5,17 +5,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.data.streams.support_desk import Request, support_desk
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.report import tables
 from experiments.runs.folder import without
 from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 
 LEARN, N = 200, 320
 TASK = {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
 Values = Mapping[str, Any]
+
+
+def desk(n: int, *intents: str) -> list[Request]:
+    """Requests of the support desk's stream that are of these intents."""
+    return [request for request in support_desk(40 * n) if request.label in intents][:n]
 
 
 def learning(measure: str, **changes: Any) -> dict[str, Any]:

@@ -50,11 +50,11 @@ def test_latency_writes_every_figure(folder: Path, tmp_path: Path, kept: dict[st
 def test_banks_are_full_so_every_miss_evicts(folder: Path) -> None:
     settings = latency.Settings(model=str(folder), seq_len=32, entries=64, rounds=10, batch_size=2)
     bench = latency.Bench(settings, latency.build(settings.model, 0, "cpu"))
-    bench.fill(None)
+    bench.fill()
     assert bench.cache.stats().n_stored == 64
     before = bench.cache.stats()
     with latency.torch.inference_mode():
-        times = bench.run(None)
+        times = bench.run()
     after = bench.cache.stats()
     assert set(times) == {*(kind.removesuffix("_ms") for kind in KINDS), "mixed"}
     assert sum(after.n_evicted.values()) - sum(before.n_evicted.values()) == after.n_misses - before.n_misses > 0

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from experiments.runs.grid import load_experiments
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import build
 from llmcache import LLMCache
 from tests.experiments.commands import Commands

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from experiments.data.streams.support_desk import support_desk
 from experiments.measures import MEASURES, Measure
 from experiments.measures.base import Outcome
 from experiments.methods import METHODS
 from experiments.runs import runner
 from experiments.runs.folder import RunFolder
 from experiments.runs.grid import load_experiments
+from experiments.support.files import held
 from experiments.tasks import TASKS
 from llmcache.cli.output import INTERRUPTED
 from tests.experiments.commands import Commands
+from tests.experiments.measuring import desk
 from tests.experiments.test_models import save_tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -44,7 +45,7 @@ def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _nothing_from_outside: None) -> Path:
     """An experiment, its model and its data."""
     monkeypatch.chdir(tmp_path)
-    requests = support_desk(120, intents=("order_status", "cancel_order"))
+    requests = desk(120, "order_status", "cancel_order")
     for number, part in enumerate((requests[:50], requests[50:])):
         lines = [json.dumps({"question": request.text, "intent": request.label}) for request in part]
         (tmp_path / f"part{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -167,7 +168,7 @@ def test_what_cannot_be_read_or_written_is_told_before_anything_is_measured(conf
 
 def test_two_processes_do_not_measure_the_same_run(config: Path, command: Commands) -> None:
     (named,) = load_experiments(config)
-    with RunFolder(config.parent / "out", named).held():
+    with held(RunFolder(config.parent / "out", named).lock):
         assert "another process holds .tiny_stream.stream-tiny-" in command.refused(*run(config))
         assert command("sweep", config, *options(config.parent)) == 0
         assert "skipped: another process is measuring it" in command.out

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from experiments.data.labelled import Data, Labelled, read_requests
+from experiments.data.labelled import Data, Labelled, read_requests, split
 from experiments.data.made import N_LINES, make_choices, make_lines, make_questions
-from experiments.tasks.split import split
 from llmcache.errors import ConfigError
 
 MANY = "text,label\n" + "".join(f"t{i},x\n" for i in range(50))
@@ -122,18 +121,18 @@ RECORDS = [
         ("a.csv", "text,label\n", "no records, so there is nothing to stream"),
         ("a.csv", "", "no records"),
         ("a.jsonl", '{"text": "a", "label": "x"}\n{"text"', "a.jsonl, line 2: not valid JSON"),
-        ("a.jsonl", "[1]\n", "line 1: expected one JSON object a line"),
+        ("a.jsonl", "[1]\n", r"line 1: expected an object with its columns \(got \[1\]\)"),
         ("a.jsonl", '{"text": ["a"], "label": "x"}\n', "line 1: column 'text' holds no single value"),
         ("a.jsonl", "", "a.jsonl: no records"),
         ("a.csv", "text,label\n" + "a" * 200_000 + ",x\n", r"a.csv: not a CSV file \(field larger"),
         ("a.json", "", "a.json, line 1: not valid JSON"),
         ("a.json", '{"rasa_nlu_data": {}}', "a.json: not a record of this data set .*'common_examples'"),
         ("a.json", "1", "a.json: not a record of this data set"),
-        ("a.json", "[1]", r"a.json: example 0 is not an object \(got 1\)"),
+        ("a.json", "[1]", r"a.json, example 0: expected an object with its columns \(got 1\)"),
         ("a.csv", 'text,label\na,x\n"to be or,x\nb,y\n', r"a.csv: not a CSV file \(unexpected end of data"),
         ("a.tsv", 'text\tlabel\n"a" b\tx\n', "a.tsv: not a CSV file"),
         ("a.tsv", "text,label\na,x\n", r"a.tsv, line 2 has no column 'text'; columns found: 'text,label'"),
-        ("a.json", rasa({"text": "a", "label": "x"}, "b"), "example 1 is not an object"),
+        ("a.json", rasa({"text": "a", "label": "x"}, "b"), "example 1: expected an object with its columns"),
         ("a.json", rasa({"text": "a", "intent": "x"}), "data.label: .*example 0 has no column 'label'"),
         (
             "a.txt",

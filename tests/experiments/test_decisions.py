@@ -9,7 +9,7 @@ import pytest
 
 from experiments import decisions
 from experiments.decisions import main, read, record, write
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import make_task
 
 Change = Callable[[dict[str, Any]], None]

@@ -14,21 +14,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experiments.data.labelled import Labelled
-from experiments.data.streams.support_desk import support_desk
 from experiments.measures.serve import measure, order_of, rows, run
 from experiments.methods import NOCACHE
 from experiments.methods.base import COMPUTED, Method, Served
 from experiments.methods.cached import Cached
-from experiments.metrics.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
-from experiments.metrics.trace import Trace
+from experiments.metrics.metrics import Trace, hit_rates, interval, latencies, percentiles, quality, speed, summary
 from experiments.models.heads import PooledClassifier, fit_logistic, pooled_states, ready
 from experiments.models.loading import Loaded, encode, load
 from experiments.runs.folder import _csv
 from experiments.runs.grid import make_experiment
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks.stream import Stream
 from experiments.tasks.workload import Request
 from llmcache.errors import ConfigError
+from tests.experiments.measuring import desk
 from tests.experiments.test_models import save_tiny
 
 
@@ -38,8 +37,8 @@ def loaded(tmp_path: Path) -> Loaded:
 
 
 def requests_of(n: int) -> list[Labelled]:
-    chosen = ("order_status", "cancel_order", "keep_order")
-    return [Labelled(i, r.text, r.label) for i, r in enumerate(support_desk(n, intents=chosen))]
+    asked = desk(n, "order_status", "cancel_order", "keep_order")
+    return [Labelled(i, request.text, request.label) for i, request in enumerate(asked)]
 
 
 def labelled(labels: str) -> list[Labelled]:

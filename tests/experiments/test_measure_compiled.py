@@ -8,7 +8,7 @@ import torch
 
 from experiments.measures.compiled import Bench, Shape
 from experiments.runs.grid import make_experiment
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 from tests.experiments.measuring import measured, told

@@ -15,11 +15,11 @@ import pytest
 import torch
 import transformers as tf
 
-from experiments.measures.bench import generation, latency, service_rounds
+from experiments.measures.bench import generation, latency, rounds
 from experiments.measures.latency import SHOWN
 from experiments.models import architectures as bench_models
 from experiments.support.clock import Clock
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache import ConfigError
 from tests.experiments.measuring import measured, told
 from tests.tiny_models import BARE, PAD, VOCABULARY, build
@@ -138,17 +138,17 @@ def test_only_as_the_paper_every_layer_is_searched_and_serves(
 def test_a_hit_that_runs_layers_stops_the_benchmark(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(folders, payload="sequence", layers="all")
     bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
-    bench.fill(None)
+    bench.fill()
     honest = bench.cache.stats
     monkeypatch.setattr(bench.cache, "stats", lambda: replace(honest(), n_layers_skipped=0))
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 3\}"):
-        bench.run(None)
+        bench.run()
 
 
 def test_a_block_whose_calls_are_of_another_kind_stops_the_benchmark(folders: Folders) -> None:
     settings = settings_of(folders, payload="last")
     bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
-    bench.fill(None)
+    bench.fill()
     with torch.inference_mode():
         fresh = [bench.fresh() for _ in range(10)]
         assert len(bench.block("miss", fresh)) == 10
@@ -183,14 +183,14 @@ def test_a_service_round_asks_whole_blocks_in_alternating_order() -> None:
         asked.append((kind, list(calls)))
         return [taken[kind] * (2 if calls[0] else 1)] * len(calls)
 
-    blocks = service_rounds.measure(ask, lambda: next(numbers), rounds=2, block=3)
-    with_cache, without = list(service_rounds.WITH), list(service_rounds.WITHOUT)
+    blocks = rounds.service(ask, lambda: next(numbers), 2, 3)
+    with_cache, without = list(rounds.WITH), list(rounds.WITHOUT)
     assert [kind for kind, _ in asked] == [*with_cache, *without, *without[::-1], *with_cache[::-1]]
     assert [calls for _, calls in asked] == [[0, 1, 2]] * 5 + [[3, 4, 5]] * 5
-    found = service_rounds.figures(blocks)
+    found = rounds.service_figures(blocks)
     assert found["ratios"]["miss/nocache"] == {"median": 1.2, "min": 1.2, "max": 1.2}
     assert (found["hit_ms"]["min"], found["hit_ms"]["max"], found["hit_ms"]["n"]) == (2.0, 4.0, 6)
-    assert service_rounds.figures(service_rounds.measure(ask, lambda: next(numbers), rounds=0, block=3)) is None
+    assert rounds.service_figures(rounds.service(ask, lambda: next(numbers), 0, 3)) is None
 
 
 def test_banks_are_where_they_are_asked_to_be(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +212,12 @@ def test_banks_are_where_they_are_asked_to_be(folders: Folders, monkeypatch: pyt
 
 
 def test_a_hit_with_other_tokens_stops_the_benchmark(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = generation._timed
+    honest = generation._Ways.generate
 
-    def other_tokens(*args: Any) -> tuple[torch.Tensor, int]:
-        tokens, n_hits = honest(*args)
-        return tokens + n_hits, n_hits
+    def other_tokens(ways: Any, kind: str, *args: Any) -> torch.Tensor:
+        return honest(ways, kind, *args) + (kind == "exact_hit")
 
-    monkeypatch.setattr(generation, "_timed", other_tokens)
+    monkeypatch.setattr(generation._Ways, "generate", other_tokens)
     with pytest.raises(RuntimeError, match="exact_hit had 1 hits, or other tokens"):
         generate(folders)
 

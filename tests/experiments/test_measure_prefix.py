@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.data.streams.prompts.pieces import BLOCK
+from experiments.data.streams.prompts import BLOCK
 from experiments.measures.parity import difference
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache.errors import ConfigError
 from llmcache.prefix.kv_fill import Pieces, fill
 from tests.experiments.measuring import measured, told
-from tests.tiny_prompts import write_prompts
 
 STREAM = {"name": "chat", "n": 16, "turns": 4, "question": 20, "answer": 20, "at_once": 2}
 TASK = {"name": "prompts", "model": "tiny", "stream": STREAM}
@@ -19,11 +18,6 @@ PREFIX = {"measure": "prefix", "task": TASK, "rounds": 2, "warmup": 2}
 PARITY = {"measure": "parity", "task": TASK, "new_tokens": 5}
 LENGTHS = {"prompt_tokens": 40, "shared_tokens": 32, "new_tokens": 4}
 DECODE = {"measure": "decode", "models": ["tiny"], "rounds": 3, **LENGTHS}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.fixture
@@ -36,8 +30,8 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcache.prefix.prefix.fill", lie)
 
 
-def test_time_to_first_token_is_compared(folders: Folders) -> None:
-    outcome = measured(PREFIX, folders, rounds=1)
+def test_time_to_first_token_is_compared(prompts: Folders) -> None:
+    outcome = measured(PREFIX, prompts, rounds=1)
     metrics, rows = outcome.metrics, outcome.rows
     assert [row["method"] for row in rows] == ["recompute"] * 16 + ["llmcache"] * 16
     base, own = rows[:16], rows[16:]
@@ -69,11 +63,11 @@ def test_time_to_first_token_is_compared(folders: Folders) -> None:
     assert figures["bytes"] > 0
 
 
-def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
+def test_a_stream_that_shares_nothing_has_no_hits(prompts: Folders) -> None:
     stream = {"name": "nothing_shared", "n": 6, "length": 40}
     methods = [{"method": "llmcache", "label": "a", "auto_bypass": True}, {"method": "llmcache", "label": "b"}]
     values = PREFIX | {"task": TASK | {"stream": stream}, "methods": methods}
-    outcome = measured(values, folders)
+    outcome = measured(values, prompts)
     assert outcome.metrics["facts"]["ceiling"] == 1.0
     for figures in outcome.metrics["methods"].values():
         assert figures["known"] is None and figures["hit_ms"] is None and figures["share_reused"] == 0
@@ -81,8 +75,8 @@ def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     assert told(values, outcome).count("| nothing_shared |") == 2
 
 
-def test_tokens_are_the_same(folders: Folders) -> None:
-    outcome = measured(PARITY, folders)
+def test_tokens_are_the_same(prompts: Folders) -> None:
+    outcome = measured(PARITY, prompts)
     metrics = outcome.metrics
     assert (metrics["n_same"], metrics["n_near_ties"], metrics["n_wrong"], metrics["errors"]) == (16, 0, 0, 0)
     assert metrics["hits"] == {"prefix": sum(row["n_known"] > 0 for row in outcome.rows)}
@@ -93,10 +87,10 @@ def test_tokens_are_the_same(folders: Folders) -> None:
     assert "| float32 | 16 | 0 | 0 |" in told(PARITY, outcome)
 
 
-def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) -> None:
+def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(prompts: Folders) -> None:
     budget = 200_000
     task = TASK | {"stream": STREAM | {"n": 40}}
-    metrics = measured(PARITY, folders, task=task, cache={"max_bytes": budget}).metrics
+    metrics = measured(PARITY, prompts, task=task, new_tokens=2, cache={"max_bytes": budget}).metrics
     assert metrics["n_same"] == metrics["n"] == 40
     assert metrics["n_evicted"] > 10 and metrics["hits"]["prefix"] > 5
     assert metrics["n_evicted"] > metrics["memory"][4]["n_evicted"]  # to the end
@@ -105,15 +99,15 @@ def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) 
 
 
 @pytest.mark.usefixtures("_wrong_prefixes")
-def test_wrong_tokens_are_seen(folders: Folders) -> None:
-    outcome = measured(PREFIX, folders, rounds=1)
+def test_wrong_tokens_are_seen(prompts: Folders) -> None:
+    outcome = measured(PREFIX, prompts, rounds=1)
     figures = outcome.metrics["methods"]["llmcache"]
     assert figures["n_same"] == sum(row["is_same"] for row in outcome.rows[16:]) < 16 and not figures["is_same"]
-    outcome = measured(PARITY, folders)
+    outcome = measured(PARITY, prompts)
     assert outcome.metrics["n_wrong"] == sum(row["is_near_tie"] == 0 for row in outcome.rows) > 3
     assert {row["is_same"] for row in outcome.rows if row["served"] == "computed"} == {1}
     with pytest.raises(RuntimeError, match="prefix_hit had 1 hits, or other tokens"):
-        measured(DECODE, folders)
+        measured(DECODE, prompts)
 
 
 def test_a_near_tie_is_told_from_a_wrong_token() -> None:
@@ -129,8 +123,8 @@ def test_a_near_tie_is_told_from_a_wrong_token() -> None:
     assert last is not None and last.step == 2 and not last.is_near_tie
 
 
-def test_generation_is_timed_by_token(folders: Folders) -> None:
-    outcome = measured(DECODE, folders)
+def test_generation_is_timed_by_token(prompts: Folders) -> None:
+    outcome = measured(DECODE, prompts)
     (figures,) = outcome.metrics["generation"]
     kinds = ["nocache", "kv_cache", "miss", "prefix_hit", "exact_hit"]
     assert sorted(figures["times"]) == sorted(kinds) and len(outcome.rows) == 5
@@ -157,6 +151,6 @@ def test_generation_is_timed_by_token(folders: Folders) -> None:
         (PREFIX | {"methods": [{"method": "doccache", "treshold": 1}]}, r"methods\[0\]\.treshold"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(folders: Folders, values: dict[str, Any], part: str) -> None:
+def test_what_cannot_be_measured_is_refused(prompts: Folders, values: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
-        measured(values, folders)
+        measured(values, prompts)

@@ -6,7 +6,7 @@ import pytest
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from experiments.measures.prefix_limit import n_known
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache.errors import ConfigError
 from tests.experiments.measuring import measured, told
 from tests.experiments.test_measure_latency import save_gpt2

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.data.streams.set_rate import with_repeats
 from experiments.measures.service import Pass, figures, order_of_passes, share_of_bound
+from experiments.measures.set_rates import with_repeats
 from experiments.runs.grid import make_experiment
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import build
 from tests.experiments.measuring import LEARN, TASK, learning, measured, told
 

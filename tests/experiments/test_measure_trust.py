@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.measures import trust_figures
+from experiments.measures import trust
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
 from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from llmcache import ConfigError
 from llmcache.lab import RiskTarget
@@ -19,13 +19,6 @@ DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
 PARTS = ("student",)
 VALUES = learning("trust", max_drops=[*DROPS], taus=[0.8, 0.95], n_limits=4, encoder="untrained")
-
-
-@pytest.fixture(scope="module")
-def rehearsal() -> Rehearsal:
-    """Of a stream in which requests come again, those that were computed later as well."""
-    task = TASK | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
-    return Rehearsal(build(make_task(task), Folders(), 0), {"answer": "class"})
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +112,7 @@ def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> Non
     one = max(set(names), key=names.count)
     answers = [(answer + 1) % 5 if name == one else answer for answer, name in zip(base, names, strict=True)]
     served = np.where(np.array(names) == one, "semantic", "computed")
-    found = trust_figures.by_intent(counted, base, answers, served)
+    found = trust.by_intent(counted, base, answers, served)
     assert found is not None
     changed = sum(a != b for a, b in zip(base, answers, strict=True))
     assert (found["worst"]["n"], found["worst"]["n_changed"]) == (names.count(one), changed)

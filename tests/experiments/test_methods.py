@@ -11,7 +11,7 @@ import torch
 from experiments.methods import METHODS, NOCACHE, MethodSettings
 from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
 from experiments.models.loading import UNTRAINED, load
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.wikitext import Read
 from experiments.tasks.workload import Answer, Workload

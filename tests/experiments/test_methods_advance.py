@@ -24,10 +24,10 @@ def made(noise: float = 0.3) -> tuple[Units, np.ndarray]:
 def test_the_nearest_is_another_one() -> None:
     units, _ = made()
     stored = np.arange(0, N, 3)
-    found = nearest(units, range(N), stored)
-    assert (found.source != np.arange(N)).all() and set(found.source.tolist()) <= set(stored.tolist())
+    source, similarity = nearest(units, range(N), stored)
+    assert (source != np.arange(N)).all() and set(source.tolist()) <= set(stored.tolist())
     expected = np.where(np.arange(N)[:, None] == stored, -np.inf, units.vectors @ units.vectors[stored].T)
-    assert found.similarity == pytest.approx(expected.max(axis=1), abs=1e-6)
+    assert similarity == pytest.approx(expected.max(axis=1), abs=1e-6)
 
 
 def test_a_threshold_keeps_its_claim_on_c_and_sees_no_later_request() -> None:

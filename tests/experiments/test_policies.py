@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.data.azure import FILE, read_lengths
 from experiments.data.streams.keys import BYTES, Asked, KeyStream, asked
+from experiments.data.traces import AZURE, azure_lengths
 from experiments.measures.policies import BEST, Policies
 from experiments.replay.eviction import most_hits, replay_blocks, replay_entries
 from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.runs.grid import make_experiment
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache.errors import ConfigError
 from llmcache.policies import GDSF, LRU, S3FIFO, Policy
 from tests.experiments.measuring import measured, told
@@ -34,9 +34,9 @@ def of(keys: str) -> list[Sequence[Asked]]:
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
     write_trace(tmp_path)
-    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / AZURE).parent.mkdir()
     lines = [f"2023-11-16 18:15:46.68,{n},44" for n in (5, 0, 100, 7)]
-    (tmp_path / FILE).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n")
+    (tmp_path / AZURE).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n")
     return Folders(data=tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_mooncakes_blocks_are_read_and_bounded(folders: Folders) -> None:
 
 
 def test_lengths_are_azures_and_costs_are_told(folders: Folders) -> None:
-    assert read_lengths(folders.data) == [5, 100, 7]
+    assert azure_lengths(folders.data) == [5, 100, 7]
     stream = KeyStream.make({**SMALL, "lengths": "azure", "keeps": "tokens", "scan": 2, "every": 10})
     requests = [one for (one,) in asked(stream, folders.data, 0)]
     assert {one.tokens for one in requests} == {5, 7, 100}
@@ -107,7 +107,7 @@ def test_lengths_are_azures_and_costs_are_told(folders: Folders) -> None:
     assert (BEST, 0.3) not in rows
     assert rows["gdsf", 0.3]["tokens_saved"] > rows["lfu", 0.3]["tokens_saved"]
     with pytest.raises(ConfigError, match=r"not on the hub; give a folder with azure_llm_trace/.*--data-dir"):
-        read_lengths(None)
+        azure_lengths(None)
 
 
 def test_a_newcomer_needs_more_uses_than_whom_it_would_drive_out() -> None:

@@ -11,20 +11,14 @@ from experiments.methods.base import twin
 from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.replay.rehearsal import Rehearsal
 from experiments.runs.grid import make_experiment
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from llmcache.calibration.observer import targets
 from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
+from tests.experiments.measuring import TASK, learning
 
-LEARN, N = 120, 200
-VALUES: dict[str, Any] = {
-    "measure": "trust",
-    "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 400}},
-    "learn": LEARN,
-    "max_drops": [0.2],
-    "taus": [0.9],
-    "cache": {"answer": "class"},
-}
+LEARN = 120
+VALUES = learning("trust", task=TASK | {"limit": 200}, learn=LEARN, taus=[0.9])
 
 
 @pytest.fixture(scope="module")

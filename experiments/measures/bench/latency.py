@@ -5,7 +5,7 @@ stored, served by one that is, search and decision included), `exact_hit` (an in
 model with zero layers), and for batches `mixed` (half the rows are hits).
 
 Interleaved: each round makes one call of each kind, the order rotating, so that most hits follow a computed call, which
-emptied the processor's caches. Service rounds (`service_rounds.py`): whole blocks of one kind.
+emptied the processor's caches. Service rounds: whole blocks of one kind; see `rounds`.
 
 Every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no layer; with
 `tau` all layers search the bank of each.
@@ -21,18 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.measures.bench import service_rounds
-from experiments.measures.bench.rounds import by_host, ratios, rotated
+from experiments.measures.bench.rounds import Advance, by_host, ratios, rotated, service, service_figures, silent
 from experiments.metrics.metrics import percentiles
-from experiments.models.architectures import (
-    Pair,
-    Requests,
-    Shortcut,
-    build,
-    check,
-    check_target,
-    find_layers,
-)
+from experiments.models.architectures import Pair, Requests, Shortcut, build, check, check_target, find_layers
 from experiments.support.clock import Clock, Spent
 from llmcache import ConfigError, LLMCache
 from llmcache.lab import locate
@@ -49,8 +40,6 @@ Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure."""
-
     model: str = "bert-base"  # architecture or folder
     batch_size: int = 1
     seq_len: int = 128  # tokens a row
@@ -69,7 +58,7 @@ class Settings:
     block: int = 200  # calls of each kind in a service round
 
 
-def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
+def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
     """Run the benchmark: figures as `llmcache bench latency` prints them. `advance` is told phase, done and total."""
     _check(settings)
     pair = build(settings.model, settings.seed, settings.device, settings.head, settings.dtype)
@@ -78,12 +67,12 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     with torch.inference_mode():
         is_equal = bench.is_exact_hit_equal()
         spent = bench.run(advance)
-        blocks = service_rounds.measure(bench.block, bench.fresh, settings.service_rounds, settings.block, advance)
+        blocks = service(bench.block, bench.fresh, settings.service_rounds, settings.block, advance)
     times = {kind: [one.ms for one in values] for kind, values in spent.items()}
     figures: dict[str, Any] = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
     stats = bench.cache.stats()
     figures["ratios"] = ratios(times, "nocache")
-    figures["service"] = service_rounds.figures(blocks)
+    figures["service"] = service_figures(blocks)
     figures |= asdict(settings) | {
         "clock": bench.clock.name,
         "host": by_host(spent, bench.clock),
@@ -140,15 +129,13 @@ class Bench:
             allow_unsafe=settings.head == "token",  # what is measured here is the clock
         )
 
-    def fill(self, advance: Callable[[str, int, int], None] | None) -> None:
-        """Fill every bank to its last entry."""
+    def fill(self, advance: Advance = silent) -> None:
         total = self._settings.entries
         for done in range(0, total, FILL_ROWS):
             ids = self._requests.fresh(min(FILL_ROWS, total - done))
             self._store(ids)
             self._known += ids.unsqueeze(1)
-            if advance:
-                advance("filling", done + len(ids), total)
+            advance("filling", done + len(ids), total)
         for _ in range(MOST_DRAWS):  # a chance hit is not stored
             if (missing := total - self.cache.stats().n_stored) == 0:
                 return
@@ -169,8 +156,7 @@ class Bench:
         _, served, _ = self._measure("exact_hit", lambda: (self._model, ids, {"paper": rows}))
         return torch.equal(computed, served)
 
-    def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[Spent]]:
-        """What every call took, by kind."""
+    def run(self, advance: Advance = silent) -> dict[str, list[Spent]]:
         kinds = self._kinds()
         times: dict[str, list[Spent]] = {kind: [] for kind in kinds}
         warm_up = max(3, self._settings.rounds // 50)
@@ -180,12 +166,10 @@ class Bench:
                 spent, _, _ = self._measure(kind, kinds[kind])
                 if round_number >= warm_up:
                     times[kind].append(spent)
-            if advance:
-                advance("measuring", round_number + 1, total)
+            advance("measuring", round_number + 1, total)
         return times
 
     def fresh(self) -> Tensor:
-        """Ids (B, T) of a call that was never asked."""
         return self._requests.fresh()
 
     def block(self, kind: str, fresh: Sequence[Tensor]) -> list[float]:

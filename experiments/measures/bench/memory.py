@@ -7,13 +7,13 @@ growth of the process's resident set after a first tenth, which pays for what is
 import ctypes
 import gc
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from experiments.measures.bench.rounds import Advance, silent
 from experiments.models.architectures import Requests, Shortcut, find_layers
 from llmcache import ConfigError, LLMCache
 
@@ -22,8 +22,6 @@ MOST_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure."""
-
     entries: int = 100_000  # entries to store
     width: int = 768  # hidden width, and so fingerprint width with `mean`
     seq_len: int = 128  # tokens a request
@@ -34,7 +32,7 @@ class Settings:
     seed: int = 0
 
 
-def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
+def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
     """Run the benchmark: bytes an entry, entries stored per second, and the settings. See `measure` of `latency`."""
     if settings.width % 8:
         raise ConfigError(f"--width {settings.width}: give a multiple of 8")
@@ -50,8 +48,7 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         began = perf_counter()
         cache(**inputs)
         spent += perf_counter() - began
-        if advance:
-            advance("storing", done, settings.entries)
+        advance("storing", done, settings.entries)
     stats = cache.stats()
     return asdict(settings) | {
         "bytes_per_entry": (resident_bytes() - resident_before) / (stats.n_stored - stored_before),

@@ -1,12 +1,32 @@
-"""Rounds in which calls of all kinds take turns: their order, and what times of one kind are to those of another."""
+"""Rounds in which calls of all kinds take turns, and what times of one kind are to those of another.
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+Interleaved: one call of each kind in turn, in an order that rotates. Service rounds: whole blocks of requests with the
+cache, then the same without, in alternating order:
+
+    even rounds  with the cache: a block of exact hits, of hits, of misses; without: the model alone, the floor
+    odd rounds   the same from the end
+
+The model alone and the floor are asked the very requests of the misses. How long they take does not depend on which
+tokens a request of one length has, so hits are held against the same block.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from experiments.metrics.metrics import percentiles
 from experiments.support.clock import HOST, Clock, Spent
+
+WITH = ("exact_hit", "hit", "miss")
+WITHOUT = ("nocache", "floor")
+
+_Call = TypeVar("_Call")
+Advance = Callable[[str, int, int], None]  # is told phase, done and total
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Show no progress."""
 
 
 def by_host(times: Mapping[str, Sequence[Spent]], clock: Clock) -> dict[str, Any] | None:
@@ -30,3 +50,39 @@ def ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[st
         p5, median, p95 = (float(value) for value in np.percentile(values, (5, 50, 95)))
         found[f"{kind}/{base}"] = {"median": median, "p5": p5, "p95": p95}
     return found
+
+
+def service(
+    ask: Callable[[str, Sequence[_Call]], list[float]],
+    fresh: Callable[[], _Call],
+    rounds: int,
+    block: int,
+    advance: Advance = silent,
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of each call of each block, by kind; `ask` answers a block, `fresh` makes a call that will miss."""
+    kinds = (*WITH, *WITHOUT)
+    blocks: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    for number in range(rounds):
+        calls = [fresh() for _ in range(block)]
+        for kind in kinds if number % 2 == 0 else kinds[::-1]:
+            blocks[kind].append(ask(kind, calls))
+            advance("service rounds", sum(map(len, blocks.values())), rounds * len(blocks))
+    return blocks
+
+
+def service_figures(blocks: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any] | None:
+    """Percentiles over all blocks, medians of the fastest and slowest, and ratios of a round; None without rounds."""
+    rounds = len(blocks["nocache"])
+    if not rounds:
+        return None
+    told: dict[str, Any] = {"rounds": rounds, "ratios": {}}
+    for kind, times in blocks.items():
+        told[f"{kind}_ms"] = percentiles(np.concatenate(times)) | _range([np.median(one) for one in times])
+        if kind != "nocache":
+            ratios = [np.mean(one) / np.mean(base) for one, base in zip(times, blocks["nocache"], strict=True)]
+            told["ratios"][f"{kind}/nocache"] = {"median": float(np.median(ratios)), **_range(ratios)}
+    return told
+
+
+def _range(values: Sequence[Any]) -> dict[str, float]:
+    return {"min": float(min(values)), "max": float(max(values))}

@@ -13,15 +13,16 @@ from typing import Any
 
 HOST = "127.0.0.1"
 RUNG = b"x-cache-rung"  # of `llmcache serve --reveal-hits`
+OK = 200
+#: In place of a status: never sent or given up when a loop was cut; no answer in time; no connection.
+CUT, TIMED_OUT, NO_CONNECTION = 0, 1, 2
 
 Connection = tuple[StreamReader, StreamWriter]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered."""
-
-    status: int
+    status: int  # of HTTP, or `TIMED_OUT` or `NO_CONNECTION`
     body: bytes
     rung: str = ""  # what served it, where the server tells that
 
@@ -43,30 +44,31 @@ class _Head:
         )
 
 
-def post(path: str, values: Any, key: str | None = None, session: str | None = None) -> bytes:
-    """A request that sends JSON; those of one session go to one replica, where there are several."""
+def post(path: str, values: Any, session: str | None = None, key: str | None = None) -> bytes:
+    """A request that sends JSON; those of one session, or else of one key, go to one replica of several."""
     body = json.dumps(values).encode()
     lines = [f"POST {path} HTTP/1.1", f"Host: {HOST}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     lines += [] if session is None else [f"X-Session-Id: {session}"]
-    return _lines(lines, key) + body
-
-
-def get(path: str, key: str | None = None) -> bytes:
-    """A request without a body."""
-    return _lines([f"GET {path} HTTP/1.1", f"Host: {HOST}"], key)
-
-
-def _lines(lines: list[str], key: str | None) -> bytes:
-    named = [] if key is None else [f"Authorization: Bearer {key}"]
-    return "\r\n".join([*lines, *named, "", ""]).encode()
+    lines += [] if key is None else [f"Authorization: Bearer {key}"]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 class Client:
     """Connections to one server; for one event loop."""
 
-    def __init__(self, port: int, host: str = HOST) -> None:
-        self._address = (host, port)
+    def __init__(self, port: int) -> None:
+        self._port = port
         self._idle: list[Connection] = []
+
+    async def attempt(self, request: bytes, timeout_s: float) -> Reply:
+        """As `ask`; without an answer in time, or without one at all, a reply that says so."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.ask(request)
+        except TimeoutError:
+            return Reply(TIMED_OUT, b"")
+        except OSError:
+            return Reply(NO_CONNECTION, b"")
 
     async def ask(self, request: bytes) -> Reply:
         """Send a request, and read all of the answer.
@@ -82,11 +84,13 @@ class Client:
             if isinstance(error, IncompleteReadError):
                 raise ConnectionResetError("the answer broke off") from error
             raise
-        self._end(connection, head)
+        if head.is_kept:
+            self._idle.append(connection)
+        else:
+            connection[1].close()
         return reply
 
     def close(self) -> None:
-        """Close the connections that are idle."""
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()
@@ -95,32 +99,24 @@ class Client:
         """Send, and read the head of the answer. A kept connection that the server closed meanwhile is replaced."""
         while self._idle:
             with suppress(OSError, IncompleteReadError):
-                return await self._exchange(self._idle.pop(), request)
+                return await _exchange(self._idle.pop(), request)
         try:
-            return await self._exchange(await asyncio.open_connection(*self._address, limit=2**20), request)
+            return await _exchange(await asyncio.open_connection(HOST, self._port, limit=2**20), request)
         except IncompleteReadError as error:
             raise ConnectionResetError("closed without an answer") from error
 
-    async def _exchange(self, connection: Connection, request: bytes) -> tuple[Connection, _Head]:
-        reader, writer = connection
-        try:
-            writer.write(request)
-            return connection, _parsed(await reader.readuntil(b"\r\n\r\n"))
-        except BaseException:
-            writer.close()
-            raise
 
-    def _end(self, connection: Connection, head: _Head) -> None:
-        if head.is_kept:
-            self._idle.append(connection)
-        else:
-            connection[1].close()
-
-
-def _parsed(text: bytes) -> _Head:
-    first, *lines = text[:-4].split(b"\r\n")
+async def _exchange(connection: Connection, request: bytes) -> tuple[Connection, _Head]:
+    reader, writer = connection
+    try:
+        writer.write(request)
+        first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+    except BaseException:
+        writer.close()
+        raise
     pairs = (line.partition(b":") for line in lines)
-    return _Head(int(first.split(b" ", 2)[1]), {name.lower(): value.strip() for name, _, value in pairs})
+    headers = {name.lower(): value.strip() for name, _, value in pairs}
+    return connection, _Head(int(first.split(b" ", 2)[1]), headers)
 
 
 async def _body(reader: StreamReader, head: _Head) -> bytes:

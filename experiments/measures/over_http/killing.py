@@ -9,10 +9,9 @@ from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from experiments.measures.over_http.answers import embed, texts_of
-from experiments.measures.over_http.client import Client, Reply
-from experiments.measures.over_http.loops import NO_CONNECTION, OK, TIMED_OUT
+from experiments.measures.over_http.client import OK, Client, Reply
 from experiments.measures.over_http.replicas import Replicas
+from experiments.measures.over_http.traffic import embed, texts_of
 
 if TYPE_CHECKING:
     from experiments.measures.ray_replicas import RayReplicas
@@ -41,7 +40,6 @@ class Asked:
 
     @property
     def reply(self) -> Reply:
-        """To the last try."""
         return self.tries[-1][1]
 
 
@@ -54,7 +52,6 @@ class Span:
     phase: str
 
     def has(self, one: Asked) -> bool:
-        """Whether a request was sent within."""
         return self.at_s <= one.sent_s < self.ready_s
 
     def had(self, one: Asked) -> bool:
@@ -76,7 +73,6 @@ class Killing:
         self._started = perf_counter()
 
     async def run(self) -> list[Span]:
-        """Until a new version has replaced all."""
         killing = asyncio.create_task(self._kill())
         asking: list[asyncio.Task[None]] = []
         while not killing.done():
@@ -117,20 +113,10 @@ class Killing:
         for number in range(TRIES):
             if number:
                 await asyncio.sleep(_PAUSE_S)
-            reply = await self._try(request)
+            self._n_under_way += 1
+            reply = await self._client.attempt(request, _TIMEOUT_S)
+            self._n_under_way -= 1
             one.tries.append((self._now_s, reply))
             if one.reply.status == OK:
                 self._answered.add(text)
                 return
-
-    async def _try(self, request: bytes) -> Reply:
-        self._n_under_way += 1
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                return await self._client.ask(request)
-        except TimeoutError:
-            return Reply(TIMED_OUT, b"")
-        except OSError:
-            return Reply(NO_CONNECTION, b"")
-        finally:
-            self._n_under_way -= 1

@@ -9,35 +9,31 @@ Sizes: N requests.
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter, process_time
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.measures.over_http.client import Client, Reply
+from experiments.measures.over_http.client import CUT, NO_CONNECTION, OK, TIMED_OUT, Client, Reply
+from llmcache import ConfigError
 
-OK = 200
-#: In place of a status: never sent or given up when the loop was cut; no answer in time; no connection.
-CUT, TIMED_OUT, NO_CONNECTION = 0, 1, 2
 NAMES = {CUT: "not asked", TIMED_OUT: "timed out", NO_CONNECTION: "no connection"}
 PERCENTILES = (50, 90, 99)
+MOST_RATES = 40
 
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What an answer has to keep to, and how many may fail to."""
-
-    ms: float
+    ms: float  # longest time of an answer
     share: float = 0.99  # of all requests; those that are refused or fail do not keep to it
 
     def most_late(self, n: int) -> int:
-        """How many of `n` may be late, or fail."""
         return int(n * (1 - self.share) + 1e-9)
 
 
@@ -53,12 +49,6 @@ class Load:
     wall_s: float
     cpu_s: float  # of this process
 
-    @classmethod
-    def empty(cls, due_s: Times) -> Self:
-        """Of requests that were not sent yet."""
-        n = len(due_s)
-        return cls(due_s, np.full(n, np.nan), np.full(n, np.nan), np.full(n, CUT), [None] * n, 0.0, 0.0)
-
     @property
     def is_cut(self) -> bool:
         """Whether some were not asked: too many were late by then."""
@@ -67,15 +57,13 @@ class Load:
     @property
     def latency_ms(self) -> Times:
         """Of the requests that were answered with 200, from when they were due."""
-        is_ok = self.status == OK
-        return (self.done_s - self.due_s)[is_ok] * 1e3
+        return (self.done_s - self.due_s)[self.status == OK] * 1e3
 
     def n_kept(self, limit: Limit) -> int:
-        """Requests that were answered within the limit."""
         return int((self.latency_ms <= limit.ms).sum())
 
     def keeps(self, limit: Limit) -> bool:
-        """Whether enough of all requests were."""
+        """Whether enough of all requests were answered within the limit."""
         n = len(self.status)
         return not self.is_cut and n - self.n_kept(limit) <= limit.most_late(n)
 
@@ -83,12 +71,13 @@ class Load:
         """Latencies of what was answered with 200, and counts of all."""
         is_sent = ~np.isnan(self.sent_s)
         lag_ms = (self.sent_s - self.due_s)[is_sent] * 1e3
-        n_ok = int((self.status == OK).sum())
+        ms = self.latency_ms
+        told = [float(one) for one in np.percentile(ms, PERCENTILES)] if len(ms) else [None] * len(PERCENTILES)
         return {
             "n": len(self.status),
-            "n_ok": n_ok,
-            **percentiles(self.latency_ms),
-            "throughput": n_ok / self.wall_s,
+            "n_ok": len(ms),
+            **{f"p{p}_ms": value for p, value in zip(PERCENTILES, told, strict=True)},
+            "throughput": len(ms) / self.wall_s,
             "statuses": {NAMES.get(code, str(code)): n for code, n in sorted(Counter(self.status.tolist()).items())},
             "is_cut": self.is_cut,
             "wall_s": self.wall_s,
@@ -97,45 +86,46 @@ class Load:
         }
 
 
-def percentiles(ms: Times) -> dict[str, float | None]:
-    """Those that are told of a service, `p50_ms` and so on; None without any."""
-    found = np.percentile(ms, PERCENTILES) if len(ms) else [None] * len(PERCENTILES)
-    return {f"p{p}_ms": None if value is None else float(value) for p, value in zip(PERCENTILES, found, strict=True)}
+class _Recorder:
+    """Asks, and notes what becomes of requests. Every reply is kept whose number `keep` divides; 0: none."""
 
-
-class Recorder:
-    """Asks, and notes what becomes of requests."""
-
-    def __init__(self, client: Client, requests: Sequence[bytes], due_s: Times, timeout_s: float, keep: int) -> None:
-        """Of the replies every one whose number `keep` divides is kept; 0: none."""
-        self.load = Load.empty(due_s)
-        self._client, self._requests, self._timeout_s, self._keep = client, requests, timeout_s, keep
-        self._started = perf_counter()
+    def __init__(self, port: int, requests: Sequence[bytes], due_s: Times, timeout_s: float, keep: int) -> None:
+        n = len(due_s)
+        self.load = Load(due_s, np.full(n, np.nan), np.full(n, np.nan), np.full(n, CUT), [None] * n, 0.0, 0.0)
+        self._client, self._requests, self._timeout_s, self._keep = Client(port), requests, timeout_s, keep
+        self._started = 0.0
 
     @property
     def now_s(self) -> float:
-        """Since the start."""
         return perf_counter() - self._started
 
     async def ask(self, i: int) -> None:
         """Have one request answered; it is no error if it is not."""
         load = self.load
         load.sent_s[i] = self.now_s
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await self._client.ask(self._requests[i])
-        except TimeoutError:
-            reply = Reply(TIMED_OUT, b"")
-        except OSError:
-            reply = Reply(NO_CONNECTION, b"")
+        reply = await self._client.attempt(self._requests[i], self._timeout_s)
         load.done_s[i] = self.now_s
         load.status[i] = reply.status
         if self._keep and i % self._keep == 0:
             load.replies[i] = reply
 
+    def run(self, loop: Coroutine[Any, Any, None]) -> Load:
+        """Run a loop to its end."""
 
-async def open_loop(
-    client: Client,
+        async def whole() -> Load:
+            self._started, cpu_s = perf_counter(), process_time()
+            try:
+                await loop
+            finally:
+                self._client.close()
+            return replace(self.load, wall_s=self.now_s, cpu_s=process_time() - cpu_s)
+
+        with _quiet_collector():
+            return asyncio.run(whole())
+
+
+def open_loop(
+    port: int,
     requests: Sequence[bytes],
     due_s: Times,
     *,
@@ -144,31 +134,32 @@ async def open_loop(
     keep: int = 1,
 ) -> Load:
     """Send each request when it is due. With a limit the loop is cut as soon as it is known to be broken."""
-    with _quiet_collector():
-        recorder = Recorder(client, requests, due_s, timeout_s, keep)
-        started = process_time()
-        tasks: list[asyncio.Task[None]] = []
-        for i, due in enumerate(due_s):
-            if (early := due - recorder.now_s) > 0:
-                await asyncio.sleep(early)
-            elif i % 16 == 0:
-                await asyncio.sleep(0)  # what is late is sent all the same, and answers are read meanwhile
-            tasks.append(asyncio.create_task(recorder.ask(i)))
-            if limit is not None and i % 16 == 0 and _is_broken(recorder, limit, i):
-                break
-        while limit is not None and not all(task.done() for task in tasks):
-            if _is_broken(recorder, limit, len(tasks)):
-                break
-            await asyncio.sleep(0.01)
-        else:
-            await asyncio.gather(*tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return _ended(recorder, started)
+    recorder = _Recorder(port, requests, due_s, timeout_s, keep)
+    return recorder.run(_ask_when_due(recorder, due_s, limit))
 
 
-def _is_broken(recorder: Recorder, limit: Limit, n_sent: int) -> bool:
+async def _ask_when_due(recorder: _Recorder, due_s: Times, limit: Limit | None) -> None:
+    tasks: list[asyncio.Task[None]] = []
+    for i, due in enumerate(due_s):
+        if (early := due - recorder.now_s) > 0:
+            await asyncio.sleep(early)
+        elif i % 16 == 0:
+            await asyncio.sleep(0)  # what is late is sent all the same, and answers are read meanwhile
+        tasks.append(asyncio.create_task(recorder.ask(i)))
+        if limit is not None and i % 16 == 0 and _is_broken(recorder, limit, i):
+            break
+    while limit is not None and not all(task.done() for task in tasks):
+        if _is_broken(recorder, limit, len(tasks)):
+            break
+        await asyncio.sleep(0.01)
+    else:
+        await asyncio.gather(*tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_broken(recorder: _Recorder, limit: Limit, n_sent: int) -> bool:
     """Whether more requests are late already than may be, those that wait still included."""
     load = recorder.load
     done_s = np.where(load.status == OK, load.done_s, np.inf)[:n_sent]
@@ -177,36 +168,24 @@ def _is_broken(recorder: Recorder, limit: Limit, n_sent: int) -> bool:
     return int(is_late.sum()) > limit.most_late(len(load.status))
 
 
-async def closed_loop(
-    client: Client,
-    requests: Sequence[bytes],
-    at_once: int,
-    *,
-    seconds: float | None = None,
-    timeout_s: float = 30.0,
-    keep: int = 1,
+def closed_loop(
+    port: int, requests: Sequence[bytes], at_once: int, *, seconds: float | None = None, keep: int = 1
 ) -> Load:
     """So many clients, each of which asks when it was answered; after `seconds` none asks again."""
-    with _quiet_collector():
-        recorder = Recorder(client, requests, np.zeros(len(requests)), timeout_s, keep)
-        started = process_time()
-        numbers = iter(range(len(requests)))
+    recorder = _Recorder(port, requests, np.zeros(len(requests)), 30.0, keep)
+    numbers = iter(range(len(requests)))
 
-        async def ask_on() -> None:
-            for i in numbers:
-                if seconds is not None and recorder.now_s > seconds:
-                    return
-                recorder.load.due_s[i] = recorder.now_s
-                await recorder.ask(i)
+    async def ask_on() -> None:
+        for i in numbers:
+            if seconds is not None and recorder.now_s > seconds:
+                return
+            recorder.load.due_s[i] = recorder.now_s
+            await recorder.ask(i)
 
+    async def ask_all() -> None:
         await asyncio.gather(*(ask_on() for _ in range(at_once)))
-        return _ended(recorder, started)
 
-
-def _ended(recorder: Recorder, started: float) -> Load:
-    load = recorder.load
-    parts = (load.due_s, load.sent_s, load.done_s, load.status, load.replies)
-    return Load(*parts, wall_s=recorder.now_s, cpu_s=process_time() - started)
+    return recorder.run(ask_all())
 
 
 @contextmanager
@@ -220,13 +199,21 @@ def _quiet_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_loop(loop: Coroutine[Any, Any, Load], client: Client) -> Load:
-    """Run a loop to its end, and close the connections."""
+def largest_rate(is_held: Callable[[float], bool], first: float, precision: float) -> float:
+    """The largest rate that is held: by doubling until one is not, then by halving the distance.
 
-    async def whole() -> Load:
-        try:
-            return await loop
-        finally:
-            client.close()
-
-    return asyncio.run(whole())
+    The search ends where the least rate that broke is at most `1 + precision` times the largest that was held.
+    """
+    held, broken = 0.0, 0.0
+    rate = first
+    for _ in range(MOST_RATES):
+        if is_held(rate):
+            held = rate
+        else:
+            broken = rate
+        if held and broken and broken <= held * (1 + precision):
+            return held
+        rate = (held + broken) / 2 if held and broken else 2 * held or broken / 2
+    raise ConfigError(
+        f"first_rate={first:g}: no rate was found in {MOST_RATES} trials that is held, beside one that is not"
+    )

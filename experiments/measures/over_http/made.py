@@ -23,8 +23,7 @@ from experiments.measures.learning import LearningExperiment
 from experiments.measures.over_http.processes import SERVERS, Running, running
 from experiments.models.heads import as_sentence_model, fit_logistic
 from experiments.models.loading import encode, load
-from experiments.support.files import written_by_others
-from experiments.support.folders import Folders
+from experiments.support.files import Folders, written_by_others
 from experiments.support.progress import tracked
 from experiments.tasks.held_out import divide
 from llmcache import CacheConfig, ConfigError
@@ -37,18 +36,11 @@ DONE = "made.json"  # written last
 
 
 class ServingExperiment(LearningExperiment):
-    """Settings of a measure of servers on labelled requests.
+    """Settings of a measure of servers on labelled requests; the task is `held_out`."""
 
-    Attributes:
-        task: `held_out`.
-        max_drops: One loss.
-        servers: Command of each server by its name; see `processes.SERVERS`.
-        start_s: Longest time until a server is ready, seconds.
-    """
-
-    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1, max_length=1)
-    servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1)
-    start_s: float = Field(default=180.0, gt=0)
+    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1, max_length=1)  # one loss
+    servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1)  # commands by name
+    start_s: float = Field(default=180.0, gt=0)  # longest time until a server is ready
 
     def learned_texts(self, requests: Sequence[Labelled]) -> list[str]:
         """What is calibrated on, of the requests that are learned from."""
@@ -56,7 +48,6 @@ class ServingExperiment(LearningExperiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings; see `Section.make`."""
         made = super().make(values, name)
         if made.task.name != "held_out":
             raise ConfigError(
@@ -75,7 +66,6 @@ class Made:
     stream: Sequence[Labelled]  # later than what was learned from
 
     def classifier(self) -> "Served":
-        """The classifier, as a server loads it."""
         from llmcache.lab import load_served
 
         with quiet():
@@ -127,7 +117,7 @@ def labels_of(served: "Served", texts: Sequence[str]) -> list[tuple[str, float]]
     """What the classifier answers each text by itself: the label, and its probability."""
     answers = []
     with torch.inference_mode():
-        for text in tracked(texts, len(texts), "The model alone"):
+        for text in tracked(texts, "The model alone"):
             scores = served.forward(encode(served.tokenizer, text, served.max_length))[0].softmax(-1)
             answers.append((served.labels[int(scores.argmax())], float(scores.max())))
     return answers
@@ -141,7 +131,7 @@ def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: 
     config = CacheConfig.make({"answer": "class", **experiment.cache, "max_drop": experiment.max_drops[0]})
     cache = Saves(None).hang_cache(served, config)
     inputs = [encode(served.tokenizer, text, served.max_length) for text in experiment.learned_texts(learned)]
-    found = cache.calibrate(tracked(inputs, len(inputs), "Calibrating"), seed=experiment.seed)
+    found = cache.calibrate(tracked(inputs, "Calibrating"), seed=experiment.seed)
     if found.chosen is None:
         raise ConfigError(f"max_drops={experiment.max_drops[0]:g}: no limit keeps to it on these requests")
     cache.save(made.save)
@@ -149,7 +139,6 @@ def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: 
 
 
 def _depends_on(experiment: ServingExperiment) -> dict[str, Any]:
-    """Settings that change the folders."""
     settings = experiment.to_dict()
     found = {name: settings[name] for name in ("task", "learn", "max_drops", "cache", "seed")}
     has_own = type(experiment).learned_texts is not ServingExperiment.learned_texts

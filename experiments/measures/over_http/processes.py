@@ -34,8 +34,6 @@ class ServerError(LLMCacheError):
 
 
 class Running:
-    """A server that runs."""
-
     def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
         self.port = port
         self._process = process
@@ -49,7 +47,6 @@ class Running:
 
     @property
     def rss(self) -> int:
-        """Resident memory, bytes."""
         return sum(one.memory_info().rss for one in self._family())
 
     def wait(self, start_s: float) -> None:

@@ -23,8 +23,6 @@ _OBJECTS = 100_000_000  # bytes of Ray's own store, which holds next to nothing
 
 
 class Replicas:
-    """Replicas that run behind one port."""
-
     def __init__(self, port: int, settings: "ReplicaSettings", n: int) -> None:
         self.port = port
         self._settings, self._n = settings, n

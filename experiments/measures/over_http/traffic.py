@@ -1,14 +1,24 @@
-"""What the support desk is asked: single texts, longer ones, and several in one request."""
+"""What servers are asked, and how their answers are held against what the model answers by itself.
 
+The support desk is asked single texts, longer ones, and several in one request.
+"""
+
+import json
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
+from typing import Any
 
 from experiments.data.streams.support_desk import support_desk
-from experiments.measures.over_http.client import post
+from experiments.measures.over_http.client import OK, post
+from experiments.measures.over_http.loops import Load
 
+#: Labels with their probabilities, the best one alone.
+Best = tuple[str, float]
+
+EQUAL = 1e-5  # of a number of an embedding
 PREDICT = "/predict"
 SHARE_LONG, TEXTS_LONG = 0.05, 4  # requests of several texts in one, and how many
 SHARE_BATCH, TEXTS_BATCH = 0.1, 8  # requests of several inputs
@@ -18,8 +28,6 @@ LONG_INPUTS = SHARE_LONG / (1 + SHARE_BATCH * (TEXTS_BATCH - 1))
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request of one text or several."""
-
     texts: tuple[str, ...]
 
     @property
@@ -43,7 +51,6 @@ class Traffic:
         self._rng = random.Random(seed)
 
     def take(self, n: int) -> list[Asked]:
-        """The next `n` requests."""
         sizes = [self._rng.random() for _ in range(n)]
         most = n * max(TEXTS_LONG, TEXTS_BATCH)
         mean = 1 + SHARE_LONG * (TEXTS_LONG - 1) + SHARE_BATCH * (TEXTS_BATCH - 1)
@@ -60,3 +67,33 @@ class Traffic:
         stream = support_desk(self._taken + n, self._seed)[self._taken :]
         self._taken += n
         return [one.text for one in stream]
+
+
+def embed(text: str, session: str | None = None) -> bytes:
+    return post("/embed", {"inputs": text, "normalize": False, "truncate": True}, session=session)
+
+
+def texts_of(seed: int) -> Iterator[str]:
+    """Different texts, without an end."""
+    seen: set[str] = set()
+    for number in count(seed):
+        new = dict.fromkeys(one.text for one in support_desk(1000, number))
+        yield from (text for text in new if text not in seen)
+        seen |= new.keys()
+
+
+def best_of(body: bytes) -> list[Best]:
+    """The first label of each text, of an answer of `/predict` to one text or to several."""
+    told = json.loads(body)
+    rows = [told] if isinstance(told[0], dict) else told
+    return [(str(row[0]["label"]), float(row[0]["score"])) for row in rows]
+
+
+def changed(load: Load, labels: Sequence[str]) -> dict[str, Any]:
+    """Share of the answers that have another label than the model's, of those that were kept; one text a request."""
+    told = [
+        best_of(reply.body)[0][0] != label
+        for reply, label in zip(load.replies, labels, strict=False)
+        if reply is not None and reply.status == OK
+    ]
+    return {"n_checked": len(told), "changed_answers": sum(told) / len(told) if told else None}

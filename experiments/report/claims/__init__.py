@@ -15,8 +15,6 @@ from experiments.runs.read import Run
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claim of LLMCache (Bansal 2025)."""
-
     said: str
     config: str  # the experiment that tests it
     # Runs of that experiment, at least one, and those of all experiments by name, to a judgement

@@ -8,8 +8,7 @@ import numpy as np
 from experiments.metrics import paper
 from experiments.metrics.frontier import at_tau, of_curve
 from experiments.metrics.metrics import FEWEST, share_interval
-from experiments.report.claims.harmless import PAPERS_CURVE, harmless_rows, harmless_tau, n_hits, rule_of
-from experiments.report.claims.surroundings import weak_models
+from experiments.report.claims.evidence import PAPERS_CURVE, harmless_rows, harmless_tau, n_hits, rule_of, weak_models
 from experiments.report.markdown import percent, points, share
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
 from experiments.runs.read import Figures, Run

@@ -6,8 +6,7 @@ from operator import attrgetter
 
 from experiments.metrics import paper
 from experiments.metrics.frontier import at_tau
-from experiments.report.claims.harmless import PAPERS_CURVE, harmless_rows, loss_of, rule_of
-from experiments.report.claims.surroundings import THEIR_HARDWARE, hardware
+from experiments.report.claims.evidence import PAPERS_CURVE, THEIR_HARDWARE, hardware, harmless_rows, loss_of, rule_of
 from experiments.report.markdown import number, percent, points, ratio
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
 from experiments.runs.read import Figures, Run
@@ -59,8 +58,6 @@ RISES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A speed-up on a stream, and what it cost."""
-
     task: str
     times: float  # speed-up
     loss: float  # what was lost at it, a share of 1

@@ -7,19 +7,10 @@ A table of figures has a mark before it, `<!-- table: NAME -->`, and no page has
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from experiments.report.pages import (
-    claims,
-    costs,
-    modes,
-    policies,
-    prompts,
-    reuse,
-    serving,
-    ways,
-)
+from experiments.report.pages import claims, costs, modes, policies, prompts, reuse, serving, ways
 from llmcache import ConfigError
 
 #: Folder of results -> lines of a table, by the name in its mark.
@@ -69,10 +60,3 @@ def fill(text: str, results_dir: Path, root: str = "") -> str:
         return f"<!-- table: {found[1]} -->\n{lines_of(found[1], results_dir, root)}\n"
 
     return MARK.sub(renew, text)
-
-
-def figures_without_a_file(text: str) -> Iterator[str]:
-    """Lines of tables without a mark that hold a digit outside code and the targets of links."""
-    for line in MARK.sub("", text).splitlines():
-        if line.startswith("|") and re.search(r"\d", re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
-            yield line

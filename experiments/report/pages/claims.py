@@ -6,7 +6,7 @@ from pathlib import Path
 from experiments.metrics.frontier import at_tau
 from experiments.metrics.paper import TAUS
 from experiments.report.claims import judge
-from experiments.report.claims.harmless import PAPERS_CURVE
+from experiments.report.claims.evidence import PAPERS_CURVE
 from experiments.report.markdown import percent, points, ratio, table
 from experiments.report.pages.files import runs_of
 from experiments.runs.read import Run

@@ -12,7 +12,6 @@ from experiments.runs.read import Figures
 
 
 def demo(results_dir: Path) -> str:
-    """Every way of the demo's first act."""
     rows = figures_of(results_dir, "demo")["settings"]
     if is_timed(results_dir, "demo"):
         return columns(DEMO, rows)
@@ -88,7 +87,6 @@ def compiled(results_dir: Path) -> str:
 
 
 def costs(results_dir: Path) -> str:
-    """What a miss costs more."""
     return table(
         ("what", "requests", "hit rate", "changed answers", "a miss costs more", "speed-up"),
         [*_misses(results_dir), *_streams(results_dir)],

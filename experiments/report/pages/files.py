@@ -41,28 +41,20 @@ def is_timed(results_dir: Path, command: str) -> bool:
 
 
 def by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Runs of every seed, by their stream."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run.task, []).append(run)
     return found
 
 
-def each(values: Sequence[float | None], digits: int = 1, unit: str = " %", factor: float = 100.0) -> str:
+def each(values: Sequence[float | None], digits: int = 1, unit: str = " %") -> str:
     """A figure of every seed, in their order; a missing one is a dash, and none at all an empty cell."""
     if all(value is None for value in values):
         return ""
-    return " / ".join("-" if value is None else _fixed(factor * value, digits) for value in values) + unit
-
-
-def _fixed(value: float, digits: int) -> str:
-    """With that many decimals, and no minus before a zero."""
-    told = f"{value:.{digits}f}"
-    return told if float(told) else told.lstrip("-")
+    return " / ".join("-" if value is None else f"{100 * value:z.{digits}f}" for value in values) + unit
 
 
 def row_of(rows: Iterable[Figures], **wanted: object) -> Figures:
-    """The one row with these values."""
     for row in rows:
         if all(row[name] == value for name, value in wanted.items()):
             return row

@@ -33,7 +33,6 @@ LOSSES = {"changed_answers": "0.5 % of answers changed", "accuracy_drop": "half 
 
 
 def trust_runs(results_dir: Path) -> dict[str, list[Run]]:
-    """Runs of every seed on the shuffled streams, by stream."""
     return by_task(run for group in TRUST for run in runs_of(results_dir, group))
 
 

@@ -11,13 +11,10 @@ from experiments.runs.read import Figures, Run
 
 
 def _points(runs: Sequence[Run]) -> list[Figures]:
-    """All rows of all runs."""
     return [{"run": run, **point} for run in runs for point in run.metrics.get("points", run.metrics["summary"])]
 
 
 def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Callable[[Path], str]:
-    """The table of an experiment."""
-
     def lines(results_dir: Path) -> str:
         found = [run for run in runs_if_any(results_dir, group) if run.is_timed or not has_times]
         if not found:
@@ -116,7 +113,6 @@ HOSTILE: Mapping[str, Cell] = {
 
 
 def hostile(results_dir: Path) -> str:
-    """What was asked of servers that hostile clients ask."""
     if not (results_dir / "hostile" / METRICS).is_file():
         return table(tuple(HOSTILE), [("`make test-hostile`", MISSING, *[""] * (len(HOSTILE) - 2))])
     return columns(HOSTILE, figures_of(results_dir, "hostile")["lists"])

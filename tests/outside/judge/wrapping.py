@@ -137,9 +137,8 @@ class Judge:
         judged = run(args, kwargs)
         if cache is not None:
             had_prefix = cache.stats().hits.get("prefix", 0) > n_prefixes
-            given = (
-                args[0] if args and isinstance(args[0], MutableMapping) else kwargs
-            )  # sentence-transformers give a dict
+            # sentence-transformers give a dict
+            given = args[0] if args and isinstance(args[0], MutableMapping) else kwargs
             self._judge(type(cache.model).__name__, given.get("attention_mask"), plain, first, judged, had_prefix)
         return judged
 

@@ -1,0 +1,73 @@
+"""Traces of services of language models: when requests came, and what is known of their prompts.
+
+azure     (Patel et al. 2024) the requests of an hour: times and token counts. It tells no two prompts apart: it has
+          lengths to give, but no hit rates.
+mooncake  (Qin et al. 2024) of which blocks each prompt is. A block stands for 512 tokens and all before them, so equal
+          numbers mean equal beginnings. The tokens are not published.
+
+The hub has neither: they are read from the data folder.
+"""
+
+import csv
+import io
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+from experiments.data.source import build, find_file, read_jsonl, read_text, some, typed
+from llmcache import ConfigError
+
+AZURE = "azure_llm_trace/AzureLLMInferenceTrace_conv.csv"
+MOONCAKE = "mooncake/conversation_trace.jsonl"
+BLOCK = 512  # tokens of a block of Mooncake's
+STEP_S = 3.0  # that Mooncake's times of arrival are told in
+
+Chain = tuple[int, ...]
+_T = TypeVar("_T")
+
+
+def azure_arrivals(folder: Path | None) -> list[float]:
+    """Seconds from the first arrival to each, in order."""
+    times = sorted(_azure(folder, lambda line: datetime.fromisoformat(line["TIMESTAMP"])))
+    return [(time - times[0]).total_seconds() for time in times]
+
+
+def azure_lengths(folder: Path | None) -> list[int]:
+    return some([length for length in _azure(folder, lambda line: int(line["ContextTokens"])) if length > 0], AZURE)
+
+
+def mooncake_arrivals(folder: Path | None) -> list[float]:
+    times = [time for time, _ in _mooncake(folder)]
+    return [(time - times[0]) / 1e3 for time in times]
+
+
+def read_trace(folder: Path | None) -> list[Chain]:
+    """The blocks of each request of Mooncake's in the order of arrival."""
+    return [chain for _, chain in _mooncake(folder)]
+
+
+def _azure(folder: Path | None, take: Callable[[Mapping[str, str]], _T]) -> list[_T]:
+    path = _find(folder, AZURE)
+    lines = csv.DictReader(io.StringIO(read_text(path)))
+    return some([build(f"{path}, line {lines.line_num}", take, line) for line in lines], path)
+
+
+def _mooncake(folder: Path | None) -> list[tuple[int, Chain]]:
+    """Milliseconds of arrival and blocks, at least one, in order."""
+    path = _find(folder, MOONCAKE)
+    asked = [build(where, _request, record) for where, record in read_jsonl(path)]
+    return sorted(some(asked, path), key=lambda request: request[0])
+
+
+def _request(record: dict[str, object]) -> tuple[int, Chain]:
+    chain = tuple(typed(number, int) for number in typed(record["hash_ids"], list))
+    if not chain:
+        raise ValueError("hash_ids is empty")
+    return typed(record["timestamp"], int), chain
+
+
+def _find(folder: Path | None, file: str) -> Path:
+    if folder is None:
+        raise ConfigError(f"data: the trace is not on the hub; give a folder with {file}: --data-dir or LLMCACHE_DATA")
+    return find_file(folder, file)
