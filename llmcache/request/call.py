@@ -62,7 +62,7 @@ class Hit:
     fields: "Fields"  # its stored row of each output tensor
     padding: "Fields" = ()  # states of its padding, if the row is padded in the same way
     similarity: float | None = 1.0
-    answer: Floats | None = None  # signature (S,) of its answer; None for lossless hits
+    answer: Floats | None = None  # signature (S,) of its answer; approximate hits only
     share: float = 1.0  # risk of the hit over the limit, 0 to 1
 
 
