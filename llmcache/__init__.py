@@ -1,4 +1,4 @@
-"""llmcache makes Hugging Face transformers remember: earlier hidden states are reused where that is right.
+"""llmcache caches what Hugging Face transformers compute, and reuses hidden states of earlier requests.
 
 from llmcache import LLMCache
 
@@ -6,15 +6,15 @@ cache = LLMCache.wrap(model)          # exact repeats are served from memory
 outputs = cache(**inputs)             # or model(**inputs) under torch.inference_mode()
 print(cache.stats().hit_rate)
 
-A call goes from room to room; each says in its first lines what it does.
+Where to find the parts of a call:
 
 call     the order of a call's steps
-request  its arguments, its rows and their exact keys, or why it bypasses the cache
-bank     entries of earlier requests; policies say who leaves, stores keep them beyond memory
-prefix   what prompts begin with, in blocks of K/V
-decide   who may serve whom, and how risky that is: calibration chose the limit, audit watches
-engines  compute what nothing serves
-paper    the layer-wise cache of the paper (`tau`), which has a way of its own
+request  its arguments, its rows and their exact keys, or the reason for a bypass
+bank     entries of earlier requests; policies evict them, stores keep them beyond memory
+prefix   shared prefixes of prompts, in blocks of K/V
+decide   approximate hits and their risk: calibration chooses the limit, audit checks it
+engines  compute the rows without a hit
+paper    the layer-wise cache of the paper (`tau`), separate from the rest
 """
 
 from importlib import import_module

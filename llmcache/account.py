@@ -1,9 +1,9 @@
-"""Decides whether searching for approximate hits pays, from measured times of searches and of computing.
+"""Decides whether searching for approximate hits pays, from measured times of searching and computing.
 
-Calls are compared with others of about their length. Where searches cost more than their hits save, most calls of that
-length are not searched any more; one in 64 still is, so that the search comes back once it pays. Exact repeats are
-always looked up, and every miss is stored. On accelerators nothing is turned off: the time that computing takes is not
-known there without waiting for the device.
+Calls are grouped by length. If searches cost more than their hits save, most calls of that length are no longer
+searched; one in 64 still is, so that searching resumes once it pays. Exact repeats are always looked up, and every miss
+is stored. On accelerators searching is never turned off: the time of computing is unknown without waiting for the
+device.
 """
 
 import logging
@@ -16,36 +16,36 @@ from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
-_LEAST = 512  # requests that were searched for, before anything follows from them
-_WINDOW = 4096  # older ones fade
-_SELDOM = 64  # calls of which one is searched where that does not pay
-_SURE = 1.645  # standard deviations: the share of hits is larger by chance in one case of twenty
+_LEAST = 512  # searched requests before searching may be turned off
+_WINDOW = 4096  # requests; older ones fade
+_SELDOM = 64  # one call in 64 is searched while searching does not pay
+_SURE = 1.645  # standard deviations: a one-sided upper limit of 95 %
 
 
 @dataclass(slots=True)
 class _Length:
-    """Sums over calls of about one length; older calls fade."""
+    """Sums over the calls of one length group; older calls fade."""
 
-    n_rows: float = 0.0  # requests that were searched for
+    n_rows: float = 0.0  # searched requests
     n_hits: float = 0.0
     search_s: float = 0.0
     n_computed: float = 0.0
     computing_s: float = 0.0
-    n_skipped: int = 0  # calls in a row that were not searched
+    n_skipped: int = 0  # consecutive calls without a search
     is_off: bool = False
 
     @property
     def search_ms(self) -> float:
-        """Mean time of a search, in milliseconds a request."""
+        """Mean time of a search, in milliseconds per request."""
         return 1e3 * self.search_s / self.n_rows
 
     @property
     def computing_ms(self) -> float:
-        """Mean time of computing, in milliseconds a request."""
+        """Mean time of computing, in milliseconds per request."""
         return 1e3 * self.computing_s / self.n_computed
 
     def pays(self) -> bool:
-        """Whether the largest likely share of hits saves more than searches cost; True while too little is known."""
+        """Whether the largest likely hit rate saves more time than searches take; True while data are too few."""
         if self.n_rows < _LEAST or self.n_computed < _LEAST / 8:
             return True
         share = (self.n_hits + 1) / (self.n_rows + 2)
@@ -54,16 +54,16 @@ class _Length:
 
 
 class Account:
-    """The account of one wrapped model. Thread-safe."""
+    """Times of searching and computing of one wrapped model. Thread-safe."""
 
     def __init__(self) -> None:
-        """Begin with no times: all calls are searched."""
+        """Start without times: all calls are searched."""
         self._lengths: dict[int, _Length] = {}  # by `_length_of`
-        self._made: object = None  # the calibration that it is about
+        self._made: object = None  # the calibration that the times belong to
         self._lock = forkable(threading.Lock())
 
     def pays(self, call: Call) -> bool:
-        """Whether a call is to be searched for approximate hits."""
+        """Whether to search a call for approximate hits."""
         length = self._lengths.get(_length_of(call))
         if length is None or not length.is_off:
             return True
@@ -72,12 +72,12 @@ class Account:
             return length.n_skipped == 0
 
     def took(self, call: Call) -> None:
-        """Add the times of a call that has ended: its `search_s` and `computing_s`."""
+        """Add `search_s` and `computing_s` of a call that has ended."""
         if call.arguments["input_ids"].device.type != "cpu":
             return
         name = _length_of(call)
         with self._lock:
-            if call.made is not None and call.made is not self._made:  # what is known is of other sources
+            if call.made is not None and call.made is not self._made:  # the times belong to other sources
                 self._lengths, self._made = {}, call.made
             length = self._lengths.setdefault(name, _Length())
             if call.n_searched:
@@ -93,9 +93,9 @@ class Account:
             has_turned = length.is_off is length.pays()
             length.is_off ^= has_turned
         if has_turned:
-            self._tell(name, length)
+            self._log_switch(name, length)
 
-    def _tell(self, name: int, length: _Length) -> None:
+    def _log_switch(self, name: int, length: _Length) -> None:
         what = "is searched for in 1 of 64 calls" if length.is_off else "is searched for in all calls again"
         logger.warning(
             "llmcache: approximate reuse %s of up to %d tokens: %.1f %% of %d requests hit, a search takes %.2f ms, "
@@ -110,5 +110,5 @@ class Account:
 
 
 def _length_of(call: Call) -> int:
-    """Return the group of a call: log2 of its tokens a row, padding included, rounded up."""
+    """Return the length group of a call: log2 of the tokens per row, padding included, rounded up."""
     return int(call.arguments["input_ids"].shape[1] - 1).bit_length()

@@ -1,10 +1,10 @@
-"""Answers of a model as signatures, by which they are kept and compared.
+"""The answers of a model as signatures, which are stored and compared.
 
-The signature of a class is its number, of scores the scores, of an embedding the vector. An answer has changed if its
-signature has. Signatures are made from the model's output, or by a function that the user gives; those of embeddings
-from the payload, of which the embedding is made.
+The signature of a class is its number, that of scores the scores, that of an embedding the vector. An answer has
+changed if its signature has. Signatures are made from the model's output, or from the logits that the user's
+`answer_of` returns; signatures of embeddings from the payload, from which the embedding is computed.
 
-A forecast is the output that a fingerprint predicts before any layer has run: rough, but for this very request.
+A forecast is the output that a fingerprint predicts before any layer runs: rough, but specific to the request.
 
 Sizes: N requests, n answers, B rows, C logits, S width of a signature.
 """
@@ -21,15 +21,15 @@ from llmcache.arrays import Bools, Floats
 from llmcache.errors import ConfigError
 from llmcache.models.heads import Head
 
-_ALIKE = 0.98  # cosine at which two embeddings are the same answer
-_SHARE_OF_RANGE = 0.05  # by which two scores may differ
+_ALIKE = 0.98  # least cosine of two embeddings that are the same answer
+_SHARE_OF_RANGE = 0.05  # by which two equal scores may differ
 
 
 class Answers(ABC):
-    """A kind of answer. Most need no learning."""
+    """A kind of answer. Only some kinds learn from data."""
 
     name: str  # in settings
-    reads_payload = False  # it is made of the state that an entry keeps, not of the model's output
+    reads_payload = False  # signatures are made from the payload of an entry, not from the model's output
 
     @abstractmethod
     def sign(self, output: Tensor) -> Tensor:
@@ -39,26 +39,26 @@ class Answers(ABC):
         """Learn from signatures (N, S) of the first requests."""
 
     def state(self) -> dict[str, Floats]:
-        """What was learned."""
+        """Return what `learn` computed, as arrays by name."""
         return {}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up what was learned."""
+        """Restore the arrays that `state` returned."""
 
     @abstractmethod
     def agree(self, one: Floats, other: Floats) -> Bools:
-        """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
+        """Whether signatures (..., S) are the same answer, elementwise, bool (...); NaN agrees with nothing."""
 
     @abstractmethod
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """Return how well answers (n, S) fit the forecast of an output (C,), float32 (n,); the larger, the better.
+        """Return how well answers (n, S) fit the forecast of an output (C,), float32 (n,); larger is better.
 
-        Where answers are made from payloads, the forecast is of the payload. For the forecast class it is over 0.
+        If answers are made from payloads, the forecast is of the payload. The favour of the forecast class is over 0.
         """
 
 
 class Classes(Answers):
-    """One of C classes: that with the largest logit."""
+    """One of C classes: the class with the largest logit."""
 
     name = "class"
 
@@ -72,14 +72,14 @@ class Classes(Answers):
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return each class's logit minus the largest of the others."""
         known = signatures[:, 0]
-        classes = np.where(known == known, known, 0).astype(np.int64)  # whatever, where an answer is not known
+        classes = np.where(known == known, known, 0).astype(np.int64)  # any class if the answer is unknown (NaN)
         second, first = np.partition(forecast, -2)[-2:]
         margin: Floats = forecast[classes] - np.where(classes == forecast.argmax(), second, first)
         return margin
 
 
 class Labels(Answers):
-    """A set of C labels: those with a logit over 0."""
+    """A set of C labels: the labels with a logit over 0."""
 
     name = "labels"
 
@@ -91,13 +91,13 @@ class Labels(Answers):
         return same
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """Return the smallest margin among the labels, negative where one is on the wrong side."""
+        """Return the smallest margin among the labels, negative if a label is on the wrong side."""
         least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
         return least
 
 
 class Scores(Answers):
-    """Numbers: the same while none differs by more than a twentieth of the range that the first requests spanned."""
+    """Numbers: the same answer if no score differs by more than a twentieth of its range over the first requests."""
 
     name = "score"
 
@@ -141,7 +141,7 @@ class Embeddings(Answers):
         return same
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """Cosine."""
+        """Return the cosine."""
         cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
         return cosine
 
@@ -152,9 +152,12 @@ Reading = Callable[[Any], Tensor]
 
 
 def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
-    """Return a model's kind of answers: a key of `ANSWERS`, or `auto`, which follows the head.
+    """Return a model's kind of answers; `name`: a key of `ANSWERS`, or `auto`, which follows the head.
 
-    Under an unknown head, answers are taken for embeddings, the strictest kind.
+    Answers of an unknown head are taken as embeddings, the strictest kind.
+
+    Raises:
+        ConfigError: The name is unknown.
     """
     if name == "auto":
         config = getattr(model, "config", None)
@@ -170,7 +173,11 @@ def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
 
 
 def read_logits(output: Any) -> Tensor:
-    """Return logits (B, C) from a model's output: the tensor itself, its `logits`, or the first of a tuple."""
+    """Return logits (B, C) from a model's output: the tensor itself, its `logits`, or the first of a tuple.
+
+    Raises:
+        TypeError: None of them is a 2-D floating-point tensor.
+    """
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif isinstance(output, tuple):

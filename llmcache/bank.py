@@ -1,6 +1,6 @@
-"""Stored requests by exact key, within budgets of bytes and entries. One lock a call, whatever the batch.
+"""Stored requests by exact key, within budgets of bytes and entries. A call takes the lock once for all its rows.
 
-The only place that evicts. Entries are never written to: serving copies them.
+The bank alone evicts entries. Stored tensors are never written to: serving copies them.
 """
 
 import logging
@@ -21,12 +21,12 @@ from llmcache.request.rows import Row, Scope
 from llmcache.stacks import pack, unpack
 from llmcache.threads import forkable
 
-if TYPE_CHECKING:  # asked for what is not in memory; it fills the bank
+if TYPE_CHECKING:  # it imports this module
     from llmcache.stores.entries import StoredEntries
 
 logger = logging.getLogger("llmcache")
 
-_MANY = 32  # entries that left before they were ever hit, from which it is told
+_MANY = 32  # entries evicted without a hit, from which on a warning is logged
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +35,13 @@ class Entry:
 
     Attributes:
         key: Its exact key.
-        scope: Namespace, weights and all else but tokens that decides its states.
-        fields: Its row of each tensor of the trunk's output; of hidden states the payload. See `Packing.take`.
-        padding: One tensor (T - n, D) a field of states: those of padding. Empty if there is none, or none is kept.
+        scope: Namespace, weights and everything else but tokens that its states depend on.
+        fields: Its row of each tensor of the trunk's output; the payload of hidden states. See `Packing.take`.
+        padding: The states of padding, one tensor (T - n, D) per field of states. Empty without padding, or if it is
+            not kept.
         layout: Digest of the padded row, if padding is kept and the key does not cover it; else b"". Only a row with
             the same `layout` gets `padding` back.
-        was_hit: It has served a request.
+        was_hit: Whether it has served a request.
         nbytes: Bytes of `fields` and `padding`.
     """
 
@@ -63,7 +64,7 @@ class Entry:
 
     @classmethod
     def of(cls, key: str, scope: Scope, tensors: Mapping[str, Tensor], layout: str) -> "Entry":
-        """Make an entry from its `tensors`, and its layout in hexadecimal."""
+        """Return an entry from its `tensors` and the hexadecimal form of its layout."""
         n_fields = sum(name.startswith("field") for name in tensors)
         fields = tuple(tensors[f"field{i}"] for i in range(n_fields))
         padding = tuple(tensors[f"padding{i}"] for i in range(len(tensors) - n_fields))
@@ -71,7 +72,7 @@ class Entry:
 
 
 class Bank:
-    """Entries by key, and their eviction: each namespace has a share of the budget of its own. Thread-safe."""
+    """Stores entries by key and evicts them; each namespace has its own share of the budget. Thread-safe."""
 
     def __init__(
         self,
@@ -80,20 +81,20 @@ class Bank:
         max_entries: int | None = None,
         make_way: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin empty.
+        """Start empty.
 
         Args:
-            make_policy: Makes a policy, which is called under the bank's lock.
-            max_bytes: Budget of all entries' `nbytes`.
+            make_policy: Makes a policy; its methods are called under the bank's lock.
+            max_bytes: Budget for the sum of the entries' `nbytes`.
             max_entries: Most entries; None: no limit.
-            make_way: Called after each `put` and `pin`, without the lock: blocks that share the budget leave as needed.
+            make_way: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
         """
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self._shares = Shares(make_policy)
         self._make_way = make_way
         self._entries: dict[str, Entry] = {}
-        self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
+        self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
         self._n_clears = Counter[str]()
         self._n_clears_of_all = 0
         kind = type(make_policy())
@@ -103,13 +104,14 @@ class Bank:
         self.n_evicted = 0
         self.n_expelled = 0
         self._n_untrimmed = 0  # entries stored since the heap was last trimmed
-        self._n_hits = self._n_in_vain = 0  # entries that served, and that left without having served
+        self._n_hits = self._n_unused = 0  # entries that were hit; entries evicted without a hit
         self._has_warned = False
-        #: Told the key of each entry that has left and was not pinned, under the lock.
+        #: Called under the lock with the key of each removed entry that was not pinned.
         self.on_leave: Callable[[str], object] = lambda key: None
-        self._pinned: set[str] = set()  # leave by `clear` and `forget` alone; the policy does not know them
+        self._pinned: set[str] = set()  # removed only by `clear` and `forget`; unknown to the policy
         self._pinned_nbytes = 0
-        self.unconfirmed: dict[str, Mark] = {}  # mark of the weights before entries that serve once they are confirmed
+        #: By key, for entries that serve only once confirmed: mark of the weights before they were computed.
+        self.unconfirmed: dict[str, Mark] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -118,7 +120,7 @@ class Bank:
         return key in self._entries
 
     def find(self, rows: Sequence[Row]) -> list[Entry | None]:
-        """The entry of each row of a call, None where there is none."""
+        """Return the entry of each row, or None, and tell the policy of the hits."""
         with self._lock:
             if self.expires:
                 self._expire()
@@ -127,7 +129,7 @@ class Bank:
                 entry = held.get(row.again) if row.again else None
                 entry = held.get(row.key) if entry is None else entry
                 if entry is not None:
-                    self._use(entry)
+                    self._record_hit(entry)
                 found.append(entry)
             return found
 
@@ -136,10 +138,10 @@ class Bank:
         with self._lock:
             for key in keys:
                 if (entry := self._entries.get(key)) is not None:
-                    self._use(entry)
+                    self._record_hit(entry)
 
     def pin(self, entries: Sequence[Entry]) -> bool:
-        """Store entries that no policy may evict until `release`; return False, and store none, if they do not fit."""
+        """Store entries that are not evicted until `release`. Return False, and store none, if they do not fit."""
         with self._lock:
             nbytes = sum(entry.nbytes for entry in entries)
             if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):
@@ -157,22 +159,22 @@ class Bank:
         return True
 
     def release(self) -> None:
-        """Let pinned entries leave again, as if they had just been stored."""
+        """Unpin all entries and hand them to the policy, as if just stored."""
         with self._lock:
             pinned, self._pinned, self._pinned_nbytes = self._pinned, set(), 0
             for key in pinned:
-                self._take_in(self._entries[key])
+                self._admit(self._entries[key])
 
     def is_pinned(self, key: str) -> bool:
-        """Whether an entry does not leave for others."""
+        """Whether an entry is pinned."""
         return key in self._pinned
 
     def confirm(self, entries: Mapping[str, Mark], mark: Mark | None) -> None:
-        """Keep entries that were put with this mark of the weights, and forget those put with others.
+        """Confirm entries that were put with this mark of the weights, and forget those put with another.
 
         Args:
-            entries: A copy of `unconfirmed`, from before it was seen that the weights still have this mark.
-            mark: None: they have another one.
+            entries: A copy of `unconfirmed`, made before the weights were checked.
+            mark: The mark that the check found unchanged; None: the weights have changed.
         """
         with self._lock:
             for key, before in entries.items():
@@ -184,14 +186,14 @@ class Bank:
     def put(
         self, entries: Iterable[Entry], generation: int, cost: float | None = None, mark: Mark | None = None
     ) -> int:
-        """Store entries of one call, unless their namespace was cleared since; returns how many are too large.
+        """Store entries of one call, unless their namespace was cleared since; return how many are too large.
 
         Args:
-            entries: Of one namespace; given away.
-            generation: Of that namespace, when the call began.
-            cost: Cost of computing each, see `Policy.on_cost`; None: not known.
-            mark: Of the weights before they were computed, where nobody has looked since whether these have changed:
-                whoever is to be served by them looks, and calls `confirm`. None: they have not.
+            entries: Entries of one namespace, now owned by the bank.
+            generation: `generation` of that namespace when the call began.
+            cost: Cost of computing each entry, see `Policy.on_cost`; None: unknown.
+            mark: Mark of the weights before the entries were computed, if the weights were not checked since: the
+                entries then serve only after `confirm`. None: the weights were unchanged.
         """
         n_too_large = n_stored = 0
         with self._lock:
@@ -211,7 +213,7 @@ class Bank:
                 self.nbytes += entry.nbytes
                 if mark is not None:
                     self.unconfirmed[entry.key] = mark
-                self._take_in(entry)
+                self._admit(entry)
                 n_stored += 1
                 if cost is not None and self.heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
@@ -223,16 +225,16 @@ class Bank:
         return n_too_large
 
     def generation(self, namespace: str) -> int:
-        """How often a namespace was cleared, alone or with all others."""
+        """Return how often a namespace was cleared, alone or with all others."""
         return self._n_clears_of_all + self._n_clears[namespace]
 
     def namespaces(self) -> list[str]:
-        """Namespaces with entries."""
+        """Return the namespaces with entries."""
         with self._lock:
             return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget the entries of a namespace (None: all); return how many they were."""
+        """Remove the entries of a namespace (None: all), pinned ones too; return their number."""
         with self._lock:
             if namespace is None:
                 self._n_clears_of_all += 1
@@ -242,15 +244,15 @@ class Bank:
             return self.forget([*self._shares.keys(namespace), *pinned])
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Forget entries by key; returns how many were there."""
+        """Remove entries by key, pinned ones too; return how many were held."""
         with self._lock:
             held = [key for key in keys if key in self._entries]
             for key in held:
-                self._leave(key)
+                self._drop(key)
             return len(held)
 
     def entries(self) -> list[Entry]:
-        """All entries, as they are at one moment, oldest first."""
+        """Return a snapshot of all entries, oldest first."""
         with self._lock:
             if self.expires:
                 self._expire()
@@ -259,14 +261,14 @@ class Bank:
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """Return key, scope, layout and tensors of each entry for these weights; pinned ones are left out."""
+        """Return key, scope, layout and tensors of each entry for these weights, except pinned or unconfirmed ones."""
         left_out = self._pinned | self.unconfirmed.keys()
         entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in left_out]
         about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
-        return pack([(one.tensors, told) for one, told in zip(entries, about, strict=True)])
+        return pack([(one.tensors, fields) for one, fields in zip(entries, about, strict=True)])
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Store what `state` returned, oldest first, as far as it fits."""
+        """Store the entries that `state` returned, oldest first, as far as they fit."""
         for own, (key, scope, layout) in unpack(meta, tensors):
             entry = Entry.of(key, Scope(*scope), own, layout)
             self.put([entry], self.generation(entry.scope.namespace))
@@ -284,40 +286,40 @@ class Bank:
         return is_over and len(self._entries) > len(self._pinned)
 
     def _evict(self, key: str) -> None:
-        self._n_in_vain += not self._entries[key].was_hit
-        self._leave(key)
+        self._n_unused += not self._entries[key].was_hit
+        self._drop(key)
         self.n_evicted += 1
-        if not self._has_warned and self._n_in_vain >= _MANY and self._n_in_vain > self._n_hits:
+        if not self._has_warned and self._n_unused >= _MANY and self._n_unused > self._n_hits:
             self._has_warned = True
             logger.warning(
-                "llmcache: %d stored requests left before they were ever asked again, for lack of room (max_bytes=%d "
+                "llmcache: %d stored requests were evicted before they were ever hit, for lack of room (max_bytes=%d "
                 "holds %d of them): raise max_bytes, keep less of each (payload), or set policy='s3_fifo'",
-                self._n_in_vain,
+                self._n_unused,
                 self.max_bytes,
                 len(self._entries) + 1,
             )
 
     def _expire(self) -> None:
         for key in self._shares.expired():
-            self._leave(key)
+            self._drop(key)
             self.n_expelled += 1
 
-    def _use(self, entry: Entry) -> None:
+    def _record_hit(self, entry: Entry) -> None:
         if entry.key not in self._pinned:
             self._shares.policies[entry.scope.namespace].on_hit(entry.key)
         if not entry.was_hit:
             entry.was_hit = True
             self._n_hits += 1
 
-    def _take_in(self, entry: Entry) -> None:
+    def _admit(self, entry: Entry) -> None:
         self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
         try:
             self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
-        except BaseException:  # nobody would ever let it leave
-            self._leave(entry.key)
+        except BaseException:  # the policy would never evict it
+            self._drop(entry.key)
             raise
 
-    def _leave(self, key: str) -> None:
+    def _drop(self, key: str) -> None:
         is_pinned = key in self._pinned
         self._remove(key)
         if not is_pinned:
@@ -336,7 +338,7 @@ class Bank:
 
 
 class Exact:
-    """Serves a request from the entry under its own key. Lossless."""
+    """The rung `exact`: serves a request from the entry under its own key. Lossless."""
 
     name = "exact"
     is_lossless = True

@@ -1,4 +1,4 @@
-"""`LLMCache`: what a user holds. `core` puts its parts together, with `tau` `paper` does; `call` tells how calls go."""
+"""`LLMCache`, the public facade. `core` builds its parts (with `tau`, `paper` does); `call` has the path of a call."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,10 +33,10 @@ from llmcache.stats import Stats
 
 
 class LLMCache:
-    """The cache of one wrapped model. Made by `wrap`; `unwrap` takes it off again.
+    """The cache of one wrapped model. Made by `wrap`, removed by `unwrap`.
 
-    The model is used as before, from any number of threads. Lossless rungs are on from the start; approximate reuse
-    begins with a calibration (`calibrate`, or `learn` in the settings), or with a threshold `tau` of one's own choice.
+    The model is called as before, from any number of threads. Lossless rungs are on from the start. Approximate reuse
+    begins with a calibration (`calibrate`, or `learn` in the settings), or with a threshold `tau` that you choose.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class LLMCache:
         answer_of: Reading = read_logits,
         rungs: Sequence[Callable[[Bank], Rung]] = (),
     ) -> None:
-        """Use `wrap` or `load`."""
+        """Use `wrap` or `load` instead."""
         self.model = model
         self.config = config
         self._tokenizer = tokenizer
         self._way: Core | Layerwise
-        self._forward: Any  # what holds the context of calls
+        self._forward: Any  # the swap on the trunk's forward
         if config.tau is None:
             self._way = Core(model, config, tokenizer, answer_of, rungs)
             self._forward = self._way.forward
         elif rungs:
-            raise ConfigError(f"rungs with tau={config.tau}: the paper's cache serves alone; leave one of them out")
+            raise ConfigError(f"rungs with tau={config.tau}: the paper's cache takes no rungs; leave one of them out")
         else:
             self._way = self._forward = build_layerwise(model, config, tokenizer)
 
@@ -78,19 +78,19 @@ class LLMCache:
         rungs: Sequence[Callable[[Bank], Rung]] = (),
         **settings: Any,
     ) -> Self:
-        """Make a model remember.
+        """Wrap a model in a cache.
 
         Args:
             model: A transformers model with or without a head, or a sentence-transformers model. Changed in place until
                 `unwrap`.
             config: Settings, as `CacheConfig`, a mapping or the path of a YAML file.
-            tokenizer: Its special tokens are left out of fingerprints. Without one, those that the model's config
-                names, and for BERT's relatives the customary ids.
-            answer_of: `output -> logits (B, C)`: finds the answer in what the model returned, where it is neither a
-                tensor nor has `logits`. Decisions that compare answers use it.
-            rungs: Classes of your own, or functions that take the cache's `Bank` and return a `Rung`. They are asked
+            tokenizer: Fingerprints leave out its special tokens. Without a tokenizer they leave out those that the
+                model's config names, and for BERT-like models the usual ids.
+            answer_of: `output -> logits (B, C)`: reads the answer from the model's output, if that is neither a tensor
+                nor has `logits`. Used wherever answers are compared.
+            rungs: Your own rungs: classes or functions that take the cache's `Bank` and return a `Rung`. They are asked
                 after exact repeats and before approximate reuse.
-            **settings: Single settings, before those of `config`; see `CacheConfig`.
+            **settings: Single settings, which override those of `config`; see `CacheConfig`.
 
         Returns:
             The cache.
@@ -116,21 +116,21 @@ class LLMCache:
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
-        What was purged in its store since it was saved is left out, with a calibration that rests on it.
+        Entries purged from its store since the save are left out, and so is a calibration with such sources.
 
         Args:
-            model: As of `wrap`.
-            folder: That `save` wrote.
-            config: Settings in place of the saved ones, as of `wrap`; `policy`, `auto_bypass` and budgets may differ,
-                budgets of a calibrated cache be raised.
-            tokenizer: As of `wrap`.
-            answer_of: As of `wrap`.
-            rungs: As of `wrap`; a save does not keep them.
+            model: As for `wrap`.
+            folder: A folder that `save` wrote.
+            config: Settings that replace the saved ones, as for `wrap`. Only `policy`, `auto_bypass` and budgets may
+                differ; budgets of a calibrated cache may only be raised.
+            tokenizer: As for `wrap`.
+            answer_of: As for `wrap`.
+            rungs: As for `wrap`; `save` does not write them.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
             BankFileError: The folder is incomplete or damaged.
-            ConfigError: What was saved cannot be served with `config`.
+            ConfigError: The saved cache cannot be used with `config`.
             WrapError: The model is wrapped already.
         """
         given = None if config is None else CacheConfig.make(config)
@@ -149,14 +149,14 @@ class LLMCache:
         return cache
 
     def save(self, folder: str | Path) -> None:
-        """Write settings, entries and calibration to a folder, atomically; an earlier save there is replaced.
+        """Write settings, entries and calibration to a folder, atomically, replacing an earlier save there.
 
-        Threads and processes may save to one folder at once: one after the other does, and the last one stays. Only
-        files that `save` wrote are ever replaced or removed.
+        Threads and processes may save to one folder at once: saves are serialised, and the last one stays. Only files
+        that `save` wrote are ever replaced or removed.
 
         Raises:
-            StoreError: Writing failed, or the folder has a `manifest.json` that is none of ours. An earlier save is
-                still whole.
+            StoreError: Writing failed, or the folder has a `manifest.json` of another program. An earlier save is
+                intact.
         """
         self._way.save(folder, self.model, self.config, self._tokenizer)
 
@@ -171,29 +171,30 @@ class LLMCache:
         sources: Literal["frozen", "growing"] | None = None,
         seed: int = 0,
     ) -> Calibration:
-        """Turn approximate reuse on, as far as these requests show that it loses no more than allowed.
+        """Turn approximate reuse on, to the extent that these requests show its loss to be at most `max_drop`.
 
-        All of them are computed. Part of them serve from then on; what was calibrated before no longer does.
+        All requests are computed. Some of them become sources; an earlier calibration ends.
 
         Args:
-            requests: Tokenised inputs of the model, each with one request or several; or texts, if `wrap` was given the
-                tokenizer; none is cut. They must be drawn like the requests to come: the bound is on their kind.
-            labels: What each should be answered, in order: a class's number, or its name in the model's config.
+            requests: Tokenised inputs of the model, each with one or more requests; or texts, if `wrap` was given the
+                tokenizer. Texts are not truncated. Requests must be drawn like those to come: the bound is for them.
+            labels: The correct answer of each request, in order: a class number, or its name in the model's config.
             max_drop: Largest loss, a fraction of 1; None: as in the settings.
-            delta: Chance that it is larger all the same, over 0, under 1; None: as in the settings.
-            metric: `changed`: answers that are not what the model computes, as a share of all requests. `accuracy`:
-                right answers that become wrong, likewise; needs labels. Or a bounded `Metric` of your own.
-            sources: `frozen`, or `growing`: later misses serve, too, and no bound holds; None: as in the settings.
-            seed: Of the draw of the three parts.
+            delta: Probability that the loss is larger all the same, over 0, under 1; None: as in the settings.
+            metric: `changed`: answers that differ from the model's own, as a share of all requests. `accuracy`: correct
+                answers that become wrong, as a share of all requests; needs labels. Or a bounded `Metric` of your own.
+            sources: `frozen`, or `growing`: later misses become sources too, and no bound holds; None: as in the
+                settings.
+            seed: Seed of the split of the requests into three parts.
 
         Returns:
-            What was chosen, and what it rests on. Nothing is reused approximately where `chosen` is None.
+            The chosen limit and its evidence. If `chosen` is None, nothing is reused approximately.
 
         Raises:
-            CalibrationError: The requests cannot carry the claim (it says how many can), or one is nothing that the
-                model takes, or a label is unknown, or the metric failed. Nothing is reused approximately then.
-            ConfigError: A setting is wrong, or rules out a bound, or `recalibrate` is set and the metric needs labels;
-                what was calibrated before then stays.
+            CalibrationError: There are too few requests for the claim (the message says how many are enough), the model
+                rejects a request, a label is unknown, or the metric failed. Nothing is reused approximately then.
+            ConfigError: A setting is wrong or rules out a bound, or `recalibrate` is set and the metric needs labels.
+                An earlier calibration then stays.
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
@@ -201,16 +202,16 @@ class LLMCache:
         return self._core.learn().calibrate(requests, labels, claim)
 
     def observe(self, requests: Requests, *, labels: Sequence[Any] | None = None) -> list[Observation]:
-        """Compute requests, and keep all that a calibration looks at: `calibrated` tries many on one pass of the model.
+        """Compute requests once and return all that a calibration needs, so that `calibrated` can try many settings.
 
-        None is served, and none stored.
+        No request is served from the cache or stored.
 
         Args:
-            requests: See `calibrate`.
-            labels: Likewise.
+            requests: As for `calibrate`.
+            labels: As for `calibrate`.
 
         Raises:
-            CalibrationError: One could not be computed, or there are more or fewer labels than requests.
+            CalibrationError: A request could not be computed, or the number of labels differs from that of requests.
             ConfigError: A setting rules out a calibration.
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
@@ -219,13 +220,13 @@ class LLMCache:
 
     @property
     def calibrated(self) -> CalibratedReuse | None:
-        """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
+        """The steps of calibrated reuse, for replays. None before any request was observed or learned from."""
         calibrator = self._way.calibrator if isinstance(self._way, Core) else None
         return None if calibrator is None else calibrator.calibrated
 
     @property
     def calibration(self) -> Calibration | None:
-        """What approximate reuse rests on; None before one, and after a failure or a second alarm."""
+        """The calibration in force; None before the first, and after a failure or a second alarm."""
         return None if self.calibrated is None else self.calibrated.calibration
 
     def compile(
@@ -237,25 +238,26 @@ class LLMCache:
         backend: str | Callable[..., Any] = "inductor",
         max_padding: float = 0.5,
     ) -> None:
-        """Compile what calls compute: one graph of the trunk for each bucket of `rows` by `lengths`.
+        """Compile the trunk: one graph for each bucket of `rows` by `lengths`.
 
-        Decisions stay outside of the graphs. The rows of a call that nothing serves are padded to the smallest bucket
-        that holds them. All graphs are made and tried here, which takes seconds to minutes each; none is made in
-        service. Calls that keep K/V or bypass the cache run eagerly, and so do others that no graph fits, counted by
-        reason in `stats().compiled`. What graphs compute is stored apart from what the model computes: its states are
-        within 1e-4 of the largest (5e-2 below float32). Called again, it makes and counts anew. Not saved.
+        Lookups and decisions stay outside the graphs. The rows of a call without a hit are padded to the smallest
+        bucket that holds them. All graphs are made and tried here, which takes seconds to minutes each; none is made in
+        service. Calls that keep K/V or bypass the cache run eagerly, and so do calls that no graph fits, counted by
+        reason in `stats().compiled`. States computed by graphs are stored apart from the model's own, from which they
+        differ by at most 1e-4 of the largest state (5e-2 below float32). A second call compiles and counts anew. Graphs
+        are not saved.
 
         Args:
-            lengths: Tokens of a row, padding included; what is beyond the model's positions is left out.
+            lengths: Tokens of a row, padding included. Lengths beyond the model's positions are left out.
             rows: Rows of a call.
-            mode: Of `torch.compile`, for the backend `inductor`. Those with CUDA graphs serve this thread's calls only.
+            mode: Of `torch.compile`, for the backend `inductor`. With CUDA graphs, only this thread's calls use them.
             backend: Of `torch.compile`.
             max_padding: Largest share of a bucket's tokens that may be padding, 0 to 1; beyond it, calls run eagerly.
 
         Raises:
             ConfigError: An argument is wrong; the cache has `tau`; the model is in training mode; its rows affect each
-                other; a part's forward was replaced; or no bucket could be compiled. Earlier graphs stay then. Where
-                some could be compiled, failures are counted and logged.
+                other; a module's forward was replaced; or no bucket could be compiled. Earlier graphs then stay. If
+                only some buckets fail, the failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
         if self._core.installed.is_empty:
@@ -263,23 +265,23 @@ class LLMCache:
         self._core.compile(lengths, rows, mode, backend, max_padding)
 
     def unwrap(self) -> nn.Module:
-        """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
+        """Remove the cache from the model, restoring it exactly, and return the model. A second call does nothing.
 
-        What waits to be audited is dropped. A call that another thread is making ends with the answer that it would
-        have had; where layers were skipped that can no longer be stood in for, the model is run again for it.
+        Waiting audits are dropped. A call under way in another thread still returns the right answer; if its skipped
+        layers can no longer be replaced, the model is run again.
 
         Raises:
-            WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
+            WrapError: Another forward was put on top of one of the cache's; remove that, then call this again.
         """
         self._way.close()
         return self.model
 
     def drain(self) -> int:
-        """Do now the work that waits for a moment without calls, and return how many jobs this thread did.
+        """Do all background work now, and return how many jobs this thread did.
 
-        Jobs are hits that the audit drew, and renewals of a calibration. None is left or under way afterwards. Hits
-        that were served with other weights than the present ones wait until these are back. The call also waits for a
-        calibration that `learn` has begun and for writes to a store, and publishes or takes up a shared calibration.
+        A job is the audit of a hit or the renewal of a calibration. No job is waiting or under way afterwards, except
+        audits of hits served under other weights, which wait until those are back. This also waits for a calibration
+        that `learn` has begun and for writes to a store, and publishes or adopts a shared calibration.
         """
         return self._way.drain()
 
@@ -290,94 +292,92 @@ class LLMCache:
         self.unwrap()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model in inference mode, where the cache can serve."""
+        """Call the model in inference mode, in which the cache can serve."""
         with torch.inference_mode():
             return self.model(*args, **kwargs)
 
     def stats(self) -> Stats:
-        """Counters since wrapping or `restart_stats`, and what is held now."""
+        """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""
         return self._way.stats()
 
     def restart_stats(self) -> None:
-        """Count requests, hits and times in `stats` from here on, after a warm-up, say.
+        """Reset requests, hits and times in `stats`, after a warm-up, say.
 
-        Failures stay counted. What the bank, the audit, graphs and a store count goes on.
+        Failures stay counted, and so do the counts of the bank, the audit, graphs and a store.
         """
         self._way.restart_stats()
 
     @property
     def payload(self) -> str:
-        """What each entry keeps of a request's hidden states: `sequence`, `cls`, `last` or `mean`."""
+        """The hidden states that an entry keeps of a request: `sequence`, `cls`, `last` or `mean`."""
         return self._way.payload.name
 
     @property
     def last(self) -> tuple[Outcome, ...]:
-        """What became of each row of this thread's last call, in order.
+        """The outcome of each row of this thread's last call, in order.
 
-        Bypassed calls are recorded too, decode steps not: after `generate()` it tells of the last prefill. Empty before
-        the first call and after one that raised; of calls made within one another it tells of the outer one. Async
-        tasks of a thread share it: read it before an `await`.
+        Includes bypassed calls but not decode steps: after `generate()` it holds the last prefill. Empty before the
+        first call and after a call that raised. For nested calls it holds the outer one. Async tasks of a thread share
+        it: read it before an `await`.
         """
         outcomes: tuple[Outcome, ...] = self._forward.last
         return outcomes
 
     def clear(self) -> None:
-        """Forget all entries, and the calibration that rests on them; counters, and what codecs learned, stay.
+        """Forget all entries and the calibration. Counters and fitted codecs stay.
 
-        With a store, this holds for all caches that share it.
+        With a store, this applies to all caches that share it.
 
         Raises:
-            StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.
+            StoreError: The store could not be cleared. This cache's memory has been cleared all the same.
         """
         self._way.clear()
 
     def purge(self, *, namespace: str) -> int:
-        """Forget all entries of a namespace and return how many requests they were, of those in memory.
+        """Forget all entries of a namespace, and return how many requests were in memory.
 
-        A calibration that rests on any of them ends, and nothing is learned from them. With a store, that holds for
-        all caches that share it: none serves any of it once this has returned.
+        A calibration with sources in the namespace ends, and nothing more is learned from its requests. With a store,
+        this applies to all caches that share it: none serves any of these entries once this has returned.
 
         Raises:
-            StoreError: The store could not be purged. Nothing of it is in this cache's memory any more.
-            ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
+            StoreError: The store could not be purged. This cache's memory has been purged all the same.
+            ConfigError: `namespace` is not a plain `str`, or is not valid Unicode.
         """
         return self._way.clear(checked_namespace(namespace))
 
     def forget(self, *args: Any, **kwargs: Any) -> int:
-        """Forget what serves a call: a wrong answer, say. It takes what the model takes.
+        """Forget the entries that serve a call, because its answer is wrong, say. Takes the model's arguments.
 
-        Nothing is computed, but with `tau`, where the call is made to see what serves it at each layer.
+        Nothing is computed, except with `tau`: then the call is made, to find what serves it at each layer.
 
-        Its requests are computed when they come again, and remembered anew; of a prompt the blocks that it shares with
-        others go as well. Requests of others that served it approximately serve no other request from now on, and a
-        calibration stays. It holds for the namespace that it is called in and, with a store, for all caches that share
-        it.
+        The call's requests are computed and stored anew when they come again. For a prompt, blocks that it shares with
+        other prompts are forgotten too. Sources that served it approximately serve no other request from now on; the
+        calibration stays. Applies to the current namespace and, with a store, to all caches that share it.
 
         Returns:
             How many requests were in memory.
 
         Raises:
-            StoreError: The store could not forget them. They are in this cache's memory no more.
+            StoreError: The store could not forget them. This cache's memory has forgotten them all the same.
         """
         return self._way.forget(lambda: self(*args, **kwargs))
 
     @contextmanager
     def namespace(self, name: str, *, prefixes_from: str | None = None) -> Iterator[Self]:
-        """Within: requests are stored in, and served from, this namespace only, but for prefixes that may be shared.
+        """Within a `with` block, store requests in this namespace and serve them from it only.
 
-        Holds for this thread and async task, and for tasks begun in it. A thread started inside (an executor's, say)
+        Applies to this thread and async task, and to tasks started in it. A thread started inside (an executor's, say)
         begins in the default namespace: enter the namespace there, or run it in a copy of the context. Blocks may end
-        in any order; the last one that is still open holds. A generator that yields within one shares it with whoever
-        runs the generator.
+        in any order; the newest open block applies. A generator that yields within a block shares it with its caller.
 
         Args:
             name: The namespace.
-            prefixes_from: Another one, whose stored prefixes serve where they reach further: what all may know, such as
-                a system prompt. It is only read. What is computed after such a prefix is stored in `name`, with a copy
-                of the prefix, and whole requests are served from `name` alone.
+            prefixes_from: A second namespace, whose stored prefixes are used if they are longer: for public text such
+                as a system prompt. It is only read. Tokens computed after such a prefix are stored in `name`, with a
+                copy of the prefix, and whole requests are served from `name` alone.
 
         Raises:
-            ConfigError: A namespace is not a string, or one of a class of its own, or no Unicode text.
+            ConfigError: A namespace is not a plain `str`, or is not valid Unicode.
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
         with setting(self._forward.namespace, name):
@@ -390,59 +390,59 @@ class LLMCache:
     def look_up(self, batch: Mapping[str, Any]) -> Found:
         """Look a batch up without running the model.
 
-        Each part of the result can be run once, in the same namespace, without a second look-up. What was found is
-        dropped with the result, and looked up anew where weights, entries, calibration or inputs changed meanwhile.
-        Nothing is counted here; running a part counts its rows as usual. `last` is empty afterwards.
+        Each part of the result can be run once, in the same namespace, without a second lookup. Hits are discarded with
+        the result, and looked up again if weights, entries, calibration or inputs changed meanwhile. Nothing is counted
+        here; running a part counts its rows as usual. `last` is empty afterwards.
 
         Args:
-            batch: Tokenised inputs of the model by name: `input_ids` (B, T), and tensors (B, ...) or others.
+            batch: Tokenised inputs of the model by name: `input_ids` (B, T), other tensors (B, ...), other values.
 
         Returns:
-            Rows that are served and rows that are missing. Of calls that keep K/V, bypass the cache, or reach the trunk
-            with other tensors than those of the batch, all rows are missing.
+            The rows that the cache serves and the missing rows. All rows are missing if the call keeps K/V, bypasses
+            the cache, or reaches the trunk with tensors other than the batch's.
 
         Raises:
             ConfigError: There are no `input_ids`.
-            Exception: What the model raises for the batch before its layers run.
+            Exception: Any error that the model raises before its layers run.
         """
         return look_up(self.model, self._core.forward, batch)
 
     @contextmanager
     def only_if_cached(self) -> Iterator[Self]:
-        """Within: a call is answered from the cache, or raises before the layers run. Per thread and async task.
+        """Within a `with` block, answer calls from the cache or raise before the layers run. Per thread and async task.
 
-        A call that raised is not counted: the one that computes its requests counts them.
+        A call that raises is not counted: the later call that computes its requests is.
 
         Raises:
-            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it.
+            NotCachedError: In a call, if a request is not in the cache or the call must bypass it.
         """
         with setting(self._forward.is_only_if_cached, True):
             yield self
 
     @contextmanager
     def chunked(self, n_tokens: int, between: Callable[[], None]) -> Iterator[Self]:
-        """Within: what a prompt has left to run is run in chunks, and something is done between two of them.
+        """Within a `with` block, run the uncached part of a prompt in chunks, with a callback between two chunks.
 
-        Meant for servers, which let others have the model meanwhile. Holds for calls with a K/V cache and no mask; the
-        whole prompt is looked up and stored as ever, and outputs are those of one run within the last bits. A call that
-        bypasses the cache is run at once. Per thread and async task.
+        For servers, which run other requests between chunks. Applies to calls with a K/V cache and no mask. The whole
+        prompt is looked up and stored as usual; outputs differ from those of a single run in the last bits only. A call
+        that bypasses the cache is run at once. Per thread and async task.
 
         Args:
-            n_tokens: Of a chunk, at least 1.
-            between: Called in this thread, within the model's forward. What it raises ends the call, which leaves its
-                K/V cache empty and nothing stored.
+            n_tokens: Tokens per chunk, at least 1.
+            between: Called in this thread, within the model's forward. If it raises, the call ends with an empty K/V
+                cache and nothing stored.
 
         Raises:
-            ConfigError: A chunk has no token.
+            ConfigError: `n_tokens` is less than 1.
         """
         if n_tokens < 1:
-            raise ConfigError(f"n_tokens={n_tokens}: a chunk has 1 token at least")
+            raise ConfigError(f"n_tokens={n_tokens}: a chunk has at least 1 token")
         with setting(self._core.forward.chunks, Chunks(n_tokens, between)):
             yield self
 
     @contextmanager
     def disabled(self) -> Iterator[Self]:
-        """Within: the model computes as if it were not wrapped. Per thread and async task."""
+        """Within a `with` block, compute as if the model were not wrapped. Per thread and async task."""
         with setting(self._forward.is_disabled, True):
             yield self
 

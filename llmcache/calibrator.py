@@ -1,4 +1,4 @@
-"""Calibrates a wrapped model: runs requests through it, and lets what learns from them see what it answers."""
+"""Calibrates a wrapped model: runs requests through it, and passes its answers to the parts that learn from them."""
 
 import inspect
 import threading
@@ -50,7 +50,7 @@ from llmcache.threads import forkable
 
 
 class Calibrator:
-    """Of one cache. One thread at a time calibrates or observes; the others wait."""
+    """Calibrates the model of one cache. One thread at a time calibrates or observes; others wait."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Calibrator:
         answer_of: Reading,
         tier: Tier | None,
     ) -> None:
-        """Make the model ready to be calibrated. Nothing is reused approximately until it is.
+        """Install what a calibration needs. Nothing is reused approximately until the model is calibrated.
 
         Raises:
             ConfigError: A setting or the model rules out a calibration.
@@ -77,7 +77,7 @@ class Calibrator:
         """
         self._model, self._trunk, self._head, self._forward = model, trunk, head, forward
         self._installed, self._tokenizer = installed, tokenizer
-        # Reentrant: requests that are given may be made by observing others.
+        # Reentrant: the given iterable of requests may itself call `observe`.
         self._lock: AbstractContextManager[Any] = forkable(threading.RLock(), is_waited_for=False)
         check_settings(head, config)
         digest = weights.digest()
@@ -86,7 +86,7 @@ class Calibrator:
         names = _names(model)
         if config.audit and names is not None and "input_ids" not in names:
             raise ConfigError(
-                f"audit={config.audit.rate}: a hit is computed again from input_ids, which {type(model).__name__}."
+                f"audit={config.audit.rate}: the audit recomputes a hit from input_ids, which {type(model).__name__}."
                 f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set "
                 "audit=0"
             )
@@ -118,26 +118,26 @@ class Calibrator:
         forward.learn(self._observer, semantic, self.audit, self.sharing)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
-        """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
+        """Compute requests, learn from some of them, and choose the limit; see `LLMCache.calibrate`."""
         with self._lock:
             self._check_installed()
             self.calibrated.end()
             inputs = list(tokenised(requests, self._tokenizer, self._trunk))
             n = sum(map(n_rows, inputs))
-            told = numbered(labels, n, self._model)
+            known = numbered(labels, n, self._model)
             check_size(n, risk_target.max_drop, risk_target.delta, risk_target.metric)
-            # What the first answer can tell is not told after minutes of computing the others.
+            # The first answer alone shows some errors: raise them before computing the rest takes minutes.
             first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
-            self.calibrated.check(first[0], told, risk_target)
+            self.calibrated.check(first[0], known, risk_target)
             observed = self._observe(inputs)
-            with self.calibrated.held():  # no purge comes between
-                made = self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, told)), risk_target)
+            with self.calibrated.held():  # no purge in between
+                made = self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, known)), risk_target)
             if self.sharing is not None:
                 self.sharing.settle()
             return made
 
     def _observe(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
-        """Compute requests, texts of one length together, and return them in order."""
+        """Compute requests, batched by length, and return their observations in order."""
         from tqdm.auto import tqdm
 
         observed: list[Observation] = []
@@ -148,7 +148,7 @@ class Calibrator:
                 except CalibrationError:
                     if len(numbers) == 1:
                         raise
-                    # One of them is to blame, and it may be that the model takes no batches.
+                    # Find the request that fails, or the model takes no batches: compute one by one.
                     singly = (
                         collect(self._compute, self._observer, [inputs[n]], n, is_learned_from=True) for n in numbers
                     )
@@ -158,17 +158,17 @@ class Calibrator:
                         case.number = number
                 observed += cases
                 bar.update(len(numbers))
-        return sorted(observed, key=lambda case: case.number)  # rows of one request stay in order
+        return sorted(observed, key=lambda case: case.number)  # a stable sort: rows of one input stay in order
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
-        """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
+        """Compute requests and return their observations; see `LLMCache.observe`."""
         with self._lock:
             self._check_installed()
             observed = self._observe(list(tokenised(requests, self._tokenizer, self._trunk)))
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
     def forget(self, namespace: str | None) -> None:
-        """Learn nothing from requests of a namespace, None: of all, and serve none from them."""
+        """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
         self.calibrated.forget(namespace)
         self.calibrated.fitter.sources.forget(namespace)
 
@@ -177,7 +177,7 @@ class Calibrator:
             raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
 
     def _compute(self, inputs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
-        """Call a model with tokenised inputs, which sentence-transformers takes in one argument."""
+        """Return the model's output for tokenised inputs, which sentence-transformers takes as one dict."""
         model = self._model if model is None else model
         with torch.inference_mode():
             return model(dict(inputs)) if self._head.name == "sentence embedding" else model(**inputs)
@@ -187,10 +187,10 @@ class Calibrator:
             return self._compute(inputs, self._without_hooks(engine))
 
     def _without_hooks(self, engine: str) -> nn.Module:
-        """A model of the same tensors that the cache sees, and hooks of users do not; it gives way to calls."""
+        """Return a twin of the model that shares its tensors, without user hooks. Its layers yield to calls."""
         try:
             replicas = make_replicas(self._model)
-        except ConfigError:  # only the model itself computes as it does
+        except ConfigError:  # this model has no faithful twin
             return self._model
         trunk = self._trunk
         for layer in set(trunk.layers):
@@ -206,13 +206,13 @@ class Calibrator:
             self.audit.worker.give_way()
 
     def _watch(self, model: nn.Module, trunk: Trunk, forward: CachedForward, is_kept: bool = True) -> None:
-        """See what the whole model puts out.
+        """Swap the model's forward, so that the observer gets its output.
 
         Raises:
-            ConfigError: The model is its trunk, which puts out states and no answer.
+            ConfigError: The model is its trunk, which returns states and no answer.
         """
         if model is trunk.module:
-            raise ConfigError("answer: a model without a head puts out states and no answer; leave it 'auto'")
+            raise ConfigError("answer: a model without a head returns states and no answer; leave it 'auto'")
         swap = ModelForward(model, forward)
         if is_kept:
             self._installed.add(swap.remove)
@@ -223,7 +223,7 @@ def _labelled(observed: Sequence[Observation], labels: Sequence[Any]) -> list[Ob
 
 
 def _names(model: nn.Module) -> set[str] | None:
-    """What a model may be passed by name; None: anything."""
+    """Return the argument names of a model's forward; None: any (`**kwargs`)."""
     parameters = inspect.signature(model.forward).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return None if takes_all else {parameter.name for parameter in parameters}
@@ -233,7 +233,7 @@ def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate
     if config.gate is False:
         return None
     if tokenizer is None:
-        raise ConfigError(f"gate={config.gate}: it compares words, so give wrap() the tokenizer")
+        raise ConfigError(f"gate={config.gate}: the gate compares words, so give wrap() the tokenizer")
     options = {} if config.gate is True else config.gate
     try:
         return ContentGate(tokenizer, id_dtype(vocabulary_size(trunk)), **options)
@@ -249,7 +249,7 @@ def make_claim(
     sources: Growth | None,
     seed: int,
 ) -> RiskTarget:
-    """What a calibration is to show; what is None is as in the settings."""
+    """Return the risk target of a calibration; arguments that are None come from the settings."""
     risk_target = RiskTarget(
         config.max_drop if max_drop is None else max_drop,
         config.delta if delta is None else delta,
@@ -259,7 +259,7 @@ def make_claim(
     )
     if config.recalibrate is not None and risk_target.metric != "changed":
         raise ConfigError(
-            f"recalibrate={config.recalibrate} with metric {risk_target.name!r}: requests in service come without "
+            f"recalibrate={config.recalibrate} with metric {risk_target.name!r}: requests in service have no "
             "labels; use metric 'changed', or leave recalibrate out"
         )
     return risk_target

@@ -1,11 +1,11 @@
-"""A call of the trunk, from the caller's arguments to its output. Nothing else knows the order of its steps.
+"""A call of the trunk, from the caller's arguments to its output. Only this module knows the order of the steps.
 
-    open      read the arguments: rows with keys, or the reason for a bypass
-    look_up   ask the rungs, safest first, which rows stored requests serve; let the audit draw among approximate hits
-    answer    run the trunk for the rows that are left, and put the output together
-    close     store computed rows, count, note the outcome of each row, show the answers to whoever learns
+    open      read the arguments: rows with exact keys, or the reason for a bypass
+    look_up   ask the rungs for hits, safest first; the audit then draws among the approximate hits
+    answer    run the trunk on the rows without a hit, and assemble the output
+    close     store computed rows, update counters, record each row's outcome, pass answers to the observer
 
-Failures of the cache are counted, logged once, and computed around. Errors of the model are raised as without a cache.
+A failure of the cache is counted and logged, and the call is computed. Errors of the model are raised unchanged.
 """
 
 import threading
@@ -52,12 +52,12 @@ from llmcache.request.variables import Switches, setting
 from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
-_MOST_SCOPES = 256  # that are remembered
+_MOST_SCOPES = 256  # scopes kept for each state of the trunk
 _REASON = attrgetter("bypass_reason")
 
 
 class CachedForward(Swap, Switches):
-    """Stands in for the trunk's forward. One per wrapped model. Thread-safe."""
+    """Replaces the trunk's forward. One per wrapped model. Thread-safe."""
 
     is_of_trunk = True
 
@@ -77,7 +77,7 @@ class CachedForward(Swap, Switches):
         device: torch.device | None = None,
         is_exact: bool = True,
     ) -> None:
-        """Take the place of the trunk's forward."""
+        """Replace the trunk's forward."""
         super().__init__(trunk.module, self)
         self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
         self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
@@ -85,8 +85,8 @@ class CachedForward(Swap, Switches):
         self._forms = Forms(trunk, self.arguments, coupling, reader, not payload.fits_any_length)
         self._observed = head.observed if payload.fits_any_length else None
         self._is_pooled = head.pooled is not None and payload.fits_any_length
-        #: What outputs are made of, by kind.
-        self.packings = Kinds[Packing](Packing.describe, lambda told: Packing.read(told, payload))
+        #: How to store and assemble the trunk's output, by kind of call.
+        self.packings = Kinds[Packing](Packing.describe, lambda described: Packing.read(described, payload))
         self._tier = tier
         self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
         self.rungs: Sequence[Rung] = (Exact(bank, self._stored),) if is_exact else ()  # safest first
@@ -99,9 +99,9 @@ class CachedForward(Swap, Switches):
         self._observer: Observer | None = None
         self._semantic: Semantic | None = None
         self._audit: Audit | None = None
-        self._worker: AbstractContextManager[object] = nullcontext()  # of the audit, if that is on
+        self._worker: AbstractContextManager[object] = nullcontext()  # the audit's, if the audit is on
         self._sharing: SharedCalibration | None = None
-        self.account: Account | None = None  # None: searches that do not pay are made all the same
+        self.account: Account | None = None  # None: search in every call
         self.is_retired = False
         self._local = threading.local()
         self.prepared = Prepared()
@@ -109,20 +109,20 @@ class CachedForward(Swap, Switches):
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
-        #: Takes from the head how many of the last columns it is about to read. None: maybe all, or it has run.
+        #: Called around a language-model head: how many of the last columns it reads. None: unknown, or it has run.
         self.reads_last = self.n_read.set
-        #: Within a sentence-transformers forward: takes functions that compute the states a hit left out. Else None.
+        #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
-        #: Within the whole model's forward: trunk calls that were closed, to be observed with its output. Else None.
+        #: Within the whole model's forward: closed trunk calls, to be observed with its output. Else None.
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
     def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
-        """Add the rung `semantic`, asked last, and who learns from calls. Without a calibration it serves nothing."""
+        """Add the rung `semantic`, last, with its observer, audit and sharing. It serves only with a calibration."""
         self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
         self._worker, self.rungs = audit.worker if audit.is_on else self._worker, (*self.rungs, semantic)
 
     def on(self, trunk: Trunk, engine: str) -> "CachedForward":
-        """Stand in for a twin of the trunk, whose calls are keyed by this engine, observed and never stored."""
+        """Replace the forward of a twin of the trunk: its calls are keyed by `engine`, observed, and never stored."""
         other = CachedForward(
             trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
         )
@@ -137,14 +137,14 @@ class CachedForward(Swap, Switches):
         return outcomes
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the trunk's output: stored rows from memory, the others computed."""
+        """Return the trunk's output: hits from memory, other rows computed."""
         if self.is_retired:
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if not (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):  # that leaves no graph
+            if not (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):  # no graph breaks
                 self._count_compiled(args, kwargs)
             return self.original(*args, **kwargs)
-        # Some calls are computed to be observed: nothing serves them, and nothing of them is stored.
+        # Calls made to be observed are computed in full and not stored.
         is_collecting = self._observer is not None and self._observer.collected.get() is not None
         with nullcontext() if is_collecting else self._worker:
             before, call = getattr(self._local, "last", ()), self.open(args, kwargs, is_collecting)
@@ -159,17 +159,17 @@ class CachedForward(Swap, Switches):
                     self._local.last = ()
                 raise
             self.close(call, output)
-            if call.reason == "decode":  # `last` keeps the outcome of the prefill that this step belongs to
+            if call.reason == "decode":  # `last` keeps the outcome of the prefill
                 self._local.last = before
             return output
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_collected: bool = False) -> Call:
-        """Read a call: its rows with their keys, or the reason for a bypass."""
+        """Return a `Call` with its rows and their keys, or with the reason for a bypass."""
         call = Call(args, kwargs, self.namespace.get(), is_collected)
         call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
-        self.n_read.set(None)  # the head set it for its own trunk call, the first to come; later ones read None
+        self.n_read.set(None)  # the head set it for its own trunk call, which is the first
         try:
             call.reason = self._read(call)
         except Exception as error:
@@ -182,7 +182,7 @@ class CachedForward(Swap, Switches):
         """Fill the call's fields; return the reason for a bypass, or None."""
         weights, pooled = self._weights, self._head.pooled
         if torch.is_grad_enabled():
-            weights.suspect()  # an optimizer may write them from now on
+            weights.suspect()  # an optimizer may write to them from now on
         if self.is_disabled.get():
             return "disabled"
         if reason := find_reason_now(self._trunk):
@@ -190,9 +190,9 @@ class CachedForward(Swap, Switches):
         if self._is_pooled and self.pooled.get() is None and not call.is_collected:
             return "token_states"
         if self._tier is not None:
-            self._tier.follow()  # purges come first
+            self._tier.follow()  # apply purges by other processes first
             call.number = self._tier.number(call.namespace)
-        # A miss need not look at weights that seldom change: the next hit finds whether they were others by then.
+        # A miss may skip the check of steady weights: its entry serves only after a later check (`Bank.confirm`).
         call.may_wait = not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager
         unconfirmed, look = dict(self._bank.unconfirmed), weights.look(call.may_wait)
         if look.refusal is not None:
@@ -219,13 +219,13 @@ class CachedForward(Swap, Switches):
         named = call.namespace, look.digest, autocast, form.attention, call.engine.name
         call.scope = state.scopes.get(named)
         if call.scope is None:
-            if len(state.scopes) >= _MOST_SCOPES:  # a namespace for each session, say
+            if len(state.scopes) >= _MOST_SCOPES:  # e.g. one namespace per session
                 state.scopes.clear()
             call.scope = state.scopes[named] = Scope(*named)
         if self._sharing is not None and not call.is_collected:
             self._sharing.step(call.scope, call.number)
         call.kind = (look.digest, autocast, *form.kind)
-        if self.packings.get(call.kind, True) is None:  # seen before, and cannot be packed; a kind not seen yet passes
+        if self.packings.get(call.kind, True) is None:  # known as unpackable; an unknown kind passes
             return "more_output"
         call.generation = self._bank.generation(call.namespace)
         call.is_whole = bool(state.coupling)
@@ -242,7 +242,7 @@ class CachedForward(Swap, Switches):
         return None
 
     def _may_serve(self, known: Call) -> bool:
-        """Whether a prepared call may be served: same calibration, its sources serve, its entries are in the bank."""
+        """Whether a prepared call is still valid: same calibration, sources may serve, entries in the bank."""
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
         return all(hit.rung != "exact" or hit.source in self._bank for hit in known.hits.values())
@@ -250,16 +250,16 @@ class CachedForward(Swap, Switches):
     # -- look up -------------------------------------------------------------------------------------------------------
 
     def look_up(self, call: Call) -> bool:
-        """Find hits for the rows of a call; False, and none, if the weights are not those that it was opened for.
+        """Find hits for the rows of a call. Return False, without hits, if the weights changed since it was opened.
 
         Raises:
-            NotCachedError: Within `only_if_cached`, a row has no hit, or the call bypasses the cache.
+            NotCachedError: Within `only_if_cached`, a row has no hit or the call bypasses the cache.
         """
         if call.reason is None and not call.is_collected:
             started = perf_counter()
             try:
                 if not call.is_looked_up:
-                    self._ask(call)
+                    self._ask_rungs(call)
                 is_sure = not call.hits or (call.is_looked_at and not self._bank.unconfirmed)
                 if not is_sure and not self._are_unchanged(call):
                     call.hits.clear()
@@ -282,20 +282,20 @@ class CachedForward(Swap, Switches):
         return True
 
     def _are_unchanged(self, call: Call) -> bool:
-        """Whether the weights are as when a call was opened. If so, what was stored since then serves from now on."""
+        """Whether weights are unchanged since a call was opened. Confirms unconfirmed entries, or forgets them."""
         assert call.scope is not None
         unconfirmed = dict(self._bank.unconfirmed)
         stayed = self._weights.stayed(call.mark, call.scope.weights)
         self._bank.confirm(unconfirmed, call.mark if stayed else None)
         return stayed
 
-    def _ask(self, call: Call) -> None:
-        """Ask the rungs, safest first, for the rows that are not served yet."""
+    def _ask_rungs(self, call: Call) -> None:
+        """Ask each rung, safest first, for the rows without a hit."""
         if call.prefill is not None:
             assert self.prefix is not None
             self.prefix.look_up(call)
             return
-        is_known = call.kind in self.packings or self.packings.are_known(call.kind)  # how an output is put together
+        is_known = call.kind in self.packings or self.packings.are_known(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
         rows = list(filterfalse(_REASON, call.rows))
@@ -310,20 +310,20 @@ class CachedForward(Swap, Switches):
                 started, call.n_searched = perf_counter(), len(rows)
                 rung.look_up(call, rows)
                 call.search_s += perf_counter() - started
-        # Rows that affect each other are served together; PEFT's hooks expect all rows of a batch.
-        is_known = is_known or self.packings.are_known(call.kind)  # as the store may have told
+        # Rows that affect each other are served all or none. PEFT's hooks expect all rows of a batch.
+        is_known = is_known or self.packings.are_known(call.kind)  # the store may have supplied it
         if not is_known or ((call.is_whole or call.is_activated) and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
     def withdraw(self, call: Call) -> None:
-        """Take back the audit's draws of a call whose hits are not served."""
+        """Withdraw the audit's draws from a call whose hits are not served."""
         if call.audited and self._audit is not None:
             self._audit.withdraw(call)
 
     # -- answer --------------------------------------------------------------------------------------------------------
 
     def answer(self, call: Call) -> Any:
-        """Return the trunk's output: rows with a hit from memory, the others computed."""
+        """Return the trunk's output, as `run`."""
         if call.reason is not None:
             return self.original(*call.args, **call.kwargs)
         if call.prefill is not None:
@@ -332,7 +332,7 @@ class CachedForward(Swap, Switches):
         if call.hits:
             try:
                 return self._serve(call)
-            except Exception as error:  # if it is the model's, the whole call below raises it again
+            except Exception as error:  # an error of the model is raised again below
                 call.hits.clear()
                 self.withdraw(call)
                 self._counters.error("serve a call", error)
@@ -352,7 +352,7 @@ class CachedForward(Swap, Switches):
         return made
 
     def _compute(self, call: Call, numbers: Sequence[int]) -> Any:
-        """Run the trunk on some rows of a call."""
+        """Run the engine on rows of a call, given by number."""
         args, kwargs = call.args, call.kwargs
         if len(numbers) < len(call.rows):
             index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
@@ -370,18 +370,18 @@ class CachedForward(Swap, Switches):
         return call.output
 
     def _compute_prefill(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the trunk on a call that keeps K/V, in chunks if that is asked for."""
+        """Run the trunk on a call that keeps K/V; within `chunked`, in chunks."""
         chunks = self.chunks.get()
         if chunks is None or call.is_activated or not chunks.fit(self.arguments, args, kwargs):
             assert call.engine is not None and call.prefill is not None
             return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in call.prefill.whole])
-        with setting(self.chunks, None):  # between chunks, `between` may call this model: such calls are not chunked
+        with setting(self.chunks, None):  # `between` may call this model: do not chunk those calls
             return chunks.run(self.original, self.arguments, args, kwargs)
 
     # -- close ---------------------------------------------------------------------------------------------------------
 
     def close(self, call: Call, output: Any) -> None:
-        """Store computed rows, count, note the outcome of each row; what rules out storing is counted as a bypass."""
+        """Store computed rows, update counters, record outcomes. If the rows cannot be stored, count a bypass."""
         prefill = call.prefill
         is_computed = call.computed or (prefill is not None and len(prefill.whole) < len(call.rows))
         if call.reason is None and is_computed:
@@ -413,7 +413,7 @@ class CachedForward(Swap, Switches):
                 seen.append(call)
 
     def _store(self, call: Call, output: Any) -> str | None:
-        """Store computed rows; return the reason where output or weights rule that out."""
+        """Store computed rows; return the bypass reason if output or weights forbid it."""
         assert call.scope is not None and call.state is not None
         prefix, waits = self.prefix, call.may_wait and self._observer is None and self._weights.is_steady
         if not waits and not self._are_unchanged(call):
@@ -439,7 +439,7 @@ class CachedForward(Swap, Switches):
             if packing is None:
                 return "more_output"
         elif not packing.fits(call.output, len(call.computed), n_tokens):
-            return None  # unlike earlier outputs of this kind: answered and counted, but not stored
+            return None  # differs from earlier outputs of this kind: counted as a miss, not stored
         for number, place in call.computed.items():
             row = call.rows[number]
             if not row.bypass_reason:
@@ -470,14 +470,14 @@ class CachedForward(Swap, Switches):
         return Outcome(row.key, hit.rung, self._depth - 1, hit.source, hit.similarity, risk)
 
     def observe(self, call: Call, output: Any) -> None:
-        """Show the observer a call that was closed, and what the whole model returned."""
+        """Pass a closed call and the whole model's output to the observer."""
         assert self._observer is not None
-        with self._counters.guard("see what the model answered"):
+        with self._counters.guard("observe an answer"):
             self._observer.see(call, output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Leave the compiled graph for a moment: counters cannot be part of it."""
+        """Count a compiled call, outside the graph, which cannot hold counters."""
         if torch.is_grad_enabled():
             self._weights.suspect()
         n_rows = count_rows(self.arguments.bind(args, kwargs))

@@ -1,7 +1,7 @@
-"""Settings of a cache: typed, checked, and read from YAML.
+"""The settings of a cache: typed, validated, readable from YAML.
 
-A wrong setting raises `ConfigError` naming the key, the value and what would be accepted. Components (index, policy,
-fingerprint, codec) are given as a name, or as `{name: ..., option: value}`.
+An invalid setting raises `ConfigError` with the key, the value and the fix. Components (index, policy, fingerprint,
+codec) are given as a name, or as `{name: ..., option: value}`.
 """
 
 import difflib
@@ -18,29 +18,29 @@ from llmcache.yaml_file import read_yaml
 
 GIB = 1024**3
 
-# Fingerprints whose vectors are compared in a way of their own, by one index that serves nothing else.
+# Fingerprints with their own similarity, each computed by one index that serves no other fingerprint.
 _OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
 
 
-#: What the paper's cache does not do, and what to do instead.
+#: Settings that the paper's cache does not support, with the reason.
 _NOT_WITH_TAU = {
-    "exact": "the paper's cache finds a repeat as any other near request",
-    "prefix": "shared prefixes are served without tau alone",
-    "gate": "it guards calibrated reuse",
+    "exact": "the paper's cache finds a repeat like any other similar request",
+    "prefix": "shared prefixes are served only without tau",
+    "gate": "the gate belongs to calibrated reuse",
     "learn": "either you choose the threshold, or a calibration does",
-    "audit": "it watches over a calibration, and tau is your own choice",
+    "audit": "the audit checks a calibration, and tau is your own choice",
     "recalibrate": "it renews a calibration, and tau is your own choice",
-    "max_drop": "it is what a calibration may lose",
-    "delta": "it is of a calibration's bound",
-    "sources": "every request that was computed serves",
-    "share_calibration": "tau is your own choice, and no calibration",
-    "store": "entries may rest on other requests' states, so they stay in memory",
+    "max_drop": "it limits the loss of a calibration",
+    "delta": "it belongs to the bound of a calibration",
+    "sources": "every computed request may serve others",
+    "share_calibration": "tau is your own choice, not a calibration",
+    "store": "entries may derive from other requests' states, so they stay in memory",
     "auto_bypass": "every call is looked up, as in the paper",
 }
 
 
 class _Settings(BaseModel):
-    """Settings by name; unknown ones are refused with what there is, where pydantic names the setting alone."""
+    """Settings by name. The error for an unknown setting lists the known ones; pydantic's names only the setting."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class _Settings(BaseModel):
 
 
 class PrefixOptions(_Settings):
-    """How prefixes are kept."""
+    """How prefixes are stored."""
 
     block: int = Field(default=16, ge=1)  # tokens
 
@@ -71,84 +71,85 @@ class AuditOptions(_Settings):
 
 
 class StoreOptions(Component):
-    """A store, and when it is read."""
+    """A store, and from which length of a request it is read."""
 
     least_tokens: int | None = Field(default=None, ge=0)
 
 
 class CacheConfig(_Settings):
-    """All settings of one cache. The defaults serve lossless rungs only.
+    """The settings of one cache. With the defaults, only lossless rungs serve.
 
     Attributes:
-        tau: Serve by the paper's layer-wise cache: the least similarity (`>=`, to six digits) at which a stored state
-            stands for a layer's output, one number or one a layer. A cosine, -1 to 1; for `minhash` a Jaccard
-            similarity, over 0, at most 1, and much lower. Answers are those of the request that was stored, without a
-            bound. None: only repeats and shared prefixes are served, and what a calibration allows.
+        tau: Use the paper's layer-wise cache: the least similarity (`>=`, to six digits) at which a stored state
+            replaces a layer's output, one number or one per layer. A cosine, -1 to 1; for `minhash` a Jaccard
+            similarity, over 0, at most 1, and much lower. A hit returns the stored request's answer, without a bound.
+            None: serve repeats, shared prefixes and, after a calibration, approximate hits.
         exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes
             without `tau`, no with it.
         prefix: Serve the longest prefix that a request shares with a stored one from K/V, and run the layers on the
-            tokens that are left. For calls of causal models in the adapter table that keep K/V; others ignore it.
-            True, false, or `{block: 16}`: the tokens of a block, since prefixes are known in whole blocks.
+            remaining tokens. For calls that keep K/V of causal models in the adapter table; other calls ignore it.
+            True, false, or `{block: 16}`: tokens per block, since prefixes are stored in whole blocks.
         payload: Which hidden states an entry keeps of each request: all tokens (`sequence`), the first (`cls`), the
             last valid one (`last`) or their mean. `auto` keeps what the model's head reads.
         layers: With `tau`, the layers that have a bank. `all` (or `auto`) is Algorithm 1 as written: each bank is
             searched when its layer is reached, and a hit skips that layer. `last`, or a list of layer numbers (negative
-            ones count from the end): the banks of these layers are searched before layer 0, the deepest first, and a
+            numbers count from the end): the banks of these layers are searched before layer 0, the deepest first, and a
             hit resumes after that layer. With `last` a hit skips all layers, and an entry keeps what the head reads.
         fingerprint: With `tau`, the vector that similarity is measured on: `mean` (or `auto`), `simhash`, `pca`,
             `attention` (layer 0 has to run first) or `minhash` (token shingles). `mean` and `simhash` take `per_layer:
             true`: each bank is searched by the states that enter its layer, not by the embedding output.
-        answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
-            the model's head, and takes what it does not know for embeddings.
-        gate: Compare tokens as well (`ContentGate` and its options): true, false or options. Needs the
+        answer: The kind of answer: `class`, `labels` (any number of them), `score` or `embedding`. `auto` follows the
+            model's head, and assumes `embedding` for an unknown head.
+        gate: Compare tokens too (`ContentGate` and its options): true, false or options. Needs the
             tokenizer.
-        learn: Compute the first so many requests, and calibrate on them in a thread of its own; None: calibrate when
+        learn: Compute this many first requests, and calibrate on them in a background thread. None: calibrate when
             `calibrate` is called.
-        max_drop: Largest loss that a calibration may leave, a fraction of 1.
-        delta: Chance that the loss is larger all the same, over 0, under 1.
+        max_drop: Largest loss that a calibration allows, a fraction of 1.
+        delta: Probability that the loss is larger all the same, over 0, under 1.
         sources: Which stored requests serve others after a calibration: `frozen`, those it was made with, for which the
             bound holds; or `growing`, later misses of this process as well, without a bound.
-        audit: Least probability with which each hit of calibrated reuse is computed after all, 0 to 1, to see whether
-            its answer changed: five times as high for the first 500 requests and after an alarm, and up to twice as
-            high for risky ones. 0: none is. Or `{rate: 0.05, share: 0.02, in_background: true}`. In the background, a
-            thread of its own does that work while no call is under way and none was for 20 ms; else only
-            `cache.drain()` does. Where calls leave no such moment for a second, the work is done within calls, for no
-            more than `share` of their time, 0 to 1; of what that cannot carry, less is drawn.
+        audit: Least probability with which a hit of calibrated reuse is recomputed, 0 to 1, to see whether its answer
+            changed: five times as high for the first 500 requests and after an alarm, and up to twice as high for risky
+            hits. 0: no audit. Or `{rate: 0.05, share: 0.02, in_background: true}`. In the background, a thread
+            recomputes while no call is under way and none was for 20 ms; otherwise only `cache.drain()` does. If calls
+            leave no such gap for a second, calls do the work, for at most `share` of their time, 0 to 1; if that is not
+            enough, fewer hits are drawn.
         share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
             publishes its own, looks for another's once a second, also instead of learning one (`learn`), and follows
-            alarms of the others. Each audits its own hits on its own account.
-        recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
-            can carry its claim by then; None: never.
-        index: With `tau`: `flat` (exact), `hnsw` (a graph), `binary` (for `simhash` alone), `lsh` (for `minhash`
-            alone; its threshold is the least tau, if none is given), or `auto`: the fingerprint's own, else `flat`, and
-            from some 30,000 entries on an inverted file.
-        policy: Which entry or prefix block leaves when the budget is used up: `lru`, `lfu`, `fifo`, `s3_fifo`
-            (newcomers are on trial: a scan drives out no others), `gdsf` (uses times the cost of computing, per byte),
-            `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
-            `divergence` (checks a share `check_rate` of approximate reuses by computing them; entries over `limit`
-            leave at once).
-        store: Where entries and prefix blocks lie: `memory`, the process alone; or behind that memory as well, to
-            outlive the process and to be shared: `disk` (a `folder` of this machine), `redis` (the `url` of a server),
-            or one that was registered (`llmcache.STORES`). Secrets are in the environment (`llmcache.stores.seal`).
-            Each takes `least_tokens`: requests of fewer are computed rather than read from it; None: as reading and
-            computing are measured in service; 0: all are read.
+            the alarms of the others. Each cache audits its own hits, on its own account.
+        recalibrate: Number of requests after which a calibration is renewed from the newest audited requests, if these
+            are enough for its claim. None: never.
+        index: With `tau`: `flat` (exact), `hnsw` (a graph), `binary` (for `simhash` only), `lsh` (for `minhash` only;
+            its threshold defaults to the least tau), or `auto`: the fingerprint's own index, else `flat`, and from some
+            30,000 entries on an inverted file.
+        policy: Which entry or prefix block is evicted when the budget is used up: `lru`, `lfu`, `fifo`, `s3_fifo`
+            (new entries are on probation: a scan evicts no others), `gdsf` (uses times the cost of computing, per
+            byte), `ttl` (`ttl_s`, seconds), `staleness` (the weight of a match halves every `half_life_s` seconds), or
+            `divergence` (recomputes a share `check_rate` of approximate reuses to check them; entries over `limit` are
+            expelled at once).
+        store: Where entries and prefix blocks are kept: `memory`, this process only; or also in a store behind memory,
+            which outlives the process and may be shared: `disk` (a `folder` of this machine), `redis` (the `url` of a
+            server), or a registered store (`llmcache.STORES`). Secrets are read from the environment
+            (`llmcache.stores.seal`). Each takes `least_tokens`: shorter requests are computed, not read from it. None:
+            decided from the times of reading and computing measured in service; 0: all are read.
         compression: With `tau`, the codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last
-            two keep `dim` float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are
-            to be stored in the layer, anew for other weights, in the call that brings the last of them, which takes up
-            to a few seconds a layer; states that were stored plainly until then are packed, too.
-            `Stats.reconstruction_error` says how much is lost.
-        auto_bypass: Stop searching for approximate hits in calls of a length where searches take more time than hits
-            save; one call in 64 is searched all the same, so that the search comes back once it pays. The log says the
-            numbers. Exact repeats and prefixes are always looked up, and misses always stored.
+            two keep `dim` float16 numbers per row of a layer. They are fitted on the first `fit_on` rows to be stored
+            in the layer, again after a change of weights, in the call that brings the last of these rows, which takes
+            up to a few seconds per layer. States stored uncompressed until then are packed too.
+            `Stats.reconstruction_error` measures the loss.
+        auto_bypass: Stop searching for approximate hits in calls of a length at which searches take more time than hits
+            save. One call in 64 is still searched, so that searching resumes once it pays. The log states the numbers.
+            Exact repeats and prefixes are always looked up, and misses always stored.
         max_entries: Most entries of the bank, with `tau` of each bank; None: no limit. Blocks are not counted.
         max_bytes: Budget of all states, in bytes. Without `tau`, a namespace that holds less than an equal share of it
-            loses nothing to another one. A decoder's requests are kept in blocks, which may fill what the bank leaves;
-            the bank takes one half at most, and blocks make way for it. With `tau` each bank has an equal share.
-            Fingerprints and bookkeeping come on top: 4 bytes a dimension, some 1 kB a request and some 2 kB a block.
+            loses no entry to another. A decoder's requests are kept in blocks, which may fill what the bank leaves;
+            the bank takes at most one half, and blocks are evicted for it. With `tau` each bank has an equal share.
+            Fingerprints and bookkeeping are not included: 4 bytes per dimension, some 1 kB per request and some 2 kB
+            per block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
-        adapter: Family whose row of the adapter table describes the model, registered ones included
-            (`register_adapter`); `auto`: the one that names the class of its trunk, else its shape tells.
-        allow_unsafe: Permit approximate reuse under span, token and language-model heads, which replaces their answers
+        adapter: The family whose row of the adapter table describes the model, registered families included
+            (`register_adapter`). `auto`: the row that names the class of its trunk, else guessed from the modules.
+        allow_unsafe: Permit approximate reuse with span, token and language-model heads, which replaces their answers
             by those of another input. For experiments.
     """
 
@@ -207,7 +208,7 @@ class CacheConfig(_Settings):
 
     @model_validator(mode="after")
     def _tau_is_alone(self) -> Self:
-        """Refuse what the paper's cache does not do, unless it is said to be off."""
+        """Reject settings that the paper's cache does not support, unless they are off."""
         if self.tau is None:
             return self
         for name, cure in _NOT_WITH_TAU.items():
@@ -222,7 +223,7 @@ class CacheConfig(_Settings):
 
     @model_validator(mode="after")
     def _is_of_tau(self) -> Self:
-        """Refuse what only the paper's cache does."""
+        """Reject settings that only the paper's cache supports."""
         given = {
             "compression": self.compression.name != "none",
             "layers": self.layers not in ("auto", "last"),
@@ -230,16 +231,16 @@ class CacheConfig(_Settings):
             "index": self.index.name != "auto",
         }
         if self.tau is None and (names := [name for name, is_given in given.items() if is_given]):
-            raise ValueError(f"{', '.join(names)} without tau: of the paper's cache alone; set tau, or leave it out")
+            raise ValueError(f"{', '.join(names)} without tau: only for the paper's cache; set tau, or leave it out")
         return self
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
         if self.share_calibration and self.store.name == "memory":
-            raise ValueError("share_calibration=True with store 'memory': name a store that others use, too")
+            raise ValueError("share_calibration=True with store 'memory': name a store that other caches can use")
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
-                f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were audited; raise "
+                f"recalibrate={self.recalibrate} with audit=0: it learns from audited requests; raise "
                 "audit, or leave it out"
             )
         for fingerprint, index in _OWN_INDEX.items():
@@ -256,7 +257,7 @@ class CacheConfig(_Settings):
 
     @property
     def serves_exact(self) -> bool:
-        """Whether the exact rung is asked for."""
+        """Whether the exact rung serves, with None resolved."""
         return self.tau is None if self.exact is None else self.exact
 
     @property
@@ -268,7 +269,7 @@ class CacheConfig(_Settings):
 
     @property
     def index_component(self) -> Component:
-        """The index to build, with `auto` resolved; `lsh` is told the least tau that it must serve."""
+        """The index to build, with `auto` resolved; the default threshold of `lsh` is the least tau."""
         auto = _OWN_INDEX.get(self.fingerprint.name, "auto")
         name = auto if self.index.name == "auto" else self.index.name
         served = {"threshold": min(_values(self.tau))} if name == "lsh" and self.tau is not None else {}
@@ -276,10 +277,10 @@ class CacheConfig(_Settings):
 
     @classmethod
     def make(cls, source: "CacheConfig | Mapping[str, Any] | str | Path | None", **overrides: Any) -> Self:
-        """Build settings from a file, a mapping or other settings, with single keys replaced.
+        """Return settings from a file, a mapping or other settings, with single keys replaced.
 
         Raises:
-            ConfigError: With the key, its value and the fix; or the file cannot be read.
+            ConfigError: A setting is invalid (the message has key, value and fix), or the file cannot be read.
             FileNotFoundError: `source` is a path that does not exist.
         """
         values = {**_as_mapping(source), **overrides}
@@ -290,7 +291,7 @@ class CacheConfig(_Settings):
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Read settings from a YAML file holding one mapping."""
+        """Return settings from a YAML file that holds one mapping."""
         return cls.make(path)
 
 
@@ -311,7 +312,7 @@ def _as_mapping(source: CacheConfig | Mapping[str, Any] | str | Path | None) -> 
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
-    """Say what is wrong with settings: key, value and fix of each problem, in one line."""
+    """Return a one-line message with the key, value and fix of each invalid setting; `known`: valid names."""
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])

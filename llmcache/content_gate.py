@@ -1,7 +1,7 @@
-"""The content gate: refuses a source that differs from the request in words that turn the meaning.
+"""The content gate: refuses a source that differs from the request in words that change the meaning.
 
-Fingerprints miss them: "turn the light on" and "turn the light off" lie close together. So tokens are compared once a
-source was chosen: negations and opposites, numbers, and words so rare that they may be names.
+Fingerprints miss such words: "turn the light on" and "turn the light off" have similar fingerprints. So once a source
+is chosen, tokens are compared: negations, opposites, numbers, and words so rare that they may be names.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ import numpy as np
 
 from llmcache.arrays import Floats
 
-#: English. "t" is what many tokenizers leave of "don't".
+#: English. Many tokenizers split "don't" so that "t" is a token.
 NEGATIONS = ("no", "not", "never", "none", "nobody", "nothing", "nowhere", "neither", "nor", "cannot", "t", "n't")
 OPPOSITES = (
     *("on/off", "up/down", "in/out", "before/after", "more/less", "most/least", "first/last", "add/remove"),
@@ -26,7 +26,7 @@ NUMBERS = (
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty"),
     *("fifty", "sixty", "seventy", "eighty", "ninety", "hundred", "thousand", "million", "billion"),
 )
-_MARKS = "#Ġ▁"  # what tokenizers put before a piece of a word, or of text
+_MARKS = "#Ġ▁"  # prefixes by which tokenizers mark word pieces and word starts
 
 
 class ContentGate:
@@ -41,16 +41,16 @@ class ContentGate:
         opposites: Sequence[str] = OPPOSITES,
         numbers: Sequence[str] = NUMBERS,
     ) -> None:
-        """Sort the vocabulary.
+        """Find the token ids of these words in the vocabulary.
 
         Args:
-            tokenizer: Of transformers; tells what each id stands for.
-            dtype: Of packed token ids.
-            max_idf: Largest ln((N + 1) / (n + 1)) of a token that only one of the requests may have, where `n` of the
-                `N` requests that were learned from have it; None: any may differ.
-            negations: Words that both must have, or neither.
-            opposites: Pairs "a/b": where one request has a and not b, the other may not have b and not a.
-            numbers: Words that count as numbers, beside tokens with a digit: both must have the same ones.
+            tokenizer: A tokenizer of transformers, for its vocabulary.
+            dtype: Dtype of packed token ids.
+            max_idf: Largest ln((N + 1) / (n + 1)) of a token that only one of two requests may have, where `n` of the
+                `N` learned requests have it; None: no limit.
+            negations: Negations: both requests must have some, or neither.
+            opposites: Pairs "a/b": if one request has only a, the other must not have only b.
+            numbers: Words that count as numbers, besides tokens with a digit: both requests must have the same.
         """
         self._dtype = dtype
         self._max_idf = inf if max_idf is None else max_idf
@@ -63,10 +63,10 @@ class ContentGate:
         pairs = [pair.split("/") for pair in opposites]
         self._opposites = [(_ids_of(ids, pair[:1]), _ids_of(ids, pair[1:])) for pair in pairs]
         self._idf: dict[int, float] = {}
-        self._unseen = 0.0  # until it has learned, no token is rare
+        self._unseen = 0.0  # before `learn`, no token is rare
 
     def learn(self, requests: Iterable[bytes]) -> None:
-        """Count in how many requests, given as packed token ids, each token is."""
+        """Learn the rarity of tokens from requests, given as packed token ids."""
         counts: Counter[int] = Counter()
         n = 0
         for ids in requests:
@@ -76,7 +76,7 @@ class ContentGate:
         self._unseen = log(n + 1)
 
     def state(self) -> dict[str, Floats]:
-        """Return the rarity of each token, and of one that was not seen."""
+        """Return the rarity of each seen token, and of unseen tokens."""
         tokens = list(self._idf)
         rarity = [self._idf[token] for token in tokens]
         return {
@@ -89,7 +89,7 @@ class ContentGate:
         self._unseen = float(state["unseen"][0])
 
     def refuses(self, one: bytes, other: bytes) -> str:
-        """Return what forbids one request to serve another, given the packed token ids of both, or ""."""
+        """Return why a request must not serve another, given the packed token ids of both, or ""."""
         mine, its = self._tokens(one), self._tokens(other)
         differing = mine ^ its
         if not differing:
@@ -110,10 +110,10 @@ class ContentGate:
 
 
 def _ids_of(ids: Mapping[str, set[int]], words: Iterable[str]) -> set[int]:
-    """Ids of all tokens that are one of the words."""
+    """Return the ids of all tokens that equal one of the words."""
     return {number for word in words for number in ids.get(word, ())}
 
 
 def _sides(tokens: set[int], a: set[int], b: set[int]) -> int:
-    """Return the side of an opposite a/b that a request is on: 1 for a, -1 for b, 0 for both or neither."""
+    """Return 1 if a request has only a of an opposite a/b, -1 if only b, 0 for both or neither."""
     return bool(tokens & a) - bool(tokens & b)

@@ -1,4 +1,4 @@
-"""Puts the parts of a cache without `tau` together; refuses models and settings that do not fit."""
+"""Builds a cache without `tau` from its parts. Rejects models and settings that do not fit together."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ from llmcache.stores.tier import Memory, Tier
 
 
 class Core:
-    """All parts of one wrapped model's cache."""
+    """The parts of one wrapped model's cache."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Core:
             raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
         self.counters, self.weights = Counters(), Weights(self.trunk.module)
         self._coupling = Coupling(self.trunk, self.weights)
-        with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
-            digest = self.weights.digest()  # now, so that the first request does not wait for it
+        with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
+            digest = self.weights.digest()  # hashed now, not in the first request
             if self.head.observed is not None:
                 self.head.observed.was_of(digest)
             if self.weights.unreadable is None:
@@ -85,7 +85,7 @@ class Core:
             self._coupling,
             self.counters,
             self.blocks,
-            # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
+            # For a trunk matched by shape alone, padding behaviour and other outputs are unknown.
             cuts=config.prefix is not None and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
             tier=self.tier,
             device=self._device(),
@@ -107,7 +107,7 @@ class Core:
             raise
 
     def learn(self) -> Calibrator:
-        """Return the calibrator; make it at the first call."""
+        """Return the calibrator, created at the first call."""
         if self.calibrator is None:
             self.calibrator = Calibrator(
                 self._model,
@@ -135,7 +135,7 @@ class Core:
         backend: str | Callable[..., Any],
         max_padding: float,
     ) -> None:
-        """Compute by graphs from now on; see `LLMCache.compile`."""
+        """Compile graphs and compute with them from now on; see `LLMCache.compile`."""
         forward, known = self.forward, (self.weights, self._coupling)
         made = CompiledTrunk(
             self.trunk, forward.eager, forward.arguments, *known, lengths, rows, mode, backend, max_padding
@@ -143,10 +143,10 @@ class Core:
         self._compiled = forward.engine = made
 
     def stats(self) -> Stats:
-        """Counters since wrapping, and what is held now."""
+        """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""
         bank, blocks, last = self.bank, self.blocks, self.trunk.depth - 1
         calibrator = self.calibrator
-        told = self.counters.snapshot(
+        counted = self.counters.snapshot(
             n_entries={last: len(bank)},
             n_evicted={last: bank.n_evicted},
             n_expelled={last: bank.n_expelled},
@@ -162,14 +162,14 @@ class Core:
             store=None if self.tier is None else self.tier.stats(),
             compiled=None if self._compiled is None else self._compiled.stats(),
         )
-        by_layer = {last: n_hits} if (n_hits := told.n_layers_skipped // self.trunk.depth) else {}
-        return replace(told, hits_by_layer=by_layer, reuses_by_layer=by_layer)
+        by_layer = {last: n_hits} if (n_hits := counted.n_layers_skipped // self.trunk.depth) else {}
+        return replace(counted, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget a namespace (None: all), and a calibration with sources in it; return the number of requests.
+        """Forget a namespace (None: all) and any calibration with sources in it; return the number of requests.
 
         Raises:
-            StoreError: The store could not be purged. Nothing of it is in memory any more.
+            StoreError: The store could not be purged. Memory has been purged all the same.
         """
         if self.tier is not None:
             return self.tier.purge(namespace)
@@ -179,7 +179,7 @@ class Core:
         """Forget the entries and blocks that may serve a call; return the number of requests that were in memory.
 
         Raises:
-            StoreError: As of `clear`.
+            StoreError: As `clear`.
         """
         one = self.forward.prepared.look_up(call)
         if one is None or one.reason is not None or one.scope is None:
@@ -191,7 +191,7 @@ class Core:
         else:
             n_requests = self.drop_keys([*entries, *blocks])
         if self.calibrator is not None:
-            one.hits.clear()  # find the sources that would serve these rows next: they are buried, too
+            one.hits.clear()  # find the sources that would serve these rows next, and bury them too
             self.calibrator.semantic.look_up(one, [row for row in one.rows if not row.bypass_reason])
             sources = self.calibrator.semantic.sources
             for key in {*entries, *(hit.source for hit in one.hits.values())}:
@@ -200,32 +200,32 @@ class Core:
         return n_requests
 
     def restart_stats(self) -> None:
-        """Count requests, hits and times anew."""
+        """Reset the counts of requests, hits and times."""
         self.counters.restart()
 
     def drop(self, namespace: str | None) -> int:
-        """Forget a namespace in memory (None: all); return the number of requests."""
+        """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
         with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
             n_requests = self.bank.clear(namespace)
             if self.calibrator is not None:
                 self.calibrator.forget(namespace)
-        if self.calibrator is not None:  # without that lock, which the audit may want while it holds its own
+        if self.calibrator is not None:  # after releasing that lock: the audit may take it while holding its own
             self.calibrator.audit.forget(namespace)
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
     def drop_keys(self, keys: Iterable[str]) -> int:
-        """Forget entries and blocks in memory by key; return the number of requests."""
+        """Forget entries and blocks in memory by key, not in the store; return the number of requests."""
         keys = list(keys)
         return self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
 
     def namespaces(self) -> set[str]:
-        """Namespaces with entries or blocks in memory."""
+        """Return the namespaces with entries or blocks in memory."""
         return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
         self.bank.confirm(dict(self.bank.unconfirmed), self.weights.look().mark)
-        numbers = None if self.tier is None else self.tier.numbers()  # first: a purge may come
+        numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
         save(
             folder,
             model,
@@ -240,7 +240,7 @@ class Core:
         )
 
     def restore(self, saved: Saved) -> None:
-        """Fill the empty cache from a save, without namespaces that were purged in its store since."""
+        """Fill the empty cache from a save, except namespaces purged in its store since."""
         sections = self._sections()
         if CALIBRATED in saved.sections:
             sections[CALIBRATED] = self.learn().calibrated
@@ -268,7 +268,7 @@ class Core:
         return {"packings": self.forward.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
 
     def drain(self) -> int:
-        """Do the work that waits for a moment without calls; return how many jobs this thread did."""
+        """Do all background work now; return how many jobs this thread did."""
         n_done = 0
         if self.calibrator is not None:
             self.calibrator.calibrated.settle()
@@ -280,7 +280,7 @@ class Core:
         return n_done
 
     def close(self) -> None:
-        """Remove all swaps from the model, and end threads and connections."""
+        """Remove all swaps from the model, and close threads and connections."""
         self.forward.is_retired = True
         if self.calibrator is not None:
             self.calibrator.audit.worker.close()
@@ -291,11 +291,11 @@ class Core:
             self._compiled.close()
 
     def _device(self) -> torch.device:
-        """Where entries are kept."""
+        """Return the device that entries are kept on."""
         return device_of(self.trunk.module) if self._config.device == "model" else torch.device("cpu")
 
     def _make_blocks(self) -> BlockPool | None:
-        """Make the block pool for calls that keep K/V; None where the model makes none."""
+        """Return a block pool for calls that keep K/V; None if the model makes no K/V or entries keep one vector."""
         config, trunk = self._config, self.trunk
         if not trunk.makes_kv or self.payload.fits_any_length:
             return None
@@ -310,19 +310,19 @@ class Core:
 
 
 def _block_of(config: CacheConfig) -> int:
-    """Tokens of a block: a call that keeps K/V lies in blocks also where prefixes are not served."""
+    """Return the tokens per block. Calls that keep K/V are stored in blocks even with `prefix=False`."""
     return (config.prefix or PrefixOptions()).block
 
 
 def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Counters, memory: Memory) -> Tier | None:
-    """Open the store behind memory; None where the setting names none."""
+    """Open the store behind memory; None if the setting is `memory`."""
     if config.store.name == MEMORY:
         if options := config.store.model_fields_set - {"name"}:
             raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(sorted(options))})")
         return None
     if POLICIES.find(config.policy.name).lets_entries_leave_early:
         raise ConfigError(
-            f"store={config.store.name!r} with policy {config.policy.name!r}: what leaves memory for its age would "
+            f"store={config.store.name!r} with policy {config.policy.name!r}: entries that expire in memory would "
             "come back from the store; use another policy"
         )
     settings = {
@@ -331,14 +331,14 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
         "device": device_of(trunk.module).type,
         "versions": [torch.__version__, transformers.__version__],
     }
-    seal = Seal.from_environment()  # first: what it refuses leaves no store open
+    seal = Seal.from_environment()  # first: if it raises, no store is left open
     return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store.least_tokens)
 
 
 def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
     """Return a model's trunk, its head, and the payload: the hidden states that entries keep for the head."""
     trunk = locate(model, config.adapter)
-    vocabulary_size(trunk)  # each call reads tokens by it
+    vocabulary_size(trunk)  # raises early if unknown: every call needs it
     head = find_head(model, trunk)
     payload = choose_payload(trunk, head, config)
     if len(set(trunk.layers)) < trunk.depth and trunk.makes_kv and not payload.fits_any_length:
@@ -350,7 +350,7 @@ def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, P
 
 
 def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
-    """Return the payload that the setting names; `auto`: the states that the head reads."""
+    """Return the payload of the setting; `auto`: the states that the head reads."""
     name: str = config.payload
     if name == "auto":
         name = "sequence" if trunk.adapter.is_guess else head.payload
@@ -369,11 +369,11 @@ def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
 
 
 def _make_own(make: Callable[[Bank], Rung], bank: Bank) -> Rung:
-    """Make a user's rung, and check its attributes."""
+    """Return the rung that a user's factory makes, after checking its attributes."""
     try:
         rung = make(bank)
         if not (isinstance(rung.name, str) and isinstance(rung.is_lossless, bool) and callable(rung.look_up)):
-            raise TypeError("name must be a text, is_lossless a truth value, look_up a function")
+            raise TypeError("name must be a str, is_lossless a bool, look_up callable")
     except Exception as error:
         raise ConfigError(f"rungs: {make!r} makes no rung: {error!r}") from error
     return rung

@@ -1,8 +1,8 @@
-"""Counts what the cache does, and watches whether the cache itself works. Failures are counted here alone.
+"""Counts requests, hits and times, and the failures of the cache itself.
 
-A failure is computed around, so nobody sees it in an answer. But a cache that fails does not know what it would have
-known, and that must not pass for good news: while many calls fail, nothing is reused approximately under a calibration
-(`calibration/calibrated_reuse.py`); hits that could not be audited count as changed (`audit/account.py`).
+After a failure the model computes, so no answer shows it. But missing evidence must not look like good evidence: while
+many calls fail, nothing is reused approximately under a calibration (`calibration/calibrated_reuse.py`), and hits that
+could not be audited count as changed (`audit/account.py`).
 """
 
 import logging
@@ -21,42 +21,42 @@ from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
-N_LATEST = 64  # calls, or looks, over which the share of failed ones is averaged; older ones fade
-_AT_FIRST = 16  # successes that it begins with: one failure among the first calls is no tenth of them
-_FAILING = 0.1  # share of failed ones from which it is failing
-_TOLD_EVERY_S = 60.0  # of a store, which may fail in every call
-_RECOVERED = 0.05  # share below which it works again: after some 45 calls without failure, or 192 if all had failed
-# Decode steps are what generation is made of: nothing for the user to cure.
+N_LATEST = 64  # calls or recomputations over which the share of failures is averaged; older ones fade
+_AT_FIRST = 16  # successes assumed at the start, so that one early failure is less than a tenth
+_FAILING = 0.1  # share of failures from which the cache is failing
+_LOG_EVERY_S = 60.0  # failures of a store, which may occur in every call
+_RECOVERED = 0.05  # share below which the cache works again: some 45 calls without failure, or 192 if all had failed
+# Bypasses that need no cure: decode steps are a normal part of generation.
 _WANTED = ("decode", "disabled")
 
 
 class Counters:
-    """Counts as calls end. Thread-safe."""
+    """The counters of one cache, updated as calls end. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """All zero; `clock` tells seconds that never go back."""
+        """Start at zero; `clock` returns monotonic seconds."""
         self._clock = clock
-        self._store_told_s = -_TOLD_EVERY_S
-        self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
+        self._store_logged_s = -_LOG_EVERY_S
+        self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
         self._hits: Counter[str] = Counter()
         self._bypassed: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._lookup_s = 0.0
         self._computing_s = 0.0
         self._storing_s = 0.0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._failures: Counter[str] = Counter()
-        self._calls, self._looks = Share(), Share()
-        self._has_failed = False  # something did, since the last call ended
+        self._calls, self._recomputes = Share(), Share()
+        self._has_failed = False  # a failure since the last call ended
         self._n_turns = 0
 
     @property
     def is_failing(self) -> bool:
-        """Whether so many of the latest calls failed in the cache that it should promise nothing."""
+        """Whether so many of the latest calls failed in the cache that no bound can be relied on."""
         return self._calls.is_large
 
     def restart(self) -> None:
-        """Count anew. Failures and the health that they make are kept, and what was logged once is not logged again."""
+        """Reset the counts, except failures and health. Messages that are logged once are not logged again."""
         with self._lock:
             self._hits.clear()
             self._bypassed.clear()
@@ -64,30 +64,34 @@ class Counters:
             self._lookup_s = self._computing_s = self._storing_s = 0.0
 
     def bypass(self, reason: str, n_rows: int) -> None:
-        """Count rows that bypassed the cache; the first of each reason is logged with its cure."""
+        """Count bypassed rows; log the first bypass of each reason with its cure."""
         with self._lock:
             self._bypassed[reason] += n_rows
             self._totals["requests"] += 0 if reason == "decode" else n_rows
-            is_first = reason not in self._told
-            self._told.add(reason)
+            is_first = reason not in self._logged
+            self._logged.add(reason)
             has_turned = reason == "error" and self._end_call()
-        self._tell_turn(has_turned)
+        self._log_turn(has_turned)
         if is_first:
             level = logging.DEBUG if reason in _WANTED else logging.WARNING
             logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
 
     def error(self, what: str, error: Exception, is_of_call: bool = True) -> None:
-        """Count a failure of the call under way; of each kind the first, the 10th, the 100th and so on are logged.
+        """Count a failure. For each kind the first, the 10th, the 100th and so on are logged with a traceback.
 
-        Those of a store are trouble elsewhere, and no fault to be found here: one line a minute tells of all. What
-        failed beside the calls (`is_of_call` false) makes none of them count as failed.
+        Failures of a store have their cause elsewhere: they share one line a minute, without a traceback.
+
+        Args:
+            what: For the log: "llmcache failed to ...".
+            error: The exception.
+            is_of_call: The call under way counts as failed; false for background work.
         """
         with self._lock:
             self._has_failed |= is_of_call
         self._count_failure(what, error)
 
     def guard(self, what: str) -> "Guard":
-        """Within: what fails is counted, and the call goes on after the block. The one way to compute around a failure.
+        """Return a context manager that counts and suppresses a failure within its block, so that the call goes on.
 
         Args:
             what: For the log: "llmcache failed to ...".
@@ -95,15 +99,15 @@ class Counters:
         return Guard(self, what)
 
     def find_reason(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
-        """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
+        """Return the bypass reason that `step(*args)` returns, or `error` if it raises; `what` is for the log."""
         with Guard(self, what):
             return step(*args)
         return "error"
 
     def look(self, error: Exception | None = None) -> None:
-        """Count a look of the audit that succeeded or failed; failures are logged likewise."""
+        """Count a recomputation by the audit that succeeded or failed; log failures as `error` does."""
         with self._lock:
-            self._looks.add(error is not None)
+            self._recomputes.add(error is not None)
         if error is not None:
             self._count_failure("audit a hit", error)
 
@@ -114,40 +118,40 @@ class Counters:
             self._failures[kind] += 1
             n = self._failures[kind]
             is_of_store, now = isinstance(error, StoreError), self._clock()
-            is_due = is_of_store and now - self._store_told_s >= _TOLD_EVERY_S
+            is_due = is_of_store and now - self._store_logged_s >= _LOG_EVERY_S
             if is_due:
-                self._store_told_s = now
+                self._store_logged_s = now
         if is_due:
             often = "" if n == 1 else f" ({n:,} times by now)"
             logger.warning("llmcache failed to %s%s: %s; computing instead", what, often, error)
-        elif is_told(n) and not is_of_store:
+        elif is_logged(n) and not is_of_store:
             often = "" if n == 1 else f" for the {n:,}th time"
             logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
 
     def _end_call(self) -> bool:
-        """Count a call as failed or not; whether that made the cache failing, or no longer so."""
+        """Count a call as failed or not; return whether `is_failing` changed."""
         has_failed, self._has_failed = self._has_failed, False
         has_turned = self._calls.add(has_failed)
         self._n_turns += has_turned and self._calls.is_large
         return has_turned
 
-    def _tell_turn(self, has_turned: bool) -> None:
-        """Log that calls fail; of the times that they began to, the first, the 10th and so on."""
-        if not has_turned or not is_told(self._n_turns):
+    def _log_turn(self, has_turned: bool) -> None:
+        """Log a change of `is_failing`, at the first, the 10th, the 100th time and so on."""
+        if not has_turned or not is_logged(self._n_turns):
             return
         with self._lock:
             health = self._health()
         if self._calls.is_large:
             logger.warning("llmcache: the cache is %s; nothing is reused under a calibration meanwhile", health)
         else:
-            logger.warning("llmcache: calls no longer fail in the cache; what was calibrated is reused again")
+            logger.warning("llmcache: calls no longer fail in the cache; approximate reuse resumes")
 
     def _health(self) -> Health:
-        is_failing = self._calls.is_large or self._looks.is_large
-        return Health(is_failing, self._calls.value, self._looks.value, dict(self._failures))
+        is_failing = self._calls.is_large or self._recomputes.is_large
+        return Health(is_failing, self._calls.value, self._recomputes.value, dict(self._failures))
 
     def too_large(self) -> None:
-        """Count a request that does not fit; the first is logged."""
+        """Count a request that does not fit; log the first."""
         with self._lock:
             self._totals["too_large"] += 1
             is_first = self._totals["too_large"] == 1
@@ -163,15 +167,15 @@ class Counters:
         storing_s: float,
         n_prompt_tokens: int,
     ) -> None:
-        """Count what became of the rows of a call that was not bypassed, and the seconds that it took.
+        """Count the outcomes and times of a call that was not bypassed.
 
         Args:
-            outcomes: One a row.
+            outcomes: One per row.
             depth: Layers that a hit skips.
-            lookup_s: For reading and looking up.
-            computing_s: Of the trunk, for the rows that were computed.
-            storing_s: For storing.
-            n_prompt_tokens: Tokens that were looked up for prefixes.
+            lookup_s: Seconds for reading and looking up.
+            computing_s: Seconds of the trunk for the computed rows.
+            storing_s: Seconds for storing.
+            n_prompt_tokens: Tokens looked up for prefixes.
         """
         with self._lock:
             for outcome in outcomes:
@@ -190,13 +194,13 @@ class Counters:
             self._storing_s += storing_s
             has_turned = self._end_call()
         if has_turned:
-            self._tell_turn(has_turned)
+            self._log_turn(has_turned)
         for outcome in outcomes:
-            if outcome.bypassed is not None and outcome.bypassed not in self._told:
+            if outcome.bypassed is not None and outcome.bypassed not in self._logged:
                 self.bypass(outcome.bypassed, 0)
 
     def snapshot(self, **held: Any) -> Stats:
-        """The counts, joined with what is held now."""
+        """Return the counts, joined with other fields of `Stats`."""
         with self._lock:
             return Stats(
                 n_requests=self._totals["requests"],
@@ -217,10 +221,10 @@ class Counters:
 
 
 class Guard:
-    """A block in which a failure of the cache is counted, not raised; interruptions are raised.
+    """Counts an exception within its block and suppresses it; `BaseException`s that are no `Exception` are raised.
 
     Attributes:
-        has_failed: Something failed within.
+        has_failed: Whether the block failed.
     """
 
     __slots__ = ("_counters", "_what", "has_failed")
@@ -243,16 +247,16 @@ class Guard:
 
 
 class Share:
-    """A share of failed ones that fades, and whether it is too large. The caller holds a lock."""
+    """A moving share of failures, and whether it is too large. The caller holds a lock."""
 
     def __init__(self) -> None:
-        """Begin with none that failed."""
+        """Start without failures."""
         self.value: float = 0.0
         self.is_large: bool = False
         self._n = _AT_FIRST
 
     def add(self, has_failed: bool) -> bool:
-        """Take in one; whether `is_large` has turned."""
+        """Add a success or failure; return whether `is_large` changed."""
         self._n = min(self._n + 1, N_LATEST)
         self.value += (has_failed - self.value) / self._n
         was_large = self.is_large
@@ -260,6 +264,6 @@ class Share:
         return self.is_large is not was_large
 
 
-def is_told(n: int) -> bool:
-    """Whether the `n`-th failure of a kind is logged: the first, the 10th, the 100th and so on."""
+def is_logged(n: int) -> bool:
+    """Whether the `n`-th failure is logged: the first, the 10th, the 100th and so on."""
     return str(n).rstrip("0") == "1"

@@ -1,12 +1,12 @@
-"""The approximate rung: chooses a source for each request, estimates the risk, and serves within the limit.
+"""The approximate rung: chooses a source for each request, estimates its risk, and serves within the limit.
 
-The nearest sources vote; those with the same answer vote together. The risk of an answer is the probability that the
-model's own answer differs: a logistic regression on votes and forecast. The answer with the least risk is taken, from
-the nearest source that has it, and serves where its risk is within the limit that a calibration chose.
+The nearest sources vote; sources with the same answer vote together. The risk of an answer is the probability that the
+model's own answer differs: a logistic regression on votes and forecast. The answer with the least risk is chosen, with
+the nearest source that has it, and served if its risk is within the limit that a calibration chose.
 
 Risks are computed in plain Python numbers, one request at a time: for 8 neighbours arrays take four times as long.
 
-Sizes: B rows, n neighbours that were found, at most k, F features, C outputs, S width of a signature.
+Sizes: B rows, n neighbours found, at most k, F features, C outputs, S width of a signature.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from llmcache.request.call import Call
 
 K = 8  # neighbours that vote
-_WIDTH = 0.05  # similarity lost at which a vote counts 1 / e
-MAX_RISK = 0.5  # an answer that more likely changes than not is not served, be it so rare that a bound would allow it
-_HIGHEST = 700.0  # odds, as a logarithm: of more `exp` overflows
+_WIDTH = 0.05  # difference in similarity at which a vote counts 1 / e
+MAX_RISK = 0.5  # never serve an answer that more likely changes than not, even if it is so rare that a bound allows it
+_HIGHEST = 700.0  # log-odds beyond which `exp` overflows
 _ANSWER, _IS_MISREAD = attrgetter("answer"), attrgetter("is_misread")
 
 
@@ -44,9 +44,9 @@ class Evidence(NamedTuple):
     """Similarities and answers of one request's neighbours.
 
     Attributes:
-        similarity: Of each, best first (n,).
-        agree: Whether two of them have the same answer (n, n).
-        favour: How well the answer of each fits the request's forecast (n,); the larger, the better.
+        similarity: Similarity of each neighbour, best first (n,).
+        agree: Whether two neighbours have the same answer (n, n).
+        favour: How well each neighbour's answer fits the request's forecast (n,); larger is better.
     """
 
     similarity: Sequence[float]
@@ -55,28 +55,28 @@ class Evidence(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The source chosen for a request, and its risk; infinite where the gate refuses or the source is quarantined."""
+    """The source chosen for a request, and its risk: infinite if the gate refuses it or it is quarantined."""
 
     source: Source
     similarity: float  # of the source to the request
     risk: float  # 0 to 1, or infinite
-    at_first: float  # before anybody was quarantined: of like requests it stays alike
+    risk_unquarantined: float  # risk ignoring quarantine, to be compared with those at calibration
 
 
 class Limits(Protocol):
-    """Knows the calibration in force."""
+    """Holds the calibration in force."""
 
     calibration: "Calibration | None"
 
 
 class Risk:
-    """The risk model. Fitted by a calibration; before that every risk is infinite."""
+    """The risk model. Fitted by a calibration; until then every risk is infinite."""
 
     def __init__(self) -> None:
-        self._weights: Sequence[float] = ()  # of the features (F,), and the constant
+        self._weights: Sequence[float] = ()  # of the features (F,), then the intercept
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
-        """Return the index of the neighbour with the least risk, and that risk; infinite where none may serve."""
+        """Return the index of the neighbour with the least risk, and that risk; infinite if none may serve."""
         number, least, weights = 0, inf, self._weights
         for candidate, features in _describe(seen) if weights else ():
             odds = sum(map(mul, weights, features), weights[-1])
@@ -85,29 +85,29 @@ class Risk:
         return number, least
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
-        """Fit to N requests; `is_right` says which neighbours of each (n,) have the model's own answer."""
-        told = [
+        """Fit to the evidence of N requests; `is_right`: which neighbours of each (n,) have the model's own answer."""
+        examples = [
             (features, not right[number])
             for one, right in zip(seen, is_right, strict=True)
             for number, features in _describe(one)
         ]
-        if told:
-            self._weights = _fitted([features for features, _ in told], [changed for _, changed in told])
+        if examples:
+            self._weights = _fitted([features for features, _ in examples], [changed for _, changed in examples])
 
     def state(self) -> dict[str, Floats]:
-        """What was learned."""
+        """Return the fitted weights."""
         return {"weights": np.array(self._weights, np.float32)}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up what was learned."""
+        """Restore the weights that `state` returned."""
         self._weights = _rounded(state["weights"])
 
 
 class NeighbourChooser:
-    """Finds for each request the source with the least risk."""
+    """Finds the source with the least risk for each request."""
 
     def __init__(self, sources: Sources, answers: Answers, gate: ContentGate | None = None) -> None:
-        """Choose among `sources`; a gate compares tokens as well."""
+        """Choose among `sources`; a gate also compares tokens."""
         self._sources, self._answers, self._gate = sources, answers, gate
         self._risk = Risk()
 
@@ -119,22 +119,22 @@ class NeighbourChooser:
                 chosen.append(None)
                 continue
             number, risk = self._risk.choose(self._see(near, forecast))
-            source, at_first = near.sources[number], risk
+            source, risk_unquarantined = near.sources[number], risk
             if self._gate is not None and self._gate.refuses(row.ids, source.ids):
-                risk = at_first = inf
+                risk = risk_unquarantined = inf
             if source.entry.key in self._sources.quarantined:
                 risk = inf
-            chosen.append(Choice(source, near.similarity[number], risk, at_first))
+            chosen.append(Choice(source, near.similarity[number], risk, risk_unquarantined))
         return chosen
 
     def learn(self, cases: Sequence[Observation]) -> None:
-        """Learn the range of answers, and how rare tokens are."""
+        """Learn the range of answers and the rarity of tokens."""
         self._answers.learn(np.stack([case.answer for case in cases]))
         if self._gate is not None:
             self._gate.learn(case.row.ids for case in cases)
 
     def look(self, case: Observation, vector: Floats, forecast: Floats) -> tuple[Evidence, list[bool]]:
-        """Return the evidence on a request's neighbours, and which of them have the model's own answer (n,)."""
+        """Return the evidence on a request's neighbours, and which neighbours have the model's own answer (n,)."""
         (near,) = self._sources.search(case.scope, [case.row], vector[None], K)
         if not near.sources:
             return Evidence(()), []
@@ -149,14 +149,14 @@ class NeighbourChooser:
 
     def state(self) -> dict[str, Floats]:
         """Return the fitted arrays of risk model, answers and gate, by name."""
-        return {f"{part}.{name}": array for part, one in self._learners() for name, array in one.state().items()}
+        return {f"{part}.{name}": array for part, one in self._fitted_parts() for name, array in one.state().items()}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up what was learned."""
-        for part, one in self._learners():
+        """Restore the arrays that `state` returned."""
+        for part, one in self._fitted_parts():
             one.restore(below(f"{part}.", state))
 
-    def _learners(self) -> Iterator[tuple[str, Risk | Answers | ContentGate]]:
+    def _fitted_parts(self) -> Iterator[tuple[str, Risk | Answers | ContentGate]]:
         yield from (("decision", self._risk), ("answers", self._answers))
         if self._gate is not None:
             yield "gate", self._gate
@@ -171,7 +171,7 @@ class NeighbourChooser:
 
 
 class Semantic:
-    """Serves a request from another one, its source, where the risk is within the limit. Approximate."""
+    """The rung `semantic`: serves a request from its chosen source if the risk is within the limit. Approximate."""
 
     name = "semantic"
     is_lossless = False
@@ -186,14 +186,14 @@ class Semantic:
         head: Weights,
         counters: Counters,
     ) -> None:
-        """Serve from `sources`, within the limit of the calibration in force; `head`: weights outside the trunk."""
+        """Serve from `sources` within the limit of the calibration in force; `head`: the weights outside the trunk."""
         self.bank, self.sources, self.fingerprint, self.chooser = bank, sources, fingerprint, chooser
         self._limits, self._head, self._counters = limits, head, counters
 
     def serving(self, weights: str) -> "Calibration | None":
-        """Return the calibration for weights of this digest; None: nothing is reused approximately.
+        """Return the calibration that serves trunk weights of this digest; None if nothing is reused approximately.
 
-        None while the cache itself fails: then the audit cannot be relied on.
+        Also None while the cache itself fails: the audit cannot be relied on then.
         """
         made = self._limits.calibration
         if made is None or made.weights != weights or made.limit is None or self._counters.is_failing:
@@ -201,7 +201,7 @@ class Semantic:
         return made if made.head == self._head.digest() else None
 
     def look_up(self, call: "Call", rows: Sequence[Row]) -> None:
-        """Search for these rows; add their choices to the call, and those within the limit to `call.hits`."""
+        """Search for these rows; record fingerprints, forecasts and choices in the call, and hits within the limit."""
         assert call.scope is not None and call.requests is not None
         made = self.serving(call.scope.weights)
         if any(map(_IS_MISREAD, rows)):
@@ -209,13 +209,13 @@ class Semantic:
         if made is None or (limit := made.limit) is None or not rows or call.requests.may_be_refused():
             return
         vectors, forecasts = self.fingerprint.project(call.requests.tokens(rows))
-        if not isfinite(np.add.reduce(vectors, axis=None)):  # states of some rows' tokens are not: these are computed
+        if not isfinite(np.add.reduce(vectors, axis=None)):  # rows whose token vectors are not finite are computed
             finite: Bools = np.isfinite(np.add.reduce(vectors, axis=1))
             rows, vectors, forecasts = list(compress(rows, finite)), vectors[finite], forecasts[finite]
         if not rows:
             return
         chosen = self.chooser.choose(call.scope, rows, vectors, forecasts)
-        if self._limits.calibration is not made:  # what was looked at may be another one's
+        if self._limits.calibration is not made:  # the sources searched may belong to another calibration
             return
         call.made, used = made, []
         for row, choice, vector, forecast in zip(rows, chosen, vectors, forecasts, strict=True):
@@ -231,20 +231,20 @@ class Semantic:
         self.bank.used(used)
 
     def is_current(self, call: "Call") -> bool:
-        """Return whether the calibration that a call was looked up with is in force, and its sources still are held."""
+        """Whether the calibration of a call's lookup is still in force, and the sources of its hits may still serve."""
         assert call.scope is not None
         sources = (hit.source for hit in call.hits.values() if hit.answer is not None)
         return self.serving(call.scope.weights) is call.made and all(map(self.sources.may_serve, sources))
 
 
 def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
-    """Yield each candidate, the nearest neighbour with its answer, by index, with the features (F,) of its risk."""
+    """Yield (index, features (F,)) of each candidate: the nearest neighbour with a given answer."""
     similarity, n = seen.similarity, len(seen.similarity)
     if n < K:
         return
     nearest, last = similarity[0], similarity[-1]
     votes = []
-    for one in similarity:  # a loop: on the path of a call a comprehension is one more function
+    for one in similarity:  # a loop: in Python 3.11 a comprehension is a function call
         votes.append(exp((one - nearest) / _WIDTH))
     n_votes, mean = sum(votes), sum(similarity) / n
     for number, agrees in enumerate(seen.agree):
@@ -271,12 +271,12 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
 
 
 def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
-    """Fit a logistic regression from features, N times (F,), to whether answers change; return weights (F + 1,)."""
+    """Fit a logistic regression from features (N, F) to whether answers change (N,); return weights (F + 1,)."""
     from sklearn.linear_model import LogisticRegression
 
     known = np.array(features)
     centre, scale = known.mean(axis=0), known.std(axis=0) + 1e-6
-    # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
+    # Two artificial requests, one changed and one not, since the fit needs both classes.
     shown = np.vstack([(known - centre) / scale, np.zeros((2, known.shape[1]))])
     fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
     weights = fitted.coef_[0] / scale
@@ -284,5 +284,5 @@ def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tup
 
 
 def _rounded(weights: Iterable[float]) -> tuple[float, ...]:
-    """Round weights to float32, as they are saved: a loaded cache then decides as the saved one did."""
+    """Round weights to float32, as saved, so that a loaded cache decides as the saved one did."""
     return tuple(np.array([*weights], np.float32).tolist())

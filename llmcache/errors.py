@@ -1,8 +1,8 @@
-"""Every error this library raises on purpose; each says what was wrong, and what to do about it."""
+"""The errors that this library raises. Each message says what is wrong and how to fix it."""
 
 
 class LLMCacheError(Exception):
-    """Root of every error meant for the user."""
+    """Base class of all errors meant for the user."""
 
 
 class ConfigError(LLMCacheError, ValueError):
@@ -10,29 +10,29 @@ class ConfigError(LLMCacheError, ValueError):
 
 
 class UnsafeReuseError(ConfigError):
-    """Whole-sequence reuse of a different input was asked for on a head that answers token by token."""
+    """Approximate reuse was requested for a head that answers token by token."""
 
 
 class RequestError(LLMCacheError, ValueError):
-    """A prompt, or what is to follow it, that the model cannot run: nothing was computed that could be wrong."""
+    """The model cannot run a prompt, or cannot continue it. No wrong result was returned."""
 
 
 class NotCachedError(LLMCacheError, LookupError):
-    """A call within `LLMCache.only_if_cached` that the cache cannot answer; the model's layers were not run.
+    """The cache cannot answer a call within `LLMCache.only_if_cached`. The model's layers were not run.
 
     Attributes:
-        rows: Numbers of the rows that it cannot, in order; None where that is true of the call as a whole.
+        rows: Indices of the rows not in the cache, in order; None if the whole call bypasses the cache.
     """
 
     def __init__(self, rows: tuple[int, ...] | None = None) -> None:
-        """Say of which rows."""
+        """Name the missing rows in the message."""
         which = "this call" if rows is None else f"row {', '.join(map(str, rows))} of this call"
         super().__init__(f"only_if_cached: {which} is not in the cache; call the model outside of it")
         self.rows = rows
 
 
 class CalibrationError(LLMCacheError, ValueError):
-    """The requests cannot carry the claim, or the metric failed on them. The cache stays as it was."""
+    """The requests do not suffice for the claim, or the metric failed on them."""
 
 
 class UnsupportedModelError(LLMCacheError, TypeError):
@@ -40,16 +40,16 @@ class UnsupportedModelError(LLMCacheError, TypeError):
 
 
 class WrapError(LLMCacheError, RuntimeError):
-    """The model is in the wrong state for this: already wrapped, or copied while wrapped."""
+    """The model is in the wrong state: already wrapped, unwrapped, or its forward was replaced."""
 
 
 class StoreError(LLMCacheError, RuntimeError):
-    """A store failed to read or write. Inside a call it costs speed only."""
+    """A store failed to read or write. Within a call this costs speed only, and is not raised."""
 
 
 class BankFileError(LLMCacheError, ValueError):
-    """A saved cache cannot be used: missing parts, damaged, or made by other weights."""
+    """A saved cache cannot be used: it is incomplete, damaged, or does not fit (`UnfitBankError`)."""
 
 
 class UnfitBankError(BankFileError):
-    """A saved cache is whole, and of no use here: of other weights, another tokenizer, or another version of this."""
+    """A saved cache is intact but was made with other weights, another tokenizer, or another version of llmcache."""

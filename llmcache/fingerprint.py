@@ -1,13 +1,13 @@
-"""A fingerprint fitted to the wrapped model itself, so that similar requests are likely to have the same answer.
+"""A fingerprint fitted to the wrapped model, so that similar requests are likely to have the same answer.
 
     token ids -> rows of token vectors -> pooled -> scaled -> one linear map -> unit vector
 
-The map is a ridge regression from pooled vectors of requests to the model's final states and logits, so no labels are
-needed; it is solved in closed form. A second map from the same vectors forecasts the model's output: roughly, but from
-the request itself, not from its neighbours.
-A token has two vectors: its input embedding, and a static one, which is the model's final state for a request of this
-token alone (as in Minishlab's model2vec). Static vectors are computed for tokens of the requests that are learned from,
-and estimated for other tokens by another ridge regression, from their input embeddings.
+The map is a ridge regression from pooled vectors of requests to the model's final states and logits, solved in closed
+form; it needs no labels. A second map from the same vectors forecasts the model's output: roughly, but from the request
+itself, not from its neighbours.
+A token has two vectors: its input embedding, and a static vector, which is the model's final state for a request of
+this token alone (as in Minishlab's model2vec). Static vectors are computed for the tokens of the fitted requests. For
+other tokens a third ridge regression estimates them from input embeddings.
 
 Sizes: N requests, n content tokens, D hidden width, P pooled width (6 D), T target width, C outputs, F dimensions.
 """
@@ -23,39 +23,39 @@ from llmcache.threads import forkable
 
 Lookup = Callable[[Ids], Floats]
 
-_EXACT = 1e-6  # price of weights where there is nothing to guard against: outputs are made of what is aimed at
-_N_POOLED = 6  # mean of input embeddings, max of these and of static ones, min likewise, weighted mean of static ones
+_EXACT = 1e-6  # ridge penalty of the map to outputs: nearly none, since outputs are a function of the targets
+_N_POOLED = 6  # mean of input embeddings; max of both vectors; min of both; weighted mean of static vectors
 
 
 class Learned:
-    """Pooled token vectors through a fitted linear map. Ready once it was fitted, by a calibration. Thread-safe."""
+    """Pooled token vectors through a fitted linear map. Usable once a calibration has fitted it. Thread-safe."""
 
     def __init__(self, dim: int = 128, ridge: float = 1.0) -> None:
-        """Choose the size.
+        """Set the size.
 
         Args:
-            dim: F, 2 to 384; at most the hidden width and the number of logits together are used.
-            ridge: How much larger weights cost, over 0. More fits less closely.
+            dim: F, 2 to 384; at most the sum of hidden width and number of logits is used.
+            ridge: Penalty on weights, over 0. A larger value fits less closely.
         """
         if not 2 <= dim <= 384 or not ridge > 0:
             raise ValueError(f"dim={dim}, ridge={ridge}: dim must be from 2 to 384, ridge over 0")
         self.dim = dim
         self.ridge = ridge
         self._embed: Lookup | None = None
-        self._think: Lookup | None = None
-        self._fitted: _Fitted | None = None  # replaced as a whole: others may be reading it
+        self._compute_static: Lookup | None = None
+        self._fitted: _Fitted | None = None  # replaced as a whole: other threads may be reading it
 
-    def bind(self, embed: Lookup, think: Lookup) -> None:
-        """Set what makes vectors (m, D) of m tokens: input embeddings, and final states of each token alone."""
-        self._embed, self._think = embed, think
+    def bind(self, embed: Lookup, compute_static: Lookup) -> None:
+        """Set functions from m token ids to vectors (m, D): input embeddings, and final states of each token alone."""
+        self._embed, self._compute_static = embed, compute_static
 
     def fit(self, requests: Sequence[Sequence[int]], targets: Floats, outputs: Floats) -> None:
-        """Fit the maps from content tokens of N requests to targets (N, T), and to outputs (N, C) to forecast."""
-        assert self._think is not None and self._embed is not None
+        """Fit the maps from content tokens of N requests to targets (N, T) and to the outputs (N, C) to forecast."""
+        assert self._compute_static is not None and self._embed is not None
         different = [np.unique(np.array(ids, np.int64)) for ids in requests]
         tokens, counts = np.unique(np.concatenate(different), return_counts=True)
-        embedded, static = self._embed(tokens), self._think(tokens)
-        is_known = np.isfinite(static).all(axis=1)  # a token alone may be more than the dtype holds
+        embedded, static = self._embed(tokens), self._compute_static(tokens)
+        is_known = np.isfinite(static).all(axis=1)  # a token alone may overflow the dtype
         if not is_known.any():
             static, is_known = np.zeros_like(static), ~is_known
         guess = _Ridge(embedded[is_known], static[is_known], self.ridge / (embedded.shape[1] * len(tokens) ** 0.5))
@@ -75,17 +75,17 @@ class Learned:
         aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
         fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
         learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * fitted.weights).T)}
-        told = _Ridge(aims, outputs, _EXACT)
-        learned |= {"outputs": told.weights, "outputs_mean": told.mean.astype(np.float32)}
+        to_outputs = _Ridge(aims, outputs, _EXACT)
+        learned |= {"outputs": to_outputs.weights, "outputs_mean": to_outputs.mean.astype(np.float32)}
         self._fitted = _Fitted(learned, self._embed)
 
     def project(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
         """Return fingerprints (B, F) and forecasts of the model's output (B, C), from the content tokens of B requests.
 
-        A fingerprint has the L2 norm 1; that of a request without content is zeros.
+        A fingerprint has L2 norm 1, or is zero for a request without content.
         """
         if self._fitted is None:
-            raise RuntimeError("fit() comes first")
+            raise RuntimeError("call fit() first")
         return self._fitted(requests)
 
     def state(self) -> dict[str, Floats]:
@@ -97,31 +97,31 @@ class Learned:
 
 
 class _Fitted:
-    """The fitted maps. The map of a mean of token vectors is the mean of their maps, which are kept for each token."""
+    """The fitted maps. The map of a mean of token vectors is the mean of mapped vectors, which are kept per token."""
 
     def __init__(self, learned: dict[str, Floats], embed: Lookup) -> None:
-        """Take the maps that `Learned.fit` made."""
+        """Prepare the arrays that `Learned.fit` made."""
         self.learned = learned
         weights = np.ascontiguousarray(learned["map"].T)
         width = len(weights) // _N_POOLED
         mean, extremes, weighted = np.split(weights, [width, 5 * width])
         self._pool = _Pool(learned, embed, (mean, weighted))
-        # Of each dimension in a row: one request reads them in two thirds of the time.
+        # Stored with one dimension per row: one request then takes two thirds of the time.
         self._weights = torch.from_numpy(np.ascontiguousarray(extremes.T)).T
         self._offset = -(learned["centre"].astype(np.float64) @ weights).astype(np.float32)
         self._outputs = torch.from_numpy(learned["outputs"])
         self._outputs_mean = torch.from_numpy(learned["outputs_mean"])
 
     def __call__(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
-        """Return unit vectors (B, F) and forecasts (B, C); without content tokens, zeros and the mean output."""
+        """Return unit vectors (B, F) and forecasts (B, C); for a request without content, zeros and the mean output."""
         extremes, means = self._pool(requests)
         vectors = means.sum(axis=1) + self._offset
         forecasts = np.empty((len(vectors), len(self._outputs_mean)), np.float32)
         made = torch.from_numpy(vectors)
-        # On the threads of torch, see `product`; with `out`, autocast leaves the precision as it is.
+        # On torch's threads, see `product`; autocast does not lower the precision of operations with `out`.
         torch.addmm(made, torch.from_numpy(extremes), self._weights, out=made)
         for vector, tokens in zip(vectors, requests, strict=True):
-            if not tokens:  # exactly so: what is left by rounding would become a vector of norm 1
+            if not tokens:  # exact zeros: a rounding residue would be scaled to norm 1
                 vector[:] = 0
         torch.addmm(self._outputs_mean, made, self._outputs, out=torch.from_numpy(forecasts))
         norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
@@ -129,16 +129,16 @@ class _Fitted:
 
 
 class _Pool:
-    """Pools the token vectors of a request. What is kept of a token is made when it is first seen. Thread-safe."""
+    """Pools the token vectors of a request. The table row of a token is computed at its first use. Thread-safe."""
 
     def __init__(self, learned: Mapping[str, Floats], embed: Lookup, maps: tuple[Floats, Floats] | None = None) -> None:
-        """Begin with an empty table.
+        """Start with an empty table.
 
         Args:
-            learned: Made by `Learned.fit`.
-            embed: As of `Learned.bind`.
-            maps: Applied to the mean of embeddings, and to the weighted mean of static vectors, (D, A) each; None: as
-                they are, A = D.
+            learned: The arrays that `Learned.fit` made.
+            embed: As for `Learned.bind`.
+            maps: Linear maps of the mean of embeddings and the weighted mean of static vectors, (D, A) each; None:
+                identity, A = D.
         """
         self._learned, self._embed, self._maps = learned, embed, maps
         self._lock = forkable(threading.Lock())
@@ -148,10 +148,10 @@ class _Pool:
         self._table: Floats = np.empty((0, self._n_extremes + 2 * self._width + 1), np.float32)
 
     def __call__(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
-        """Pool the content tokens of B requests; zeros where there are none.
+        """Pool the content tokens of B requests; zeros for a request without any.
 
         Returns:
-            Maxima of embeddings and of static vectors, then minima of both (B, 4 D); both means, mapped (B, 2, A).
+            Maxima of embeddings and of static vectors, then minima of both (B, 4 D); and both mapped means (B, 2, A).
         """
         n, width = self._n_extremes, self._width
         extremes = np.zeros((len(requests), 2 * n), np.float32)
@@ -165,7 +165,7 @@ class _Pool:
                 except KeyError:
                     self._add([token for token in dict.fromkeys(tokens) if token not in self._place])
                     places = list(map(self._place.__getitem__, tokens))
-                # Of each token: embedding, static vector, embedding mapped, weighted static vector mapped, weight.
+                # Per token: embedding, static vector, mapped embedding, mapped weighted static vector, weight.
                 rows = self._table.take(places, axis=0)
             np.maximum.reduce(rows[:, :n], out=extreme[:n])
             np.minimum.reduce(rows[:, :n], out=extreme[n:])
@@ -185,7 +185,7 @@ class _Pool:
         self._place |= {token: first + i for i, token in enumerate(tokens)}
 
     def _make(self, ids: Ids) -> Floats:
-        """Make rows of the table for tokens (m, 2 D + 2 A + 1)."""
+        """Return table rows (m, 2 D + 2 A + 1) for m tokens."""
         learned, embedded = self._learned, self._embed(ids)
         static = _by_row(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
         weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)
@@ -203,7 +203,7 @@ class _Ridge:
     """Ridge regression, solved in the primal or the dual form, whichever is smaller."""
 
     def __init__(self, x: Floats, y: Floats, price: float) -> None:
-        """Fit rows (N, T) to rows (N, P); inputs are taken to their mean, and to a mean square of 1 a row."""
+        """Fit y (N, P) from x (N, T). `price` is the penalty relative to the total square of centred x."""
         self.centre, self.mean = x.mean(axis=0), y.mean(axis=0)
         a = (x - self.centre).astype(np.float64)
         b = (y - self.mean).astype(np.float64)
@@ -221,12 +221,12 @@ class _Ridge:
 
 
 def _by_row(x: Floats, weights: Floats) -> Floats:
-    """The product of rows (m, D) and weights: of each the same to the last bit, whatever tokens it came with."""
+    """Return rows (m, D) times weights, row by row: bit-identical whatever the other rows are."""
     return np.concatenate([product(row[None], weights) for row in x])
 
 
 def _scale(pooled: Floats) -> Floats:
-    """Return factors (P,) for pooled numbers: each gets a spread of 1, and each kind of pooling the same weight."""
+    """Return factors (P,) that scale each pooled number to a spread of about 1 / sqrt(P)."""
     spread = pooled.std(axis=0)
     kinds = np.split(spread, _N_POOLED)
     steady = np.concatenate([kind + 0.01 * kind.mean() + 1e-6 for kind in kinds])

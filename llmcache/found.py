@@ -1,7 +1,7 @@
-"""A batch that was looked up before it is run: the part that the cache serves, and the part that is to be computed.
+"""Looks a batch up before it is run, and splits it into the part that the cache serves and the part to compute.
 
-A call remembers what was found by the identity of its token ids: the tensors of `Part.inputs` are made here, and are
-recognised when the model is run on them.
+Hits are kept by the identity of the token ids: the tensors of `Part.inputs` are made here, and recognised when the
+model is run on them.
 
 Sizes: B rows, T tokens.
 """
@@ -25,23 +25,23 @@ class Part:
     """Some rows of a batch, to be run once: `model(**part.inputs)`.
 
     Attributes:
-        rows: Their numbers in the batch, in order.
-        inputs: The sub-batch, by name: tensors with one row a request hold a copy of these rows, others are as they
-            were. What is edited in it is looked up anew when it is run.
+        rows: Their indices in the batch, in order.
+        inputs: The sub-batch, by name: tensors with one row per request hold copies of these rows, other values are
+            unchanged. If a tensor is edited, the part is looked up again when it is run.
     """
 
     rows: tuple[int, ...]
     inputs: dict[str, Any]
-    _call: Call | None = field(default=None, repr=False)  # what was found lives as long as this
+    _call: Call | None = field(default=None, repr=False)  # keeps the hits alive
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What `LLMCache.look_up` found of a batch.
+    """The result of `LLMCache.look_up` for a batch.
 
     Attributes:
-        served: Rows that the cache serves: no layer runs for them. None: there are none.
-        missing: The other rows. None: there are none.
+        served: Rows that the cache serves: no layer runs for them. None if there are none.
+        missing: The other rows. None if there are none.
     """
 
     served: Part | None
@@ -49,7 +49,7 @@ class Found:
 
 
 def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str, Any]) -> Found:
-    """Return what a cache holds of a batch; see `LLMCache.look_up`. Without `forward`, nothing."""
+    """Return the hits of a batch; see `LLMCache.look_up`. Without `forward`, all rows are missing."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim < 2:
         raise ConfigError("look_up: give tokenised inputs by name, with input_ids (rows, tokens)")
@@ -73,13 +73,13 @@ def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str,
 
 
 def _can_resume(call: Call, batch: Mapping[str, Any]) -> bool:
-    """Whether a call with tensors like those of a batch can be recognised when it is made."""
+    """Whether the trunk gets the batch's own tensors, so that the call is recognised when it is made."""
     is_plain = call.reason is None and call.prefill is None and call.mask_4d is None
     return is_plain and all(call.arguments.get(name) is batch.get(name) for name in DECIDING)
 
 
 def _take(batch: Mapping[str, Any], numbers: Sequence[int], n_rows: int) -> dict[str, Any]:
-    """Return copies of some rows, as tensors of which edits can be seen."""
+    """Return copies of rows of a batch, as tensors whose version counters show edits."""
     index = torch.tensor(numbers)
     with torch.inference_mode(False), torch.no_grad():
         return {

@@ -1,8 +1,8 @@
-"""Gives memory back that the C library's allocator holds between stored entries.
+"""Returns memory to the system that the C library's allocator holds between stored entries.
 
-Small entries come to lie in gaps that a model's activations leave. The next activations no longer fit there, so the
-heap grows, and it cannot shrink, since entries lie at its end. An entry of 3 kB took 24 to 72 kB that way. The pages of
-the gaps are free: glibc's `malloc_trim` returns them to the system. Other allocators are left alone.
+Small entries are allocated in gaps that a model's activations leave. The next activations no longer fit there, so the
+heap grows, and it cannot shrink, since entries are at its end. An entry of 3 kB took 24 to 72 kB that way. The pages of
+the gaps are free: glibc's `malloc_trim` returns them to the system. Other allocators are not touched.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from typing import cast
 
-TRIM_EVERY = 1024  # stored entries; or an eighth of those held if that is more, since there are as many gaps to go over
+TRIM_EVERY = 1024  # stored entries, or an eighth of those held if that is more: a trim visits as many gaps as entries
 
 
 def trim() -> None:
@@ -22,6 +22,6 @@ def trim() -> None:
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    with suppress(OSError, TypeError, AttributeError):  # no C library by this name, or one without the function
+    with suppress(OSError, TypeError, AttributeError):  # no C library to load, or it lacks the function
         return cast(Callable[[int], int], ctypes.CDLL(None).malloc_trim)
     return None

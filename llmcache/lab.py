@@ -1,13 +1,13 @@
-"""What experiments use of the inside of llmcache: observe requests, replay a cache on them, fit and choose limits.
+"""Internal names that experiments may use: observe requests, replay a cache on them, fit and choose limits.
 
     from llmcache.lab import Observation, RiskTarget, choose_limit
 
-    observe     `Observation`s of requests that were computed, made by `cache.observe`
-    replay      who would serve a request (`Found`), banks and prefix blocks that no model runs on
+    observe     `Observation`s of computed requests, made by `cache.observe`
+    replay      the source that would serve a request (`Found`); banks and prefix blocks without a model
     fit         `CalibratedReuse` of a wrapped model: fingerprints, risks, candidate limits
-    choose      `split` requests, `try_limits` on those that test, `choose_limit` of a `RiskTarget`
+    choose      `split` requests, `try_limits` on the test part, `choose_limit` for a `RiskTarget`
 
-Names here are no part of the public interface and change without notice. Each is imported on first use: those of
+These names are not part of the public interface and change without notice. Each is imported on first use: names of
 servers need the extra `serve`.
 """
 
@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    # Observe: requests that were computed, and the parts of a model that experiments look into.
+    # Observe: computed requests, and the parts of a model that experiments inspect.
     "request.observation": ("Observation",),
     "request.rows": ("Scope",),
     "models.adapters": ("Trunk", "first_attention", "locate", "special_ids", "unpack"),
-    # Replay: what a cache would do, without a model.
+    # Replay: a cache without a model.
     "arrays": ("Doubles", "Floats"),
     "bank": ("Bank", "Entry"),
     "prefix.block": ("Block",),

@@ -1,4 +1,4 @@
-"""Sources: requests that may serve others, each with answer, tokens and entry, and the index that finds them.
+"""Sources: stored requests that may serve others, each with answer, tokens and entry; and the index to find them.
 
 Sizes: B rows of a call, k neighbours, F fingerprint width, S width of a signature.
 """
@@ -17,7 +17,7 @@ from llmcache.index import Index
 from llmcache.request.rows import Row, Scope
 from llmcache.threads import forkable
 
-_AT_ONCE = 4096  # vectors that are added at a time
+_AT_ONCE = 4096  # vectors added to an index at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class Source:
         entry: Its stored output. Never written to.
         ids: Its valid token ids, packed.
         answer: Signature of its answer (S,), float32.
-        length: Valid tokens where requests of other lengths must not find it; else 0.
+        length: Its number of valid tokens, if only requests of this length may find it; else 0.
     """
 
     entry: Entry
@@ -43,7 +43,7 @@ class Source:
 
 
 class Near(NamedTuple):
-    """The sources that a search found for one request, best first."""
+    """The sources found for one request, best first."""
 
     sources: Sequence[Source] = ()
     similarity: Sequence[float] = ()  # of each to the request
@@ -53,7 +53,7 @@ _NOTHING = Near()
 
 
 class _Partition:
-    """Sources of one scope and length. Slots of sources that left are taken by later ones."""
+    """Sources of one scope and length. Slots of removed sources are reused."""
 
     __slots__ = ("_free", "index", "slots", "sources")
 
@@ -79,28 +79,28 @@ class _Partition:
 
     def remove(self, key: str) -> None:
         slot = self.slots.pop(key)
-        self.sources[slot] = None  # first: a row that the index fails to remove must not be taken for a source
+        self.sources[slot] = None  # first: if the index fails to remove the row, it maps to no source
         self.index.remove(np.array([slot], np.int64))
         self._free.append(slot)
 
 
 class Sources:
-    """Sources by scope, and by length where payloads fit one length only. Thread-safe; one lock a search."""
+    """Sources by scope, and by length if payloads fit one length only. Thread-safe; a search takes one lock."""
 
     def __init__(self, make_index: Callable[[int], Index], by_length: bool) -> None:
-        """Begin empty.
+        """Start empty.
 
         Args:
-            make_index: Makes an empty index of vectors of F numbers.
-            by_length: Requests of different lengths never find each other.
+            make_index: Returns an empty index, given F.
+            by_length: Requests find only sources of their own length.
         """
         self._make_index = make_index
         self._by_length = by_length
         self._partitions: dict[tuple[Scope, int], _Partition] = {}
         self._where: dict[str, _Partition] = {}  # by key
-        #: Namespace by key: these vote, and serve no other request. Also of requests that left, which may come again.
+        #: Namespace by key of quarantined sources, which vote but serve no other request; kept after their removal.
         self.quarantined: dict[str, str] = {}
-        #: Guards all of it.
+        #: Guards all attributes.
         self.lock = forkable(threading.RLock())
 
     def __len__(self) -> int:
@@ -116,16 +116,16 @@ class Sources:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the indexes."""
+        """Bytes of all indexes."""
         with self.lock:
             return sum(part.index.nbytes for part in self._partitions.values())
 
     def length_of(self, row: Row) -> int:
-        """The number of valid tokens that sources of a row must have; 0: any."""
+        """Return the number of valid tokens that sources of a row must have; 0: any."""
         return row.n_valid if self._by_length else 0
 
     def add(self, sources: Iterable[Source], vectors: Floats) -> None:
-        """Add sources with their fingerprints, float32 (N, F); a source that is held gets the new fingerprint."""
+        """Add sources with their fingerprints, float32 (N, F); a known key gets the new source and fingerprint."""
         with self.lock:
             parts: dict[tuple[Scope, int], list[tuple[Source, Floats]]] = {}
             for source, vector in zip(sources, vectors, strict=True):
@@ -140,16 +140,16 @@ class Sources:
                     self._where |= dict.fromkeys((source.key for source in some), part)
 
     def search(self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int) -> list[Near]:
-        """Find the k nearest sources of each row.
+        """Return the k nearest sources of each row, or fewer.
 
         Args:
-            scope: Of the rows.
+            scope: Scope of the rows.
             rows: B rows.
             vectors: Their fingerprints, float32 (B, F).
             k: At least 1.
         """
         found = [_NOTHING] * len(rows)
-        groups: dict[int, list[int]] = {}  # places in `rows`, by length: one search unless lengths are kept apart
+        groups: dict[int, list[int]] = {}  # positions in `rows`, by length; one group unless `by_length`
         for place, row in enumerate(rows):
             groups.setdefault(self.length_of(row), []).append(place)
         with self.lock:
@@ -160,41 +160,41 @@ class Sources:
                 slots, similarity = part.index.search(vectors if len(groups) == 1 else vectors[places], k)
                 for place, near, like in zip(places, slots.tolist(), similarity.tolist(), strict=True):
                     sources: Any = list(map(part.sources.__getitem__, near))
-                    if None in sources or min(near, default=-1) < 0:  # fewer were found, or one is leaving
+                    if None in sources or min(near, default=-1) < 0:  # fewer than k, or a source half removed
                         is_held = [slot >= 0 and part.sources[slot] is not None for slot in near]
                         sources, like = list(compress(sources, is_held)), list(compress(like, is_held))
                     found[place] = Near(sources, like)
         return found
 
     def vectors(self, sources: Iterable[Source]) -> Floats:
-        """Fingerprints (N, F) of sources that are held, as a search sees them."""
+        """Return fingerprints (N, F) of held sources, as a search compares them."""
         with self.lock:
             parts = [(self._where[one.key], one.key) for one in sources]
             return np.concatenate([part.index.vectors(np.array([part.slots[key]])) for part, key in parts])
 
     def remove(self, key: str) -> None:
-        """Remove a source. An unknown key is ignored."""
-        if key not in self._where:  # asked for every entry that leaves the bank
+        """Remove a source, unless it is buried. An unknown key is ignored."""
+        if key not in self._where:  # checked without the lock: called for every entry removed from the bank
             return
         with self.lock:
             part = self._where.get(key)
             source = None if part is None else part.sources[part.slots[key]]
-            if part is None or source is None or not source.entry.fields:  # a buried one goes on voting
+            if part is None or source is None or not source.entry.fields:  # a buried source goes on voting
                 return
             del self._where[key]
             part.remove(key)
 
     def may_serve(self, key: str) -> bool:
-        """Whether a request may serve others."""
+        """Whether a source is held and not quarantined."""
         return key in self._where and key not in self.quarantined
 
     def quarantine(self, key: str, namespace: str) -> None:
-        """Quarantine a source until `forget`: it is found and votes as before, and serves no other request."""
+        """Quarantine a source until `forget`: it still votes, but serves no other request."""
         with self.lock:
             self.quarantined[key] = namespace
 
     def bury(self, key: str, namespace: str) -> None:
-        """Drop a source's stored output and quarantine it: it is found and votes as before."""
+        """Quarantine a source and drop its stored output: it still votes."""
         with self.lock:
             self.quarantined[key] = namespace
             if (part := self._where.get(key)) is not None:

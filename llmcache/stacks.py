@@ -1,4 +1,4 @@
-"""Many small records as a few tensors, for files, and back: tensors of one name and shape are stacked."""
+"""Packs many small records into a few tensors for files, by stacking tensors of the same name and shape."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ def pack(records: Sequence[tuple[Mapping[str, Tensor], Any]]) -> tuple[list[Any]
     """Stack the tensors of records.
 
     Args:
-        records: Of each its tensors by name, and what JSON can hold.
+        records: For each record its tensors by name, and a JSON value.
 
     Returns:
-        Of each record what JSON can hold, beside the number of its stack; and all stacks, by number and name.
+        For each record [number of its stack, JSON value]; and all stacks, by "number/name".
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, (tensors, _) in enumerate(records):
@@ -31,7 +31,7 @@ def pack(records: Sequence[tuple[Mapping[str, Tensor], Any]]) -> tuple[list[Any]
 
 
 def unpack(meta: Sequence[Any], packed: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Any]]:
-    """The records in their order; each tensor in memory of its own."""
+    """Yield the records in their order; each tensor owns its memory."""
     stacks: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, stack in packed.items():
         number, _, own = name.partition("/")

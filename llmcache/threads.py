@@ -1,8 +1,8 @@
-"""Threads of our own that compute beside calls of the model, and what a fork does to them and to their locks.
+"""Background threads of the library, and how threads and locks survive a fork.
 
 A forked process has one thread. A lock that another thread held stays locked there for ever, and connections and pipes
-are shared with the parent. So before a fork the forking thread takes the locks that guard data, which is then whole in
-the child as well; in the child locks are made anew, and whoever has threads, pipes or connections begins without.
+are shared with the parent. So before a fork the forking thread acquires the locks that guard data, which is then
+consistent in the child as well. In the child locks are reset, and owners of threads, pipes or connections drop them.
 """
 
 import os
@@ -16,52 +16,52 @@ from typing import Any, TypeVar
 import torch
 
 _T = TypeVar("_T")
-_PATIENCE_S = 1.0  # for locks before a fork
+_PATIENCE_S = 1.0  # longest wait for locks before a fork
 
 _guards: dict[int, weakref.ref[Any]] = {}  # locks that a fork waits for, by identity
-_others: dict[int, weakref.ref[Any]] = {}
+_others: dict[int, weakref.ref[Any]] = {}  # locks, conditions and events that a fork only resets
 _before: dict[tuple[int, str], weakref.WeakMethod[Any]] = {}
 _in_child: dict[tuple[int, str], weakref.WeakMethod[Any]] = {}
 _forking = threading.local()
 
 
 def compute_alone() -> None:
-    """Let this thread compute by itself, with one thread of torch's."""
+    """Set torch to one thread for the calling thread only."""
     n_threads = torch.get_num_threads()
     if n_threads == 1:
         return
-    torch.set_num_threads(1)  # also of threads that begin to compute later, unless another one puts it back at once
+    torch.set_num_threads(1)  # also the default of threads that first compute later: the thread below restores that
     others = threading.Thread(target=torch.set_num_threads, args=(n_threads,), name="llmcache-threads")
-    with suppress(RuntimeError):  # the interpreter ends, and begins no thread any more
+    with suppress(RuntimeError):  # the interpreter is shutting down and starts no threads
         others.start()
         others.join()
 
 
 def forkable(lock: _T, is_waited_for: bool = True) -> _T:
-    """Return a lock, condition or event, which is free in forked processes.
+    """Register a lock, condition or event to be free in forked processes, and return it.
 
     Args:
-        lock: Made just now.
-        is_waited_for: A fork waits until it is free, for a second at most. For locks that are held for moments only.
+        lock: A new object.
+        is_waited_for: A fork waits until the lock is free, for at most a second. Only for locks that are held briefly.
     """
-    _keep(_guards if is_waited_for and hasattr(lock, "acquire") else _others, lock, weakref.ref)
+    _register(_guards if is_waited_for and hasattr(lock, "acquire") else _others, lock, weakref.ref)
     return lock
 
 
 def at_fork(in_child: Callable[[], object], before: Callable[[], object] | None = None) -> None:
-    """Have bound methods called at each fork, as long as their objects live; they must not take a lock.
+    """Register bound methods to be called at each fork while their objects live. They must not take a lock.
 
     Args:
-        in_child: In the forked process, in which no other thread runs.
-        before: In the process that forks, while no thread holds a lock that a fork waits for. It is left out where one
-            was held for too long.
+        in_child: Called in the forked process, where no other thread runs.
+        before: Called in the forking process, while no other thread holds a lock that a fork waits for. Not called if
+            one of these locks was held for too long.
     """
-    _keep(_in_child, in_child, weakref.WeakMethod)
+    _register(_in_child, in_child, weakref.WeakMethod)
     if before is not None:
-        _keep(_before, before, weakref.WeakMethod)
+        _register(_before, before, weakref.WeakMethod)
 
 
-def _keep(kept: dict[Any, Any], one: Any, refer: Callable[..., Any]) -> None:
+def _register(kept: dict[Any, Any], one: Any, refer: Callable[..., Any]) -> None:
     key = (id(one.__self__), one.__name__) if refer is weakref.WeakMethod else id(one)
     kept[key] = refer(one, lambda _: kept.pop(key, None))
 
@@ -70,18 +70,18 @@ def _alive(kept: dict[Any, Any]) -> list[Any]:
     return [one for refer in list(kept.values()) if (one := refer()) is not None]
 
 
-def _prepare() -> None:
+def _lock_before_fork() -> None:
     guards = _alive(_guards)
-    _forking.held = _take(guards, monotonic() + _PATIENCE_S)
+    _forking.held = _acquire(guards, monotonic() + _PATIENCE_S)
     if len(_forking.held) == len(guards):
         for act in _alive(_before):
             act()
 
 
-def _take(locks: Sequence[Any], until: float) -> list[Any]:
-    """Take all locks, or those that are free at a time (of `monotonic`).
+def _acquire(locks: Sequence[Any], until: float) -> list[Any]:
+    """Acquire all locks, or those that are free at the deadline `until` (of `monotonic`), and return those acquired.
 
-    It waits for one while it holds none, so that nobody who holds one and waits for another waits for this thread.
+    It never waits for a lock while holding another, so it cannot deadlock with a thread that does.
     """
     order = list(locks)
     while order:
@@ -97,16 +97,16 @@ def _take(locks: Sequence[Any], until: float) -> list[Any]:
     return []
 
 
-def _go_on() -> None:
+def _unlock_in_parent() -> None:
     for one in _forking.__dict__.pop("held", ()):
         one.release()
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     held = {id(one) for one in _forking.__dict__.pop("held", ())}
     for one in [*_alive(_guards), *_alive(_others)]:
-        if id(one) in held and not isinstance(one, threading.Condition):  # of which other threads wait as well
-            one.release()  # this thread may hold it beside
+        if id(one) in held and not isinstance(one, threading.Condition):  # reset also drops its waiters
+            one.release()  # not reset: this thread may hold it more than once
         else:
             one._at_fork_reinit()
     for act in _alive(_in_child):
@@ -114,4 +114,4 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_prepare, after_in_parent=_go_on, after_in_child=_begin_anew)
+    os.register_at_fork(before=_lock_before_fork, after_in_parent=_unlock_in_parent, after_in_child=_reset_in_child)

@@ -1,4 +1,4 @@
-"""Nearest neighbours of a fingerprint, by FAISS. An index holds rows under integer ids; the caller holds the lock."""
+"""Nearest neighbours of fingerprints, by FAISS. An index holds rows by integer id; the caller holds a lock."""
 
 from llmcache.index.base import Index
 from llmcache.index.flat import AutoIndex, BinaryIndex, FlatIndex

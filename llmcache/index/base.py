@@ -1,4 +1,4 @@
-"""The interface of an index. B: queries, N: rows, F: dimensions of a fingerprint, k: neighbours asked for."""
+"""The interface of an index. B: queries, N: rows, F: dimensions of a fingerprint, k: neighbours per query."""
 
 from abc import ABC, abstractmethod
 
@@ -8,36 +8,36 @@ from llmcache.arrays import Floats, Ids
 
 
 class Index(ABC):
-    """Rows of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
+    """Rows of L2 norm 1 by integer id, searched by inner product. The caller's arrays are never modified.
 
     Four methods, `len` and `nbytes`, all called under one lock. The constructor takes F as its first argument, and
-    settings as keyword arguments, checked against its annotations. `lsh` alone holds rows of any norm, and compares
-    them by the share of equal entries.
+    settings as keyword arguments, checked against its annotations. Only `lsh` holds rows of any norm and compares them
+    by the share of equal entries.
     """
 
     @abstractmethod
     def add(self, ids: Ids, x: Floats) -> None:
-        """Add rows; an id that is already held gets the new row. Of an id given twice, the last row counts.
+        """Add rows. A known id gets the new row; for an id given twice, the last row is kept.
 
         Args:
-            ids: int64 (N,), none negative.
+            ids: int64 (N,), at least 0.
             x: float32 (N, F), finite, L2 norm 1.
 
         Raises:
-            ValueError: Wrong shape or dtype, a negative id, or a value that is not finite. Nothing was added then.
+            ValueError: Wrong shape or dtype, a negative id, or a value that is not finite. No row was added.
         """
 
     @abstractmethod
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        """Find the `k` most similar rows, best first.
+        """Return the `k` most similar rows of each query, best first.
 
         Args:
             x: float32 (B, F), finite, L2 norm 1.
-            k: Neighbours a query, at least 1.
+            k: Neighbours per query, at least 1.
 
         Returns:
-            ids int64 and similarity float32 (-1 to 1), both (B, min(k, len(self))). Where an approximate index found
-            no further row: id -1 and similarity -inf, after all others.
+            ids int64 and similarity float32 (-1 to 1), both (B, min(k, len(self))). If an approximate index found fewer
+            rows, id -1 and similarity -inf fill the end.
 
         Raises:
             ValueError: Wrong shape or dtype, `k` under 1, or a value that is not finite.
@@ -45,7 +45,7 @@ class Index(ABC):
 
     @abstractmethod
     def vectors(self, ids: Ids) -> Floats:
-        """The rows held under ids, as a search compares them: these are saved with a cache.
+        """Return the rows with these ids, as a search compares them. They are saved with a cache.
 
         Args:
             ids: int64 (N,), all held.
@@ -59,16 +59,16 @@ class Index(ABC):
 
     @abstractmethod
     def remove(self, ids: Ids) -> None:
-        """Forget rows, int64 (N,). An unknown id is ignored."""
+        """Remove the rows with these ids, int64 (N,). Unknown ids are ignored."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows held."""
+        """Return the number of rows."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of rows, links and slot numbers; Python's own dict of ids is not counted."""
+        """Bytes of rows, links and slot numbers, without Python's dict of ids."""
 
 
 def check_rows(x: Floats, dim: int) -> None:
@@ -81,7 +81,7 @@ def check_rows(x: Floats, dim: int) -> None:
 
 
 def check_ids(ids: Ids, x: Floats, dim: int) -> None:
-    """Raise `ValueError` unless `x` are rows, and ids int64 (N,), none negative."""
+    """Raise `ValueError` unless `x` passes `check_rows` and ids are int64 (N,), at least 0."""
     check_rows(x, dim)
     if ids.dtype != np.int64 or ids.shape != (len(x),):
         raise ValueError(f"ids must be int64 of shape ({len(x)},), got {ids.dtype} {ids.shape}")
@@ -90,7 +90,7 @@ def check_ids(ids: Ids, x: Floats, dim: int) -> None:
 
 
 def check_query(x: Floats, dim: int, k: int) -> None:
-    """Raise `ValueError` unless `x` are rows, and at least one neighbour is asked for."""
+    """Raise `ValueError` unless `x` passes `check_rows` and `k` is at least 1."""
     check_rows(x, dim)
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
@@ -104,5 +104,5 @@ def check_positive(**options: int) -> None:
 
 
 def no_rows(n_queries: int, width: int = 0) -> tuple[Ids, Floats]:
-    """The result of a search that found nothing: id -1 and similarity -inf, (B, width)."""
+    """Return the result of a search that found nothing: id -1 and similarity -inf, both (B, width)."""
     return np.full((n_queries, width), -1, np.int64), np.full((n_queries, width), -np.inf, np.float32)

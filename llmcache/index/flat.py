@@ -1,6 +1,6 @@
-"""Exhaustive search, exact, over floats or bits; where rows are many, FAISS's inverted file.
+"""Exact, exhaustive search over floats or bits; for many rows, FAISS's inverted file.
 
-N: rows, B: queries, F: dimensions, k: neighbours asked for.
+N: rows, B: queries, F: dimensions, k: neighbours per query.
 """
 
 from functools import cache
@@ -13,24 +13,24 @@ from numpy.typing import NDArray
 from llmcache.arrays import Floats, Ids
 from llmcache.index.base import Index, check_ids, check_positive, check_query, no_rows
 
-_READ = 16  # one in so many lists is read by a search
-_GROWTH = 4  # an inverted file with so many times the rows it was made from is made anew
+_READ = 16  # a search reads one in 16 lists
+_GROWTH = 4  # an inverted file is rebuilt once it has 4 times the rows it was made from
 
 
 @cache
 def load_faiss() -> Any:
-    """FAISS, whose types know half of it. It takes a while to import, so only what uses it does."""
+    """Return the faiss module, untyped since its stubs are incomplete. Imported on first use, since that is slow."""
     import faiss
 
     return faiss
 
 
 def in_one_thread(search: Any, x: NDArray[Any], *arguments: Any) -> Any:
-    """Call a search of FAISS, for one query in one thread: a team has nothing to share out, and is waited for."""
+    """Call a FAISS search; for a single query on one thread, which avoids waiting for idle OpenMP threads."""
     faiss = load_faiss()
     if len(x) > 1:
         return search(x, *arguments)
-    n_threads = faiss.omp_get_max_threads()  # of the calling thread alone
+    n_threads = faiss.omp_get_max_threads()  # a setting of the calling thread
     faiss.omp_set_num_threads(1)
     try:
         return search(x, *arguments)
@@ -39,10 +39,10 @@ def in_one_thread(search: Any, x: NDArray[Any], *arguments: Any) -> Any:
 
 
 class FlatIndex(Index):
-    """Inner product with every row: exact, and the time of a search grows with the number of rows.
+    """Inner product with every row: exact, in time proportional to the number of rows.
 
-    Rows are dense in one array, which FAISS searches where it lies. A known id is overwritten in its slot; removing
-    one moves the last row into its slot. So both are O(1), and no search skips a slot.
+    Rows are dense in one array, which FAISS searches in place. A known id is overwritten in its slot; removing an id
+    moves the last row into its slot. So both are O(1), and no search skips a slot.
     """
 
     _dtype: ClassVar[type[np.generic]] = np.float32
@@ -51,14 +51,14 @@ class FlatIndex(Index):
         check_positive(dim=dim)
         self.dim = dim
         self._slot_of: dict[int, int] = {}
-        self._ids: Ids = np.empty(0, np.int64)  # by slot; spare room at the end
+        self._ids: Ids = np.empty(0, np.int64)  # by slot, with spare room at the end
         self._rows: NDArray[Any] = self._encode(np.empty((0, dim), np.float32))
 
     def add(self, ids: Ids, x: Floats) -> None:
         check_ids(ids, x, self.dim)
         names = ids.tolist()
         n = len(self._slot_of) + len({*names} - self._slot_of.keys())
-        if n > len(self._ids):  # first: if memory runs out, no id points past the rows held
+        if n > len(self._ids):  # first: if memory runs out, no id points beyond the rows
             room = max(64, n + n // 4) - len(self._ids)
             rows = np.concatenate([self._rows, np.empty((room, self._rows.shape[1]), self._dtype)])
             self._ids, self._rows = np.concatenate([self._ids, np.empty(room, np.int64)]), rows
@@ -68,7 +68,7 @@ class FlatIndex(Index):
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         if x.dtype != np.float32 or x.shape[1:] != (self.dim,) or k < 1 or not np.isfinite(x).all():
-            check_query(x, self.dim, k)  # it says what is wrong
+            check_query(x, self.dim, k)  # raises with the cause
         n = len(self._slot_of)
         if not n or not len(x):
             return no_rows(len(x), min(k, n))
@@ -87,7 +87,7 @@ class FlatIndex(Index):
                 self._slot_of[int(self._ids[last])] = hole
 
     def ids(self) -> Ids:
-        """Ids held (N,), int64."""
+        """Return the held ids (N,), int64."""
         return self._ids[: len(self)].copy()
 
     def __contains__(self, name: int) -> bool:
@@ -100,7 +100,7 @@ class FlatIndex(Index):
     def nbytes(self) -> int:
         return len(self) * int(self._rows.shape[1] * self._rows.itemsize + self._ids.itemsize)
 
-    # What another kind of row changes.
+    # Overridden for other kinds of rows.
 
     def _encode(self, x: Floats) -> NDArray[Any]:
         return x
@@ -116,10 +116,10 @@ class FlatIndex(Index):
 
 
 class BinaryIndex(FlatIndex):
-    """One bit a dimension, for fingerprints whose entries are +1/sqrt(F) or -1/sqrt(F), such as SimHash.
+    """One bit per dimension, for fingerprints whose entries are +1/sqrt(F) or -1/sqrt(F), such as SimHash.
 
-    Exact for those: the similarity, 1 - 2 * (bits that differ) / F, is their inner product. Of any other row only the
-    signs count (zero as negative). 32 times smaller than `FlatIndex` and otherwise the same.
+    Exact for these: the similarity, 1 - 2 * (differing bits) / F, is their inner product. For other rows only the signs
+    count (zero as negative). 32 times smaller than `FlatIndex` and otherwise the same.
     """
 
     _dtype: ClassVar[type[np.generic]] = np.uint8
@@ -147,9 +147,9 @@ class BinaryIndex(FlatIndex):
 class AutoIndex(Index):
     """`flat` up to `switch` rows; beyond, an inverted file: time grows with the square root of the rows.
 
-    A thread makes the file from a copy of the rows. Until it is done, and has caught up with what changed meanwhile,
-    searches read the old structure, so that no call waits for it. With an eighth of `switch` left it is flat again.
-    Similarities are exact; a neighbour in no list that a search reads is overlooked.
+    A thread builds the file from a copy of the rows. Until it is built and updated with later changes, searches use the
+    old structure, so no call waits. Below an eighth of `switch` rows the index is flat again. Similarities are exact; a
+    search misses neighbours in lists that it does not read.
     """
 
     def __init__(self, dim: int, switch: int = 32768, probes: int = 16) -> None:
@@ -157,18 +157,18 @@ class AutoIndex(Index):
 
         Args:
             dim: F, at least 1.
-            switch: Most rows that are compared one by one, at least 1.
-            probes: Fewest lists that a search reads, at least 1. More overlook less and take longer.
+            switch: Most rows that are searched exhaustively, at least 1.
+            probes: Fewest lists that a search reads, at least 1. More lists miss fewer neighbours and take longer.
         """
         check_positive(dim=dim, switch=switch, probes=probes)
         self.dim, self._switch, self._probes = dim, switch, probes
         self._rows: FlatIndex | InvertedFile = FlatIndex(dim)
-        self._most = switch  # rows of this structure; beyond, another one is made
+        self._most = switch  # rows beyond which a new structure is built
         self._build: _Build | None = None
 
     def add(self, ids: Ids, x: Floats) -> None:
         check_ids(ids, x, self.dim)
-        self._take_over()
+        self._adopt_build()
         self._rows.add(ids, x)
         if self._build is not None:
             self._build.missed.update(ids.tolist())
@@ -178,14 +178,14 @@ class AutoIndex(Index):
             self._build.start()
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        self._take_over()
+        self._adopt_build()
         return self._rows.search(x, k)
 
     def vectors(self, ids: Ids) -> Floats:
         return self._rows.vectors(ids)
 
     def remove(self, ids: Ids) -> None:
-        self._take_over()
+        self._adopt_build()
         self._rows.remove(ids)
         if self._build is not None:
             self._build.missed.update(ids.tolist())
@@ -201,8 +201,8 @@ class AutoIndex(Index):
     def nbytes(self) -> int:
         return self._rows.nbytes
 
-    def _take_over(self) -> None:
-        """Use the file that a thread has made, once it holds what changed meanwhile."""
+    def _adopt_build(self) -> None:
+        """If the thread has built a file, apply later changes to it and use it."""
         build = self._build
         if build is None or build.is_alive():
             return
@@ -216,10 +216,10 @@ class AutoIndex(Index):
 
 
 class InvertedFile(Index):
-    """FAISS's `IndexIVFFlat`: lists of rows that are alike, each with a centroid, found by k-means."""
+    """FAISS's `IndexIVFFlat`: lists of similar rows, each with a k-means centroid."""
 
     def __init__(self, ids: Ids, x: Floats, probes: int) -> None:
-        """Cluster rows (N, F), and hold them."""
+        """Cluster rows (N, F) and add them."""
         faiss = load_faiss()
 
         self.dim = int(x.shape[1])
@@ -269,7 +269,7 @@ class InvertedFile(Index):
             self._held -= gone
 
     def ids(self) -> Ids:
-        """Ids held (N,), int64."""
+        """Return the held ids (N,), int64."""
         return np.array([*self._held], np.int64)
 
     def __contains__(self, name: int) -> bool:
@@ -284,19 +284,19 @@ class InvertedFile(Index):
 
 
 class _Build(Thread):
-    """Makes an inverted file beside calls, of rows (N, F)."""
+    """Builds an inverted file of rows (N, F) in a thread."""
 
     def __init__(self, ids: Ids, x: Floats, probes: int) -> None:
         super().__init__(name="llmcache-index")
         self._arguments = ids, x, probes
         self.made: InvertedFile | None = None
-        self.missed: set[int] = set()  # ids that changed since it began
+        self.missed: set[int] = set()  # ids added or removed since the copy was made
 
     def run(self) -> None:
         faiss = load_faiss()
 
-        faiss.omp_set_num_threads(1)  # of this thread: the other cores compute the model
+        faiss.omp_set_num_threads(1)  # for this thread only: other cores compute the model
         try:
             self.made = InvertedFile(*self._arguments)
-        except (MemoryError, RuntimeError):  # FAISS raises the latter; searches go on as before
+        except (MemoryError, RuntimeError):  # FAISS raises RuntimeError; searches keep the old structure
             self.made = None

@@ -12,9 +12,9 @@ from llmcache.index.flat import in_one_thread, load_faiss
 class HNSWIndex(Index):
     """FAISS's `IndexHNSWFlat`, with tombstones.
 
-    HNSW cannot remove: a row that was removed or overwritten stays in the graph as a tombstone, which searches walk
-    over and do not return. When more rows are dead than alive, the graph is built anew from the living. That call
-    takes as long as inserting them all again (some 10,000 rows a second and core).
+    HNSW cannot remove: a removed or overwritten row stays in the graph as a tombstone, which searches traverse but do
+    not return. When more rows are dead than alive, the graph is rebuilt from the live rows. That call takes as long as
+    inserting them all again (some 10,000 rows per second and core).
     """
 
     def __init__(self, dim: int, M: int = 16, ef_construction: int = 40, ef_search: int = 64) -> None:
@@ -22,9 +22,9 @@ class HNSWIndex(Index):
 
         Args:
             dim: F, at least 1.
-            M: Links a row and level, at least 2 (twice as many on the lowest level).
+            M: Links per row and level, at least 2 (twice as many on the lowest level).
             ef_construction: Candidates of an insertion, at least 1.
-            ef_search: Candidates of a search, at least 1: more find more, and take longer.
+            ef_search: Candidates of a search, at least 1. More candidates find more and take longer.
         """
         faiss = load_faiss()
 
@@ -37,7 +37,7 @@ class HNSWIndex(Index):
         self._faiss: Any = faiss.IndexHNSWFlat(dim, M, faiss.METRIC_INNER_PRODUCT)
         self._faiss.hnsw.efConstruction = ef_construction
         self._slot_of: dict[int, int] = {}
-        self._ids: Ids = np.empty(0, np.int64)  # by slot, -1 where dead; spare room at the end
+        self._ids: Ids = np.empty(0, np.int64)  # by slot, -1 for dead rows, with spare room at the end
 
     def add(self, ids: Ids, x: Floats) -> None:
         check_ids(ids, x, self.dim)
@@ -64,13 +64,13 @@ class HNSWIndex(Index):
         if total > len(self):
             is_alive = np.packbits(self._ids[:total] >= 0, bitorder="little")
             options.sel = faiss.IDSelectorBitmap(is_alive)
-        # Tombstones take places of candidates, so as many more are looked at as there are dead to the living.
+        # Tombstones use up candidates, so their number is scaled by all rows over live rows.
         options.efSearch = max(width, self._ef_search) * total // len(self)
         while True:
             similarity, slots = in_one_thread(lambda x: self._faiss.search(x, width, params=options), x)
             if total == len(self) or options.efSearch >= total or (slots >= 0).all():
                 break
-            options.efSearch *= 4  # all near the query are dead
+            options.efSearch *= 4  # too many rows near the query are dead
         ids = np.where(slots < 0, -1, self._ids[slots])
         return ids, np.where(ids < 0, np.float32(-np.inf), similarity)
 

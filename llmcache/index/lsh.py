@@ -1,6 +1,6 @@
 """MinHash signatures in bands (Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, chapter 3).
 
-N: rows, B: queries, F: hashes of a signature, k: neighbours asked for.
+N: rows, B: queries, F: hashes of a signature, k: neighbours per query.
 """
 
 from typing import Any
@@ -13,23 +13,23 @@ from llmcache.index.flat import FlatIndex
 
 
 class LSHIndex(Index):
-    """Finds signatures that agree with a query's in a whole band, and ranks them by the share of equal entries.
+    """Finds signatures that agree with the query in a whole band, and ranks them by the share of equal entries.
 
-    That share estimates the Jaccard similarity of the sets behind two signatures, and takes the inner product's place
-    here; so rows need no norm. With b bands of r entries, sets of Jaccard similarity s are compared with probability
-    1 - (1 - s^r)^b. Bands are as wide as they can be while that is at least `recall` at the threshold, and it is more
-    above it: what is overlooked is computed, which costs time, never the answer. Where even bands of one entry fall
-    short (128 hashes: under a threshold of 0.023), those are used. Time grows with the number of candidates, not of
-    rows.
+    That share estimates the Jaccard similarity of the sets behind two signatures and replaces the inner product here,
+    so rows need no norm. With b bands of r entries, sets of Jaccard similarity s are compared with probability
+    1 - (1 - s^r)^b. Bands are as wide as possible with a probability of at least `recall` at the threshold; above the
+    threshold it is higher. A missed neighbour only costs time: the request is computed. If even bands of one entry
+    reach less than `recall` (with 128 hashes, at thresholds below 0.023), they are used all the same. Time grows with
+    the number of candidates, not of rows.
     """
 
     def __init__(self, dim: int, threshold: float = 0.5, recall: float = 0.95) -> None:
         """Open an empty index.
 
         Args:
-            dim: F, at least 2, so that there can be two bands.
-            threshold: Jaccard similarity from which on rows are to be found, over 0, at most 1. Of a cache: its tau.
-            recall: Least probability, over 0 and under 1, that a row right at the threshold is found.
+            dim: F, at least 2, for two bands.
+            threshold: Least Jaccard similarity of rows to find, over 0, at most 1. In a cache: its tau.
+            recall: Least probability, over 0 and under 1, that a row at the threshold is found.
         """
         if dim < 2:
             raise ValueError(f"dim must be at least 2, got {dim}")
@@ -80,19 +80,19 @@ class LSHIndex(Index):
 
 
 def share_equal(rows: Floats, row: Floats) -> Floats:
-    """Share (N,) of the entries at which rows (N, F) equal one (F,): what MinHash estimates Jaccard similarity by."""
+    """Return the share (N,) of entries in which rows (N, F) equal `row` (F,), an estimate of Jaccard similarity."""
     share: Floats = (rows == row).mean(axis=1, dtype=np.float32)
     return share
 
 
 def widest_band(dim: int, threshold: float, recall: float) -> int:
-    """Most entries r of a band with which sets right at the threshold still meet with probability `recall`."""
-    widths = range(dim // 2, 0, -1)  # datasketch wants two bands at least
+    """Return the most entries per band with which sets at the threshold meet with probability `recall`, at least 1."""
+    widths = range(dim // 2, 0, -1)  # datasketch needs at least two bands
     return next((r for r in widths if chance_to_meet(threshold, dim, r) >= recall), 1)
 
 
 def chance_to_meet(jaccard: float, dim: int, width: int) -> float:
-    """Probability that signatures (F = dim) of two sets of this similarity agree in a whole band of `width` entries."""
+    """Return the probability that signatures (dim,) of two such sets agree in a whole band of `width` entries."""
     return float(1 - (1 - jaccard**width) ** (dim // width))
 
 
@@ -103,7 +103,7 @@ def _open_bands(dim: int, width: int) -> Any:
 
 
 def _sketch(row: Floats) -> Any:
-    """A signature (F,) as datasketch takes it. It compares bytes, so those of a float will do as a hash."""
+    """Return a signature (F,) for datasketch, which compares bytes, so the bits of a float serve as hash."""
     from datasketch import LeanMinHash
 
     return LeanMinHash(seed=0, hashvalues=row.view(np.uint32), scheme="affine32")

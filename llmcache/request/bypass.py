@@ -1,4 +1,4 @@
-"""Reasons for a bypass, in which a call is computed as if there were no cache, and their cures."""
+"""Reasons why a call bypasses the cache and is computed as without one, each with its cure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,8 @@ CURES: dict[str, str] = {
     "compiled": "a compiled or traced model runs a graph of its own: leave the model uncompiled, and have the cache "
     "compile what it computes by cache.compile()",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
-    "another mode of torch, a CUDA graph, a tensor subclass), and a stored answer would escape that: call it outside",
+    "another mode of torch, a CUDA graph, a tensor subclass), which stored answers would escape: call the model "
+    "outside of it",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
     "other_depth": "config.num_hidden_layers is not what it was when the model was wrapped, so other layers run: wrap "
@@ -26,22 +27,22 @@ CURES: dict[str, str] = {
     "wrap the model again",
     "compiled_layers": "a layer was compiled by layer.compile(), whose graph leaves the cache out: put "
     "torch.compile(layer) in the layer's place before the model is wrapped",
-    "unwrapped": "the cache was unwrapped while the call was under way, which was then computed anew",
+    "unwrapped": "the cache was unwrapped during the call, which was then recomputed",
     "decode": "a decode step extends K/V that the caller already holds; only prefill is cached",
-    "inputs_embeds": "the input is inputs_embeds, which has no tokens to recognise it by: pass input_ids",
-    "output_attentions": "attentions were asked for, which a skipped layer does not have: turn output_attentions off",
-    "output_hidden_states": "all hidden states were asked for: turn output_hidden_states off (argument and config)",
-    "more_output": "more than the last states was asked for, which skipped layers do not make (router logits, say): "
-    "turn that output_... off (argument and config)",
+    "inputs_embeds": "the input is inputs_embeds, which has no tokens to look up: pass input_ids",
+    "output_attentions": "attentions were requested, which skipped layers do not compute: turn output_attentions off",
+    "output_hidden_states": "all hidden states were requested: turn output_hidden_states off (argument and config)",
+    "more_output": "outputs besides the last hidden states were requested (router logits, say), which skipped layers "
+    "do not compute: turn that output_... off (argument and config)",
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
     "input_shape": "input_ids, token_type_ids and position_ids are not all integers (batch, tokens), or (1, tokens)",
     "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",
-    "unknown_output": "its layers hand on more than hidden states: register an adapter that says what a skipped one "
+    "unknown_output": "its layers return more than hidden states: register an adapter that says what a skipped layer "
     "returns",
-    "hooked": "hooks of others hang within the trunk and are to see all tokens: remove them to have requests served",
-    "token_types": "K/V was asked for together with token types, which blocks of prefixes do not tell apart: leave "
+    "hooked": "modules in the trunk have hooks, which must see all tokens: remove them to have requests served",
+    "token_types": "K/V was requested together with token types, which prefix blocks do not distinguish: leave "
     "token_type_ids out, or pass use_cache=False",
-    "prefix_off": "K/V was asked for, and prefix=False: set it, or pass use_cache=False",
+    "prefix_off": "K/V was requested, and prefix=False: set prefix, or pass use_cache=False",
     "inference_weights": "the weights were made under torch.inference_mode(), where edits to them cannot be seen: "
     "load the model outside of it",
     "unseen_weights": "weights are kept where they cannot be read (scripted modules, sparse or packed tensors), so "
@@ -55,31 +56,31 @@ CURES: dict[str, str] = {
     "other_attention": "is_causal of an attention layer or of the config is not what this family has, or not what it "
     "was when the model was wrapped, so a row's states depend on the padding of the rows beside it: set it back",
     "coupled_rows": "rows of a call affect each other since the model was edited (quantised, say), so no other request "
-    "stands for one: wrap it without tau",
+    "can stand for a row: wrap it without tau",
     "adapter_names": "PEFT computes each row with adapters of its own (adapter_names, X-LoRA): call it with one "
     "adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
     "cache: pass the tokenizer's 2-D mask",
     "mask_values": "the attention mask holds other values than 0 and 1, by which some models multiply: pass 0 and 1",
-    "packed": "position_ids begin again within a row that has no attention mask: models take that for several texts "
-    "in one row, or not, as other arguments say (under a classifier on a causal model, positions without a mask are "
-    "reason enough); pass one text a row, or an attention mask",
-    "unknown_argument": "an argument of the model is not known to leave the hidden states alone: leave it out, if its "
-    "value is the one that holds without it",
+    "packed": "position_ids restart within a row that has no attention mask: depending on other arguments, models take "
+    "that for several texts in one row (for a classifier on a causal model, positions without a mask are reason "
+    "enough); pass one text a row, or an attention mask",
+    "unknown_argument": "an argument of the model may change the hidden states: leave it out, if it has its default "
+    "value",
     "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "
     "stored states: pass past_key_values=DynamicCache(), made without the model's config, or a StaticCache without a "
     "window",
-    "kv_cache_with_pooled_payload": "K/V was asked for, but a classifier's entries keep one vector: pass "
+    "kv_cache_with_pooled_payload": "K/V was requested, but a classifier's entries keep one vector: pass "
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",
     "not_finite": "the states that the fingerprint is made of are not finite: run the model in a wider dtype",
-    "rope_by_length": "this model's RoPE (dynamic, longrope) encodes positions otherwise in long calls, like this one: "
-    "only calls below the length that it was first trained on are cached",
-    "other_pooling": "the modules after the trunk are not what they were when the model was wrapped (one was put in or "
-    "exchanged, or pools in another way), and may read more than is kept: call unwrap(), and wrap the model again",
-    "token_states": "the states of all tokens are owed, of which entries keep one vector: call the model of "
+    "rope_by_length": "this model's RoPE (dynamic, longrope) encodes positions differently in long calls, like this "
+    "one: only calls below its original training length are cached",
+    "other_pooling": "the modules after the trunk are not what they were when the model was wrapped (one was added or "
+    "replaced, or pools in another way), and may read more than entries keep: call unwrap(), and wrap the model again",
+    "token_states": "the states of all tokens were requested, of which entries keep one vector: call the model of "
     "sentence-transformers that was wrapped, not a module in it, or wrap with payload='sequence'",
-    "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
+    "head_reads_padding": "the head would read a token that entries do not keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }
 
@@ -88,7 +89,7 @@ _TENSORS = (Tensor, Parameter)
 _BY_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _PLAIN = (bool, int, float, str)
 
-# Arguments of a trunk that decide its hidden states and are part of the key, or leave them alone.
+# Arguments of a trunk that are part of the key, or that do not affect its hidden states.
 _KNOWN = frozenset(
     [
         "input_ids",
@@ -109,7 +110,7 @@ _KNOWN = frozenset(
 
 
 def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
-    """Return the reason for a bypass that follows from these arguments and the trunk's present config, or None."""
+    """Return the bypass reason for these arguments and the trunk's present config, or None."""
     ids = arguments.get("input_ids")
     if ids is None or arguments.get("inputs_embeds") is not None:
         return "inputs_embeds"
@@ -131,25 +132,25 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
     for name, value in arguments.items():
         if name in _KNOWN or name in trunk.asks_for_more:
             continue
-        # One that is swallowed by **kwargs reaches the layers whatever it is, False and None included.
+        # An argument passed through **kwargs reaches the layers with any value, including False and None.
         if name not in defaults or not _is_same(value, defaults[name]):
             return "unknown_argument"
     return None
 
 
 def find_reason_of_kv(arguments: Mapping[str, Any], trunk: Trunk) -> str | None:
-    """Return the reason why a call cannot run without making K/V, which entries do not hold; or None."""
+    """Return the bypass reason of a call that must make K/V, which pooled entries do not hold; or None."""
     asked = arguments.get("use_cache")
     if asked or arguments.get(CACHE) is not None:
         return "kv_cache_with_pooled_payload"
     makes_kv = setting(trunk.config, "use_cache") if asked is None else asked
-    # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
+    # Without K/V, models split a row into texts where positions restart, and mask earlier texts.
     is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
     return "packed" if makes_kv and is_unmasked else None
 
 
 def is_plain_cache(cache: Any) -> bool:
-    """Whether K/V of skipped layers can be written to this cache: full attention, kept as given."""
+    """Whether K/V of skipped layers can be written to this cache: full attention, no quantising, no offloading."""
     layers = getattr(cache, "layers", None)
     if layers is None or getattr(cache, "offloading", False):
         return False
@@ -159,7 +160,7 @@ def is_plain_cache(cache: Any) -> bool:
 
 
 def _are_by_token(values: Any, shape: Sequence[int]) -> bool:
-    """Whether an argument holds an integer a token of ids (B, T); RoPE takes fractions, too, and several axes."""
+    """Whether an argument holds one integer per token of ids (B, T). (RoPE also takes fractions and several axes.)"""
     if not isinstance(values, torch.Tensor) or len(shape) != 2 or values.dtype.is_floating_point:
         return False
     return values.shape == shape or values.shape == (1, shape[1])
@@ -174,7 +175,7 @@ def _seen_tokens(cache: Any) -> bool:
 
 
 def are_strange(values: Iterable[Any]) -> bool:
-    """Whether an argument is a tensor of a class that may override operations, or one that a CUDA graph captures."""
+    """Whether an argument is a tensor subclass or proxy, which may override operations, or a CUDA graph captures it."""
     return any(map(_is_strange, values))
 
 

@@ -1,4 +1,4 @@
-"""Facts about the trunk as it is now, and about forms of calls: worked out once, looked up afterwards."""
+"""Caches facts about the trunk's present state and about the forms of calls. Each is worked out once."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,10 @@ from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_
 from llmcache.request.call import Call, Form, State
 from llmcache.request.reading import RequestReader
 
-_ID_DTYPES = (torch.int64, torch.int32)  # others are refused by embeddings
-_MOST_STATES = 16  # that are remembered
-_MOST_FORMS = 64  # of a state
-_OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that depend on more than a form
+_ID_DTYPES = (torch.int64, torch.int32)  # embeddings reject others
+_MOST_STATES = 16  # states kept
+_MOST_FORMS = 64  # forms kept for each state
+_OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that do not follow from the form alone
 _PLAIN = {Tensor, type(None), bool, int, float, str}
 # Read in every call.
 _is_within_mode: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -44,25 +44,25 @@ class Forms:
     def __init__(
         self, trunk: Trunk, arguments: Arguments, coupling: Coupling, reader: RequestReader, keeps_tokens: bool
     ) -> None:
-        """Know nothing yet.
+        """Start with no states.
 
         Args:
             trunk: The trunk.
             arguments: The signature of its forward.
-            coupling: Tells whether rows affect each other.
-            reader: Tells which tokens carry content.
-            keeps_tokens: Entries keep the states of all tokens, and K/V where the caller does.
+            coupling: Detects whether rows affect each other.
+            reader: Knows which tokens carry content.
+            keeps_tokens: Entries keep the states of all tokens, and K/V if the caller does.
         """
         self._trunk, self._arguments, self._coupling, self._reader = trunk, arguments, coupling, reader
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
-        self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # of others that is seen at the first call
-        # Of the config, and no part of the weights' digest.
+        self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # a guessed adapter: seen at the first call
+        # Config values that are not part of the weights' digest.
         self._flags = (*trunk.asks_for_more, "return_dict", "use_cache", "_attn_implementation")
         self._attends, self._masks = _attention_functions()
-        self._states: OrderedDict[str, State] = OrderedDict()  # by digest, the latest last
+        self._states: OrderedDict[str, State] = OrderedDict()  # by digest, newest last
 
     def state(self, digest: str, modules: Sequence[Any]) -> State:
-        """Return the state of the trunk for the digest of its present weights."""
+        """Return the state of the trunk, given the digest and modules of its present weights."""
         known = self._states.get(digest)
         if known is not None and known.modules is modules:
             return known
@@ -84,7 +84,7 @@ class Forms:
         return state
 
     def are_hooked(self, state: State) -> bool:
-        """Whether modules within the trunk have hooks of others, which a hit would not run."""
+        """Whether modules in the trunk have foreign hooks, which a hit would not run."""
         n_hooks = RemovableHandle.next_id
         if n_hooks == state.n_hooks and not any(state.hooks):
             return False
@@ -93,11 +93,11 @@ class Forms:
         return is_hooked
 
     def find(self, call: Call, state: State) -> Form:
-        """Return the form of a call, and set `call.arguments`."""
+        """Return the form of a call, and set `call.arguments` and `call.mask_4d`."""
         values = (*call.args, *call.kwargs.values())
         types = tuple(map(type, values))
         key: tuple[Any, ...] = ()
-        if _PLAIN.issuperset(types):  # tensors are told apart by their dtypes, other values by themselves
+        if _PLAIN.issuperset(types):  # the key holds the dtypes of tensors and the values of the rest
             are_tensors = tuple(map(is_, types, repeat(Tensor)))
             tensors = tuple(compress(values, are_tensors))
             rest = tuple(compress(values, map(not_, are_tensors)))
@@ -105,7 +105,7 @@ class Forms:
             attends = self._attends(flags[-1]), self._masks(flags[-1])  # functions may be registered at any time
             key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags, attends
             form = state.forms.get(key)
-            # A CUDA graph would replace what is captured; no call is served from then on.
+            # A hit must not become part of a CUDA graph: reread the arguments, which gives the reason `traced`.
             is_captured = bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
             if form is not None and not is_captured:
                 call.arguments = dict(zip(form.names, values, strict=True))
@@ -121,7 +121,7 @@ class Forms:
         return form
 
     def notice_kv(self, state: State) -> None:
-        """Note that the trunk returns K/V."""
+        """Record that the trunk returns K/V, and forget the state's forms."""
         self.returns_kv = True
         state.forms.clear()
 
@@ -136,14 +136,14 @@ class Forms:
         if reason is not None:
             return Form(names, reason)
         attention = self._trunk.attention
-        # The trunk may refuse an unusual dtype: it is asked before a call like this one is answered without it.
+        # The trunk may reject an unusual dtype, so a call with new dtypes must run once before hits are served.
         dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
         kind = arguments.get("return_dict"), setting(config, "return_dict"), arguments.get("use_cache"), *dtypes
         keeps_kv = self._trunk.makes_kv and not self.keeps_no_kv and self._is_kv_kept(arguments)
         return Form(names, None, attention, keeps_kv, kind)
 
     def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the caller keeps the K/V of this call."""
+        """Whether the caller keeps the K/V of a call."""
         if arguments.get(CACHE) is not None or not self.returns_kv:
             return arguments.get(CACHE) is not None
         asked = arguments.get("use_cache")
@@ -151,10 +151,10 @@ class Forms:
 
 
 def find_reason_now(trunk: Trunk) -> str | None:
-    """Return the reason for a bypass that holds for any arguments at this moment, or None."""
+    """Return the bypass reason that holds now for any arguments, or None."""
     if torch._C._is_tracing():  # by torch.jit.trace
         return "compiled"
-    # Whoever watches the call is to see it computed. All of this takes a microsecond.
+    # A mode or transform must see the call computed. These checks take a microsecond.
     if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
         return "traced"
     if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):
@@ -165,7 +165,7 @@ def find_reason_now(trunk: Trunk) -> str | None:
 
 
 def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
-    """Whether arguments hold one number a token (B, T), or (1, T) where that stands for all rows."""
+    """Whether tensor arguments are (B, T), or (1, T) shared by all rows; the mask must be (B, T)."""
     shape = arguments["input_ids"].shape
     if len(shape) != 2:
         return False
@@ -177,7 +177,7 @@ def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bo
 
 
 def _attention_functions() -> tuple[Callable[[str], Any], Callable[[str], Any]]:
-    """Find the functions that transformers calls for an attention implementation, and for its masks, by its name."""
+    """Return lookups, by the name of an attention implementation, of its function and its mask function."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

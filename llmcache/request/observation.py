@@ -1,4 +1,4 @@
-"""A computed request with its answer: calibrations learn from these.
+"""A computed request and its answer, from which calibrations learn.
 
 Sizes: D hidden width, S width of a signature, C logits.
 """
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Observation:
-    """One request that was computed.
+    """One computed request.
 
     Attributes:
         scope: Its scope.
-        row: The request.
+        row: Its row.
         tokens: Its content tokens.
         target: Mean row of the last hidden states that its entry keeps, float32 (D,).
         answer: Signature of its answer (S,).
         output: The model's output for it, float32 (C,).
         entry: Its entry. Never written to.
         head: Digest of the weights outside the trunk when it was computed.
-        seconds: Time of its call divided by the call's rows, work of the cache included.
-        label: The right answer, where one was given.
-        number: Its place among the requests that were given, from 0.
-        generation: Generation of its namespace before it was computed, see `Bank.generation`.
+        seconds: Time of its call, work of the cache included, divided by the call's rows.
+        label: The correct answer, if given.
+        number: Its position among the given requests, from 0.
+        generation: `Bank.generation` of its namespace before it was computed.
     """
 
     scope: Scope

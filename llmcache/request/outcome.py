@@ -5,20 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One row of a call. Plain values only: it keeps no state of the model alive.
+    """The outcome of one row of a call. Plain values: it keeps no state of the model alive.
 
     Attributes:
-        key: The row's own exact key, under which a miss is stored; "" when the call was bypassed before it was known.
-        rung: The rung that served it: `exact`, `prefix`, `semantic`, `paper`, or None when it was computed.
+        key: The row's exact key, under which a miss is stored; "" if the call was bypassed before the key was known.
+        rung: The rung that served it: `exact`, `prefix`, `semantic`, `paper`, or None if it was computed.
         layer: The deepest layer reused, or None.
         source: Key of the stored request whose state was reused, or None.
-        similarity: Similarity to that request; of a row that was computed, to the source that was chosen or, with
-            `tau`, to the nearest one found. None when no search was made or nothing was found.
-        risk: Risk score of the chosen source, whether it served or not: a hit's is at most `Calibration.limit`.
-            Infinite where a content gate refused or the source is quarantined. None when no search was made or
-            nothing was found.
-        n_prefix: First tokens that a stored prefix served, 0 without.
-        bypassed: Why the cache was not used (`llmcache.request.bypass.CURES`), or None.
+        similarity: Similarity to that request; for a computed row, to the chosen source or, with `tau`, to the nearest
+            stored request. None without a search or without a neighbour.
+        risk: Risk score of the chosen source, hit or miss; at most `Calibration.limit` for a hit. Infinite if the
+            content gate refused the source or it is quarantined. None without a search or without a neighbour.
+        n_prefix: Number of first tokens that a stored prefix served.
+        bypassed: The reason for a bypass (`llmcache.request.bypass.CURES`), or None.
     """
 
     key: str = ""

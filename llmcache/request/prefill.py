@@ -1,4 +1,4 @@
-"""Blocks of a call that keeps K/V.
+"""The blocks of a call that keeps K/V.
 
 Sizes: C columns cut.
 """
@@ -29,15 +29,15 @@ class Prefill:
     """The blocks of one call that keeps K/V.
 
     Attributes:
-        kv_cache: The K/V cache that it fills.
+        kv_cache: The caller's K/V cache, which the call fills.
         scope: The scope of the call.
         rows: The rows of the call.
         n_purges: `BlockPool.n_purges` when the call began.
-        has_chains: Its rows may share prefixes with others.
+        has_chains: Its rows may share prefixes with other requests.
         chains: The full blocks of rows, by row number and namespace (None: the call's own).
-        whole: Key and blocks of each row that is held as a whole, by number; empty when a prefix is served.
-        served: Tokens that a stored prefix serves, at least one, by row number.
-        matched: The blocks that each row begins with.
+        whole: Key and blocks of each row that is stored whole, by row number; empty if prefixes are served.
+        served: Number of tokens that a stored prefix serves, at least 1, by row number.
+        matched: The stored blocks that each row begins with.
         n_cut: C.
     """
 
@@ -53,5 +53,5 @@ class Prefill:
     n_cut: int = 0
 
     def drop(self) -> None:
-        """Serve nothing of what was found."""
+        """Discard all hits."""
         self.whole, self.served = {}, {}

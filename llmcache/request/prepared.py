@@ -1,7 +1,7 @@
-"""Calls that are looked up before they are made: what was found is kept until the call comes, or is thrown away.
+"""Keeps the hits of calls that are looked up before they are made, until the call is made or the hits are discarded.
 
-A call is recognised by the identity of its token ids. What is kept of it counts only while its arguments, the weights
-and the namespace are as they were.
+A call is recognised by the identity of its token ids. Its hits are valid only while its arguments, the weights and the
+namespace are unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +17,15 @@ from llmcache.request.variables import setting
 
 
 class Prepared:
-    """The calls of one trunk that were looked up and not made yet. Thread-safe."""
+    """The calls of one trunk that were looked up but not made yet. Thread-safe."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start empty."""
         self.kept: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
         self.is_on: ContextVar[bool] = ContextVar("llmcache_preparing", default=False)
 
     def look_up(self, run: Callable[[], object]) -> Call | None:
-        """Look up the trunk call that `run` makes, without running the trunk; None if it makes none."""
+        """Return the looked-up trunk call that `run` makes, without running the trunk; None if it makes none."""
         try:
             with setting(self.is_on, True):
                 run()
@@ -34,11 +34,11 @@ class Prepared:
         return None
 
     def stop(self, call: Call) -> None:
-        """End the forward of the model, within `look_up`."""
+        """Abort the model's forward, which `look_up` started."""
         raise _LookedUp(call)
 
     def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
-        """Keep the hits of some rows until the model is run on `inputs`, or the returned call is garbage-collected."""
+        """Keep the hits of rows, by number, until the model runs on `inputs` or the returned call is freed."""
         kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
         kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
         kept.take_over(call, numbers)
@@ -46,7 +46,7 @@ class Prepared:
         return kept
 
     def take(self, call: Call) -> Call | None:
-        """Remove and return what was kept of a call, if its arguments, weights and namespace are as they were."""
+        """Remove and return the prepared call for this call, if arguments, weights and namespace are unchanged."""
         known = self.kept.pop(id(call.arguments["input_ids"]), None)
         if known is None or any(call.arguments.get(name) is not known.inputs.get(name) for name in DECIDING):
             return None
@@ -56,7 +56,7 @@ class Prepared:
 
 
 class _LookedUp(BaseException):
-    """Ends the model's forward before the trunk runs, in a call that is only looked up."""
+    """Aborts the model's forward before the trunk runs, in a call that is only looked up."""
 
     def __init__(self, call: Call) -> None:
         super().__init__("looked up")
@@ -64,5 +64,5 @@ class _LookedUp(BaseException):
 
 
 def _versions(inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Version counters of tensors; those made in inference mode have none."""
+    """Return the version counters of tensors; tensors made in inference mode have none."""
     return tuple(one._version for one in inputs.values() if isinstance(one, Tensor) and not one.is_inference())

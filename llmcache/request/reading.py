@@ -1,4 +1,4 @@
-"""Copies a call's tokens to the host and builds one `Row` a request: exact key, valid positions, reason for a bypass.
+"""Copies a call's tokens to the host and builds one `Row` per request: exact key, valid positions, bypass reason.
 
 Sizes: B rows, T tokens of a row (padding included), n valid tokens of a row.
 """
@@ -27,7 +27,7 @@ from llmcache.models.rope import steady_length
 from llmcache.request.rows import KEY_LENGTH, Row, Scope, id_dtype, key_of
 
 _ONE = np.int64(1).tobytes()
-_SIGN = 7 if sys.byteorder == "little" else 0  # of an int64, the byte that holds the sign
+_SIGN = 7 if sys.byteorder == "little" else 0  # the byte of an int64 that holds the sign
 
 
 @dataclass(slots=True)
@@ -36,14 +36,14 @@ class HostInputs:
 
     Attributes:
         ids: Token ids (B, T), int64.
-        valid: Which tokens are valid, bool (B, T); None: no mask. If `is_full`, the mask as passed, in its own dtype.
+        valid: Mask of valid tokens, bool (B, T), or None without a mask. If `is_full`, the mask as passed, any dtype.
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
-        is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
-        order: Where the K/V of the tokens goes (T,), or None.
-        is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
+        is_causal: Whether each row's 4-D mask is the causal mask of its valid tokens, bool (B,), or None without one.
+        order: Positions of the tokens in the K/V cache (T,), or None.
+        is_binary: Whether each row's mask holds only 0 and 1, bool (B,), or None if all do.
         is_full: Every token is valid.
-        activated: For how many of a row's last columns an activated LoRA is in force (None: for none), or None.
+        activated: Number of last columns that an activated LoRA applies to, per row (None: none), or None.
     """
 
     ids: Any
@@ -61,7 +61,7 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     """Copy tensors to the host with one synchronisation for all of them.
 
     Args:
-        *tensors: On one device, that of the first; None stays None.
+        *tensors: All on the device of the first; None stays None.
 
     Returns:
         NumPy arrays; on CPU they share the tensors' memory.
@@ -77,10 +77,10 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
 
 
 class Tables(NamedTuple):
-    """The sizes of a model's tables, and which of its tokens carry content."""
+    """The sizes of a model's embedding tables, and which tokens carry content."""
 
-    content: bytes  # 0 or 1 for each token of the vocabulary
-    n_positions: int | None  # None: not known
+    content: bytes  # 1 for each token of the vocabulary that carries content, else 0
+    n_positions: int | None  # None: unknown
     n_types: int | None
 
 
@@ -89,11 +89,11 @@ class Requests:
     """The requests of one call.
 
     Attributes:
-        rows: One a request.
+        rows: One per request.
         ids: Token ids (B, T), int64, on the host.
-        valid: Which tokens are valid, bool (B, T); None: all.
+        valid: Mask of valid tokens, bool (B, T); None: all are.
         tables: See `RequestReader.tables`.
-        first_position: Position of the first token where none are passed.
+        first_position: Position id of the first token if none are passed.
         inputs: The call's arguments on the host.
     """
 
@@ -115,20 +115,20 @@ class Requests:
         return n_positions is not None and self.inputs.ids.shape[1] + self.first_position > n_positions
 
     def take(self, numbers: Sequence[int]) -> "Requests":
-        """Return some of the requests, numbered from 0 as in a call of their own."""
+        """Return the requests with these numbers, renumbered from 0."""
         rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
         valid = None if self.valid is None else self.valid[numbers]
         return Requests(rows, self.ids[numbers], valid, self.tables, self.first_position, self.inputs)
 
     def content(self) -> Bools:
-        """Which tokens are valid and not special, bool (B, T)."""
+        """Return the mask of content tokens, which are valid and not special, bool (B, T)."""
         made: Bools = np.frombuffer(self.tables.content, np.bool_)[self.ids]
         return made if self.valid is None else made & self.valid
 
     def tokens(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Content tokens of each of these rows: valid ones that are not special."""
+        """Return the content tokens of each row."""
         found = []
-        for row in rows:  # requests are short: arrays take longer
+        for row in rows:  # requests are short: arrays would take longer
             ids = self.ids[row.number]
             own = (ids if self.valid is None else ids[self.valid[row.number]]).tolist()
             found.append(list(compress(own, map(self.tables.content.__getitem__, own))))
@@ -139,13 +139,13 @@ class RequestReader:
     """Reads calls of one trunk. Thread-safe."""
 
     def __init__(self, trunk: Trunk, head: Head, payload: Payload, tokenizer: Any = None) -> None:
-        """Remember what decides how rows are keyed.
+        """Derive from the model how rows are keyed.
 
         Args:
             trunk: The model's trunk.
             head: Its head.
             payload: The hidden states that entries keep.
-            tokenizer: Names the special tokens; None: those that the config and the family name.
+            tokenizer: Names the special tokens; None: use those of the config and the family.
         """
         self._trunk = trunk
         self._tokenizer = tokenizer
@@ -153,13 +153,13 @@ class RequestReader:
         observed = head.observed
         self._reads_padding = observed is not None and observed.reads_padding and payload.name == "sequence"
         keeps_tokens, heeds_mask = not payload.fits_any_length, head.pooled is not None
-        #: Padding is part of the key: everything that reads states may read its, too.
+        #: Padding is part of the key: readers of the states may read those of padding.
         self.layout_counts = keeps_tokens and not heeds_mask
-        #: It is not, but states of padding are given back where it is alike.
+        #: Padding is not part of the key; its states are returned only to a row with the same padding.
         self.layout_is_kept = keeps_tokens and heeds_mask
         self._steady_length = steady_length(trunk.module)
         self._first_position = first_position(trunk.module)
-        #: Rows without padding, positions or anything unusual take part if they have content.
+        #: Rows without padding, positions or other unusual arguments are cached if they have content.
         self._is_plain = self._steady_length is None and self._head_reads != "last"
 
     def read(
@@ -171,22 +171,22 @@ class RequestReader:
         activated: Sequence[int | None] | None,
         is_whole: bool,
     ) -> Requests:
-        """Read a call.
+        """Return the requests of a call, with the bypass reason of each row.
 
         Args:
-            arguments: Of the trunk, by name; checked by `Forms.find`.
-            mask_4d: The 4-D mask that was passed, of which `arguments` holds the 2-D one; None without.
-            scope: Of the call.
+            arguments: The trunk's, by name; checked by `Forms.find`.
+            mask_4d: The 4-D mask as passed, or None; `arguments` holds the equivalent 2-D mask.
+            scope: Scope of the call.
             tables: See `tables`.
-            activated: For how many of each row's last columns an activated LoRA is in force; None without one.
-            is_whole: Rows affect each other, so that the key of each covers the call.
+            activated: Number of last columns of each row that an activated LoRA applies to; None without one.
+            is_whole: Rows affect each other, so each key covers the whole call.
 
         Raises:
             IndexError: A token id is below 0.
         """
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
-            mask = mask.float()  # NumPy knows no bfloat16
+            mask = mask.float()  # NumPy has no bfloat16
         is_causal = None
         if mask_4d is not None and mask is not None:
             is_causal = (mask_4d == expand(mask != 0, mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
@@ -195,11 +195,11 @@ class RequestReader:
         inputs.activated = activated
         mask = inputs.valid
         if mask is not None and mask.dtype != np.bool_:
-            # Mostly nothing is padded. Bytes take a microsecond to compare; after a model, NumPy's functions take ten.
+            # Most calls have no padding. Comparing bytes takes 1 us; NumPy's functions, cold after a forward, take 10.
             inputs.is_full = mask.dtype == np.int64 and mask.tobytes() == _ONE * mask.size
             if not inputs.is_full:
                 inputs.valid = mask.astype(np.bool_)
-                if not np.array_equal(mask, inputs.valid):  # some models multiply by it
+                if not np.array_equal(mask, inputs.valid):  # some models multiply by the mask
                     inputs.is_binary = (mask == inputs.valid).all(axis=1)
         is_full = inputs.is_full or inputs.valid is None
         rows = read_rows(
@@ -213,7 +213,7 @@ class RequestReader:
         )
         valid = None if is_full else inputs.valid
         requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)
-        if is_full:  # mostly the second token is content; functions of NumPy take long after a model
+        if is_full:  # usually the second token ends the search; NumPy is slow when cold after a forward
             has_content = [any(map(tables.content.__getitem__, row)) for row in inputs.ids.tolist()]
         else:
             has_content = np.any(requests.content(), axis=1).tolist()
@@ -225,7 +225,7 @@ class RequestReader:
         return requests
 
     def _refusal_of_all(self, inputs: HostInputs) -> str:
-        """Return the reason why no row takes part, or "": tokens in another order, or positions that vary by length."""
+        """Return the bypass reason of all rows, or "": wrong number of LoRA offsets, token order, RoPE by length."""
         n_tokens = inputs.ids.shape[1]
         if inputs.activated is not None and len(inputs.activated) != len(inputs.ids):
             return "adapter_names"
@@ -237,13 +237,13 @@ class RequestReader:
         return "" if length < self._steady_length else "rope_by_length"
 
     def _refusal(self, row: Row, inputs: HostInputs, has_content: bool) -> str:
-        """Return the reason why a row takes no part, or ""."""
+        """Return the bypass reason of a row, or "", and set `row.is_misread`."""
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:
             return "mask_4d"
         if inputs.is_binary is not None and not inputs.is_binary[row.number]:
             return "mask_values"
         if inputs.valid is None and inputs.positions is not None and row.start is None:
-            return "packed"  # several texts in one row, say transformers, unless a mask is given
+            return "packed"  # without a mask, transformers takes the row for several texts
         if not has_content:
             return "no_content"
         pad_id = setting(self._trunk.config, "pad_token_id")
@@ -252,7 +252,7 @@ class RequestReader:
         return "head_reads_padding" if row.is_misread and not self.layout_counts else ""
 
     def tables(self) -> Tables:
-        """The model's tables, as it is now."""
+        """Return the tables of the model's present config and embeddings."""
         content, config = np.ones(vocabulary_size(self._trunk), np.bool_), self._trunk.config
         content[list(special_ids(self._trunk, self._tokenizer))] = False
         n_positions, n_types = setting(config, "max_position_embeddings"), setting(config, "type_vocab_size")
@@ -260,7 +260,7 @@ class RequestReader:
 
 
 def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
-    """Return the token that a head may read by its place, whatever the mask: `first`, `last` or ""."""
+    """Return the column that a head may read whatever the mask: `first`, `last` or ""."""
     if head.payload == "cls" or payload.name == "cls" or getattr(trunk.module, "pooler", None) is not None:
         return "first"
     if head.name == "classifier" and head.payload == "last":
@@ -271,7 +271,7 @@ def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
 
 
 def _reaches(values: NDArray[Any], n: int | None) -> bool:
-    """Whether a value is below 0, or at least `n`; None: `n` is not known."""
+    """Whether a value is below 0 or at least `n`; False if `n` is unknown (None)."""
     return n is not None and bool(values.view(f"u{values.itemsize}").max(initial=0) >= n)
 
 
@@ -284,19 +284,19 @@ def read_rows(
     layout_is_kept: bool = False,
     is_whole: bool = False,
 ) -> list[Row]:
-    """Work out each row's valid tokens and exact key.
+    """Return each row with its valid tokens and exact key.
 
-    The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
-    Without them a model may derive positions from the padding that comes before a valid token, so that is covered too.
+    The key covers all that the output at valid tokens depends on. If position ids are passed, it does not depend on
+    padding. Otherwise a model may derive positions from the padding before a valid token, so the key covers that too.
 
     Args:
         scope: Scope of the call.
         inputs: The call's inputs, arrays on the host.
-        dtype: Of packed ids; see `id_dtype`.
-        padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
-        layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
-        layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
-        is_whole: Rows affect each other: the key of each covers all rows, and its place among them.
+        dtype: Dtype of packed ids; see `id_dtype`.
+        padding_counts: How the model treats padding is unknown: all tokens count as valid, and the key covers the mask.
+        layout_counts: States of padding may be read: the key of a padded row covers everything they depend on.
+        layout_is_kept: States of padding are not read but may be returned: their digest is kept beside the key.
+        is_whole: Rows affect each other: each key covers all rows, and the row's place among them.
     """
     prefix = _sha_of(scope)
     if is_whole:
@@ -305,10 +305,10 @@ def read_rows(
             _update_layout(prefix, inputs, number, mask)
     ids, types, positions = np.asarray(inputs.ids, np.int64), inputs.types, inputs.positions
     types = None if types is None else np.asarray(types, np.int64)
-    # Most rows are full, and cut out of the bytes of all: after a model, functions of NumPy's take long.
+    # Most rows are full and are sliced from the bytes of all rows: NumPy is slow when cold after a forward.
     of_ids, short, of_types = ids.tobytes(), ids.astype(dtype).tobytes(), b"" if types is None else types.tobytes()
-    if not of_ids[_SIGN::8].isascii():  # the byte that holds the sign
-        raise IndexError(f"token ids must be at least 0, got {ids.min()}")  # else taken for one of the last
+    if not of_ids[_SIGN::8].isascii():  # a sign byte of 0x80 or more: a negative id
+        raise IndexError(f"token ids must be at least 0, got {ids.min()}")  # it would index from the end
     n_tokens = ids.shape[1]
     width, short_width = 8 * n_tokens, dtype.itemsize * n_tokens
     everything = slice(0, n_tokens)
@@ -331,8 +331,8 @@ def read_rows(
         sha = prefix.copy()
         if is_whole:
             _update(sha, b"place", [number])
-        told = b"types:none;" if types is None else b"types:%d;%b" % (len(own_types), own_types)
-        sha.update(b"ids:%d;%b%b" % (len(own_ids), own_ids, told))
+        type_field = b"types:none;" if types is None else b"types:%d;%b" % (len(own_types), own_types)
+        sha.update(b"ids:%d;%b%b" % (len(own_ids), own_ids, type_field))
         if positions is not None:
             own = positions[number if len(positions) > 1 else 0, valid]
             _update(sha, b"positions", own)
@@ -366,7 +366,7 @@ def read_rows(
 
 
 def _update_layout(sha: Any, inputs: HostInputs, number: int, mask: NDArray[Any] | None) -> None:
-    """Add the whole row, padding included, and how it was masked."""
+    """Hash the whole row, padding and mask included."""
     everything = slice(None)
     _update(sha, b"row", inputs.ids[number])
     _update(sha, b"row types", _row(inputs.types, number, everything))
@@ -377,12 +377,12 @@ def _update_layout(sha: Any, inputs: HostInputs, number: int, mask: NDArray[Any]
 
 @lru_cache(maxsize=64)
 def _sha_of(scope: Scope) -> Any:
-    """A SHA-256 that has taken in the scope; copied, never written."""
+    """Return a SHA-256 of the scope, to be copied, never updated."""
     return hashlib.sha256(scope.key)
 
 
 def _valid_positions(mask: NDArray[Any]) -> tuple[Positions, int]:
-    """Valid positions as a slice where they are contiguous, which they are but for masks with holes."""
+    """Return the columns of valid tokens, as a slice if contiguous, and their number."""
     where = np.flatnonzero(mask)
     if len(where) == 0:
         return slice(0, 0), 0
@@ -391,7 +391,7 @@ def _valid_positions(mask: NDArray[Any]) -> tuple[Positions, int]:
 
 
 def _activated(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> list[int] | None:
-    """Return the first valid token of a row for which an activated LoRA is in force; None: there is none."""
+    """Return, in a list, the first valid token of a row that an activated LoRA applies to; None if there is none."""
     n_columns = offsets[number] if number < len(offsets) else None
     if not n_columns:
         return None
@@ -406,7 +406,7 @@ def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDA
 
 
 def _update(sha: Any, name: bytes, values: NDArray[Any] | Sequence[int] | None) -> None:
-    """Add one field, so that no two different sets of fields hash the same bytes."""
+    """Hash one field, prefixed by name and length, so that different sets of fields never hash the same bytes."""
     if values is None:
         sha.update(b"%s:none;" % name)
         return

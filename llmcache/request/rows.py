@@ -1,4 +1,4 @@
-"""A request of a call, the scope that it is found in, and its exact key. `reading.py` makes them."""
+"""A request of a call, its scope and its exact key. `reading.py` makes them."""
 
 import base64
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ DEFAULT_NAMESPACE = "default"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Everything but the tokens that decides a state. States are found only within their own scope.
+    """Everything but the tokens that a state depends on. Lookups never cross scopes.
 
     Attributes:
         namespace: The caller's partition (tenant). No search crosses it.
         weights: Digest of the trunk's weights and active adapters.
         dtype: Dtype of the hidden states, autocast included.
         attention: Attention implementation; kernels differ in the last bits.
-        engine: Name of the engine that computes, "" for the trunk itself; kernels differ likewise.
+        engine: Name of the engine, "" for the trunk itself; its kernels differ in the last bits too.
     """
 
     namespace: str
@@ -34,9 +34,9 @@ class Scope:
 
     @property
     def key(self) -> bytes:
-        """Unambiguous bytes to hash: the characters of each field, quoted and escaped.
+        """Unambiguous bytes to hash: each field, quoted and escaped.
 
-        `str.__repr__`, not `repr`: a subclass of `str` may have one of its own. Saved caches depend on these bytes.
+        Uses `str.__repr__`, not `repr`, which a subclass of `str` may override. Saved caches depend on these bytes.
         """
         engine = (self.engine,) if self.engine else ()
         fields = (self.namespace, self.weights, self.dtype, self.attention, *engine)
@@ -44,12 +44,12 @@ class Scope:
 
 
 def checked_namespace(name: Any) -> str:
-    """Return a namespace as it was given, after checking it.
+    """Return a namespace unchanged, after checking it.
 
-    Subclasses of `str` are refused: they may have an equality and a hash of their own, and scopes are compared by both.
+    Subclasses of `str` are rejected: they may override equality and hash, by which scopes are compared.
 
     Raises:
-        ConfigError: It is no `str`, or of a subclass, or has surrogates, which no file can hold as text.
+        ConfigError: It is not exactly a `str`, or has surrogates, which no file can hold as text.
     """
     if type(name) is not str:
         raise ConfigError(f"namespace: give a plain str, str(name) of another type (got a {type(name).__name__})")
@@ -65,20 +65,20 @@ class Row:
     """One request of a call.
 
     Attributes:
-        number: Its row in the batch.
-        key: SHA-256 (base64) of its scope, valid tokens, types and positions; of the whole call where rows affect each
+        number: Its index in the batch.
+        key: SHA-256 (base64) of its scope, valid tokens, types and positions; of the whole call if rows affect each
             other.
         ids: Its valid token ids, packed.
         valid: Columns of the valid tokens.
         n_valid: Number of valid tokens.
-        start: Position of the first valid token where those of the others follow one by one; else None.
-        bypass_reason: Why the row takes no part in caching, or "".
-        has_layout: Its key covers its padding as well, so that an entry holds the states of padding too.
-        layout: Digest of its padding, where states of padding are kept and the key does not cover it; else b"".
-        is_misread: No other request's entry may serve it: the head may read a column that is not valid, where such an
-            entry holds nothing known. Its own entry may.
-        again: A key of its own, where an earlier row of the call has the same key; else "". Their outputs may differ in
-            the last bits, since kernels round by the place in a batch.
+        start: Position of the first valid token if positions of the valid tokens are consecutive; else None.
+        bypass_reason: Why the row bypasses the cache, or "".
+        has_layout: The key also covers padding, so the entry holds the states of padding too.
+        layout: Digest of its padding, if entries keep states of padding and the key does not cover it; else b"".
+        is_misread: The head may read a padding column, whose state another request's entry does not hold. So only the
+            row's own entry may serve it.
+        again: A second key, if an earlier row of the call has the same `key`; else "". Their outputs may differ in the
+            last bits, since kernels round by position in the batch.
     """
 
     number: int
@@ -96,10 +96,10 @@ class Row:
 
 @lru_cache(maxsize=8)
 def id_dtype(vocabulary: int) -> np.dtype[Any]:
-    """Smallest integer dtype in which token ids are packed."""
+    """Return the integer dtype for packed token ids, given the vocabulary size."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.int32)
 
 
 def key_of(digest: bytes) -> str:
-    """A digest in `KEY_LENGTH` characters: keys are held by the hundred thousand."""
+    """Return a digest as base64 of `KEY_LENGTH` characters, short since caches hold hundreds of thousands of keys."""
     return base64.urlsafe_b64encode(digest)[:KEY_LENGTH].decode()

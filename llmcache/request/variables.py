@@ -1,4 +1,4 @@
-"""Context variables that hold a value within a block. Other threads and async tasks do not see it."""
+"""Context variables that are set within a `with` block. Other threads and async tasks do not see the value."""
 
 import logging
 import os
@@ -13,16 +13,16 @@ from llmcache.request.rows import DEFAULT_NAMESPACE
 T = TypeVar("T")
 
 logger = logging.getLogger("llmcache")
-DISABLE = "LLMCACHE_DISABLE"  # environment variable that turns caches off: it is set, and not to 0
-#: Blocks of `setting` that are open in this context, oldest first: each with its variable and value.
+DISABLE = "LLMCACHE_DISABLE"  # environment variable: any value but "" and "0" turns caches off
+#: The open `setting` blocks of this context, oldest first, each as (variable, value).
 _OPEN: ContextVar[tuple[tuple[ContextVar[Any], Any], ...]] = ContextVar("llmcache_open", default=())
 
 
 class Switches:
-    """What the blocks of one cache set: `namespace(...)`, `disabled()`, `only_if_cached()`."""
+    """The variables behind `namespace(...)`, `disabled()` and `only_if_cached()` of one cache."""
 
     def __init__(self) -> None:
-        """Nothing is set, but what the environment says."""
+        """Start with defaults; `LLMCACHE_DISABLE` sets the default of `is_disabled`."""
         is_off = os.environ.get(DISABLE, "0") not in ("", "0")
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
@@ -31,9 +31,9 @@ class Switches:
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Within: the variable has this value. Afterwards it has that of the last block that is still open, or its default.
+    """Set a variable within a block. Afterwards it has the value of the newest block still open, or its default.
 
-    Generators that take turns end their blocks in any order, so a block does not put back the value that it found.
+    A block does not restore the value it found: interleaved generators may end their blocks in any order.
     """
     block = (variable, value)
     _OPEN.set((*_OPEN.get(), block))
@@ -49,7 +49,7 @@ def _close(block: tuple[ContextVar[Any], Any]) -> None:
     same = [one for one in blocks if one[0] is variable]
     if not same or same[-1] is not block:
         _warn(variable.name)
-    if any(one is block for one in same):  # else it was opened in another context, in which it stays open
+    if any(one is block for one in same):  # else it was opened in another context and stays open there
         _OPEN.set(tuple(one for one in blocks if one is not block))
         left = [one for one in same if one is not block]
         variable.set(left[-1][1] if left else Context().run(variable.get))
@@ -57,9 +57,9 @@ def _close(block: tuple[ContextVar[Any], Any]) -> None:
 
 @cache
 def _warn(name: str) -> None:
-    """Say once that a block of a variable ended where another one was in force."""
+    """Warn, once per variable, that a block ended while it was not the newest."""
     logger.warning(
-        "a block that sets %s ended after one that began later, or in another thread or task: calls within it may have "
-        "been made under the other one. Do not yield within such a block: enter it around each call",
+        "a block that sets %s ended before one that began later, or in another thread or task: calls within it may "
+        "have used the other's value. Do not yield within such a block: enter it around each call",
         name,
     )

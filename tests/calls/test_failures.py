@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.counters import Counters, Share, is_told
+from llmcache.counters import Counters, Share, is_logged
 from tests.calls.helpers import agree, pair, rungs
 from tests.tiny_models import CLASSIFIERS, GENERATORS, padded, tokens
 
@@ -99,7 +99,7 @@ def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixtu
         counters.error("store", ValueError("no"))
     assert [text for text in caplog.messages if "store" in text] == ["llmcache failed to store; computing instead"]
     assert len([text for text in caplog.messages if "audit" in text]) == 4
-    assert [n for n in range(1, 2000) if is_told(n)] == [1, 10, 100, 1000]
+    assert [n for n in range(1, 2000) if is_logged(n)] == [1, 10, 100, 1000]
     assert counters.snapshot().errors == 1502
 
 
