@@ -102,9 +102,9 @@ def test_parked_ones_wait_for_their_origin_and_are_dropped_once_that_is_over() -
     looks.park([look(6), look(7, origin=other), look(8, "tenant", origin=other), look(9, origin=third)])
     assert len(looks) == 5 and looks.parked
     looks.drop("tenant")
-    assert [one.key for one in looks.resume(NOW, is_over=lambda origin: origin == third)] == ["6"]
+    assert [one.key for one in looks.resume(NOW, has_ended=lambda origin: origin == third)] == ["6"]
     assert (taken(looks), len(looks)) == (["6", "5"], 1)
-    assert [one.key for one in looks.resume(other, is_over=lambda _: True)] == ["7"]
+    assert [one.key for one in looks.resume(other, has_ended=lambda _: True)] == ["7"]
     assert not looks.parked and taken(looks) == ["7"]
 
 
