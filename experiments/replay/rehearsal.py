@@ -95,12 +95,13 @@ def grow(
     calibrated: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
     """Serve requests while those that are computed become sources: what serves each (N,), and the key of its source."""
-    calibrated.fitter.restart(learned)
+    calibrated.fitter.set_sources(learned)
 
     def ask(case: Observation, stored: Collection[str]) -> Found:
         return calibrated.fitter.look_up([case], stored)[0]
 
-    return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: calibrated.fitter.stand([case]))
+    add = calibrated.fitter.add_sources
+    return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: add([case]))
 
 
 class Frozen:

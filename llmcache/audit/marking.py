@@ -1,4 +1,4 @@
-"""Marks of requests in service, which are compared with those of the calibration; see `calibration.drift`."""
+"""Marks of requests in service, to be compared with those of the calibration; see `calibration.drift`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from llmcache.request.rows import Row
 if TYPE_CHECKING:
     from llmcache.request.call import Call
 
-_MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others are looked up once more
+_MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB; repeats of others are searched again
 
 
 class Marking:
@@ -18,10 +18,10 @@ class Marking:
 
     def __init__(self, semantic: Semantic) -> None:
         self._semantic = semantic
-        self._known: dict[str, Marks] = {}  # the longest unasked first
+        self._known: dict[str, Marks] = {}  # by key, least recently used first
 
     def find(self, call: "Call", row: Row) -> Marks | None:
-        """Return the marks of a row that is a repeat, or for which no source was chosen; None: they are not known."""
+        """Return the marks of a row that is a repeat or has no chosen source; None if they are unknown."""
         is_source = self._semantic.bank.is_pinned(row.key)
         if not is_source and row.number in call.forecasts:
             return marks_of(None, call.forecasts[row.number])
@@ -36,7 +36,7 @@ class Marking:
         return marks_of(self._semantic.chooser.choose(call.scope, [row], vectors, forecasts)[0], forecasts[0])
 
     def keep(self, batch: Mapping[str, Marks]) -> None:
-        """Keep the marks of requests, by key, for when they come again."""
+        """Keep marks, by key, for repeats of these requests."""
         for key, marks in batch.items():
             self._known.pop(key, None)
             self._known[key] = marks

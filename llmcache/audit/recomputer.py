@@ -1,7 +1,7 @@
-"""Recomputes served requests with the weights that served them, several at once.
+"""Recomputes served requests, in batches, with the weights that served them.
 
-That costs a third of one by one. Whether a model answers the same for rows together, and padded, is tried first: heads
-of the user's own may read padding, and some decoders refuse batches.
+A batch costs a third of single rows. Whether a model answers alike for a padded batch is tried first: custom heads may
+read padding, and some decoders refuse batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmcache.audit.account import Audited
 from llmcache.audit.idle_worker import GaveWay
-from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue, look_at
+from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue, copy_row
 from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer, collect
@@ -30,10 +30,10 @@ from llmcache.request.rows import Row
 if TYPE_CHECKING:
     from llmcache.request.call import Call
 
-#: Runs the model in a namespace, its requests keyed for an engine, on tokenised inputs.
+#: `(namespace, engine, inputs)`: runs the model on tokenised inputs; keys are made for the engine.
 Compute = Callable[[str, str, Mapping[str, Tensor]], Any]
 
-_ROUNDING = 0.02  # of the largest output: that much may differ between rows alone and together, in 16 bits
+_ROUNDING = 0.02  # share of the largest output by which a batch may differ from single rows, in 16 bits
 
 
 @dataclass(eq=False)
@@ -41,93 +41,93 @@ class Recomputer:
     """Recomputes requests of one wrapped model. Thread-safe."""
 
     bank: Bank
-    fingerprint: Learned  # of the calibration
+    fingerprint: Learned
     trunk: Trunk
     weights: Weights
     calibrated: CalibratedReuse
     observer: Observer
     counters: Counters
-    compute: Compute  # runs the model in a namespace on tokenised inputs, in inference mode
+    compute: Compute  # in inference mode
     queue: RecomputeQueue
 
     def add(self, call: "Call", row: Row, drawn: Audited) -> None:
-        """Queue a hit of a call that has ended; the model may have been edited since."""
+        """Queue a hit of a finished call; the model may have been edited since."""
         scope = call.scope
         assert scope is not None
         origin = Origin(scope.weights, self.calibrated.head_digest(), scope.attention)
-        self.queue.add(look_at(call, row, drawn, origin))
+        self.queue.add(copy_row(call, row, drawn, origin))
 
     def resume(self) -> list[Recompute]:
-        """Return requests that waited for other weights and can be computed now."""
-        return self.queue.resume(self._origin(), self._is_over) if self.queue.parked and self._can_compute else []
+        """Requeue and return the requests that waited for other weights and can be computed now."""
+        return self.queue.resume(self._origin(), self._has_ended) if self.queue.parked and self._can_compute else []
 
     def run(self) -> Iterator[tuple[Recompute, Observation | None]]:
-        """Compute and store the oldest request and others with it; yield each with its observation, or None."""
-        looks = self.queue.take()
-        # Where adapters take turns, a verdict takes the one that served. Neither that nor training mode is for ever.
-        if looks and (looks[0].origin != self._origin() or not self._can_compute):
-            self.queue.park([] if self._is_over(looks[0].origin) else looks)
+        """Compute and store the oldest request's batch; yield each request with its observation, None if it failed."""
+        tasks = self.queue.take()
+        # A verdict needs the adapter that served, and no training mode. Both may come back, so the requests wait.
+        if tasks and (tasks[0].origin != self._origin() or not self._can_compute):
+            self.queue.park([] if self._has_ended(tasks[0].origin) else tasks)
             return
-        left = list(looks)
+        left = list(tasks)
         try:
-            yield from self._run_all(looks, left)
+            yield from self._run_all(tasks, left)
         except GaveWay:
             self.queue.put_back(left)
             raise
 
     def _run_all(
-        self, looks: Sequence[Recompute], left: list[Recompute]
+        self, tasks: Sequence[Recompute], left: list[Recompute]
     ) -> Iterator[tuple[Recompute, Observation | None]]:
-        """Compute requests together, or each alone if that fails; done ones are removed from `left`."""
+        """Compute requests in a batch, or each alone if that fails; remove finished ones from `left`."""
         try:
-            cases = self._compute_again(looks) if looks else []
+            cases = self._recompute(tasks) if tasks else []
         except Exception as error:
-            if len(looks) > 1:  # one of them may be to blame
-                for look in looks:
-                    yield from self._run_all([look], left)
+            if len(tasks) > 1:  # one of them may be to blame
+                for task in tasks:
+                    yield from self._run_all([task], left)
                 return
-            _take_out(looks[0], left)
+            _remove(tasks[0], left)
             if self._can_compute:
                 self.counters.look(error)
-                yield looks[0], None
-            else:  # by now; it tells nothing of the hit
-                self.queue.park(looks)
+                yield tasks[0], None
+            else:  # the model changed meanwhile; the failure says nothing about the hit
+                self.queue.park(tasks)
             return
-        for look in looks:
-            _take_out(look, left)
+        for task in tasks:
+            _remove(task, left)
         if not cases:
-            self.queue.park(looks)
-        for look, case in zip(looks, cases, strict=False):
-            if case.row.key == look.key:
-                with self.counters.guard("store what was audited"):
-                    if not look.engine:  # states of two engines are not mixed
-                        self._keep(case)
-                yield look, case
+            self.queue.park(tasks)
+        for task, case in zip(tasks, cases, strict=False):
+            if case.row.key == task.key:
+                with self.counters.guard("store an audited request"):
+                    if not task.engine:  # states of two engines are not mixed
+                        self._store(case)
+                yield task, case
             else:
-                self.counters.look(CalibrationError("a request that was served is read as another one now"))
-                yield look, None
+                self.counters.look(CalibrationError("a request that was served has another key now"))
+                yield task, None
 
-    def _compute_again(self, looks: Sequence[Recompute]) -> list[Observation]:
-        """Compute requests; returns none if the model was edited meanwhile."""
+    def _recompute(self, tasks: Sequence[Recompute]) -> list[Observation]:
+        """Compute requests; return none of them if the model was edited meanwhile."""
         origin = self._origin()
         mark = self.weights.mark_of(origin.weights)
-        if self.queue.are_tried(looks):
-            cases = self._run(looks[0], self.queue.inputs(looks))
+        if self.queue.may_batch(tasks):
+            cases = self._run(tasks[0], self.queue.inputs(tasks))
         else:
-            cases = [case for look in looks for case in self._run(look, self.queue.inputs([look]))]
-            self.queue.tried(looks, self._come_out_alike(looks, cases))
+            cases = [case for task in tasks for case in self._run(task, self.queue.inputs([task]))]
+            self.queue.note_trial(tasks, self._match_alone(tasks, cases))
         return cases if self.weights.stayed(mark, origin.weights) and self._origin() == origin else []
 
-    def _run(self, look: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
-        device, dtype, is_on = look.autocast
+    def _run(self, task: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
+        device, dtype, is_on = task.autocast
         with torch.autocast(device, dtype=dtype, enabled=is_on):
-            return collect(partial(self.compute, look.namespace, look.engine), self.observer, [inputs])
+            return collect(partial(self.compute, task.namespace, task.engine), self.observer, [inputs])
 
-    def _come_out_alike(self, looks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
-        """Whether requests come out the same together, padded, as alone, but for rounding, and with the same keys."""
+    def _match_alone(self, tasks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
+        """Whether a padded batch gives the same outputs as each row alone, but for rounding, and the same keys."""
         try:
-            together = self._run(looks[0], self.queue.inputs(looks, is_trial=True))
-        except Exception:  # it takes no batches, maybe
+            together = self._run(tasks[0], self.queue.inputs(tasks, is_trial=True))
+        except Exception:  # the model may not take batches
             return False
         return all(
             one.row.key == other.row.key
@@ -135,27 +135,27 @@ class Recomputer:
             for one, other in zip(together, alone, strict=True)
         )
 
-    def _keep(self, case: Observation) -> None:
-        """Store a computed request; where sources grow, make it one."""
+    def _store(self, case: Observation) -> None:
+        """Store a computed request; if sources grow, make it one."""
         self.bank.put([case.entry], case.generation)
         made = self.calibrated.calibration
         if self.calibrated.is_growing:
             self.calibrated.grow(made, {0: case}, {0: self.fingerprint.project([case.tokens])[0][0]})
 
     def _origin(self) -> Origin:
-        """Return the present origin: weights, head and attention."""
+        """Return the origin of answers computed now."""
         return Origin(self.weights.digest(), self.calibrated.head_digest(), self.trunk.attention)
 
     @property
     def _can_compute(self) -> bool:
-        """Whether the model can be run as it was when it served: it is not in training mode, say."""
+        """Whether the model computes as in service: it is not in training mode, for instance."""
         return self.weights.refusal is None and not self.weights.is_training
 
-    def _is_over(self, origin: Origin) -> bool:
-        """Whether hits of an origin need no audit any more, since their calibration has ended."""
+    def _has_ended(self, origin: Origin) -> bool:
+        """Whether the calibration that served hits of an origin has ended, so that they need no audit."""
         made = self.calibrated.calibration
         return made is None or (made.weights, made.head) != (origin.weights, origin.head)
 
 
-def _take_out(look: Recompute, left: list[Recompute]) -> None:
-    left[:] = [other for other in left if other is not look]
+def _remove(task: Recompute, left: list[Recompute]) -> None:
+    left[:] = [other for other in left if other is not task]

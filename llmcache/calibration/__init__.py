@@ -1,4 +1,4 @@
-"""Calibrated reuse: which stored request may serve which other one, with a bound on how many answers change.
+"""Calibrated reuse: which stored request may serve another one, with a bound on how many answers change.
 
 requests -> observer            the model's answer to each
          -> training            fingerprint and risk model, fitted on parts A and B

@@ -1,10 +1,10 @@
-"""The calibration in force, and how it changes: learned, chosen, alarmed, drifted, ended, saved.
+"""The calibration in force and its life: learned, chosen, alarmed, drifted, ended, saved.
 
     learning     the first requests are computed and observed
     calibrate    the fingerprint and the risk model are fitted, the limit is chosen: see `calibration.py`
     serving      within the limit, for the weights that it was chosen for
 
-Until a calibration has succeeded, and after one that failed, nothing is reused approximately.
+Until a calibration succeeds, and after one fails, nothing is reused approximately.
 """
 
 import logging
@@ -44,11 +44,11 @@ _CALIBRATION = TypeAdapter(Calibration)
 
 _ALARM = (
     "llmcache: more answers changed, or could not be audited, than max_drop=%g allows; from now on %s is reused "
-    "approximately. Call calibrate() with requests like those of now"
+    "approximately. Call calibrate() with current requests"
 )
 _DRIFT = (
     "llmcache: requests are no longer like those of the calibration. Its bound is void, and nothing is reused "
-    "approximately any more. Call calibrate() with requests like those of now"
+    "approximately any more. Call calibrate() with current requests"
 )
 
 
@@ -56,30 +56,30 @@ class CalibratedReuse:
     """Calibrated reuse of one wrapped model. Thread-safe."""
 
     def __init__(self, fitter: CalibrationFitter, head: Weights, counters: Counters, config: CacheConfig) -> None:
-        """Begin to learn, or wait for `calibrate`; `head` watches the weights outside the trunk."""
+        """Learn from the first requests, or wait for `calibrate`; `head` watches the weights outside the trunk."""
         self.fitter = fitter
         self.chooser = fitter.chooser
         self.calibration: Calibration | None = None
-        #: The latest calibration, as alarms and drift left it, also after it has ended.
+        #: The latest calibration, with its alarms and drift; kept after it has ended.
         self.latest: Calibration | None = None
         self._answers = fitter.answers
         self._bank = fitter.bank
         self._head = head
         self._counters = counters
-        self._learn = config.learn  # requests after which it calibrates by itself; None: when told
+        self._learn = config.learn  # requests after which it calibrates by itself; None: never
         self._risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
         self._is_watched = bool(config.audit)  # else no status says `certified`
-        #: Of those who serve; with one of them the calibration is forgotten.
+        #: Of the sources; forgetting one of them ends the calibration.
         self.namespaces: set[str] = set()
         self._observed: list[Observation] = []
         self._is_calibrating = False
-        self._thread: threading.Thread | None = None  # calibrates what was learned in service
-        at_fork(self._begin_anew)
+        self._thread: threading.Thread | None = None  # calibrates from requests in service
+        at_fork(self._reset_after_fork)
         self._lock = forkable(threading.RLock(), is_waited_for=False)
 
     @property
     def is_learning(self) -> bool:
-        """Whether computed requests are collected to calibrate on."""
+        """Whether computed requests are collected for a calibration."""
         return self._learn is not None and self.calibration is None and not self._is_calibrating
 
     @property
@@ -89,7 +89,7 @@ class CalibratedReuse:
         return made is not None and made.limit is not None and made.sources == "growing"
 
     def is_made_for(self, weights: str) -> bool:
-        """Whether the calibration was made for these weights of the trunk and the present ones of the head."""
+        """Whether the calibration was made for these weights of the trunk and the present weights of the head."""
         made = self.calibration
         return made is not None and made.weights == weights and made.head == self.head_digest()
 
@@ -103,7 +103,7 @@ class CalibratedReuse:
             self.fitter.clear()
 
     def forget(self, namespace: str | None = None) -> None:
-        """Drop requests collected so far, of a namespace (None: all), and end a calibration with sources among them."""
+        """Drop the collected requests of a namespace (None: all), and end a calibration with sources in it."""
         with self._lock:
             self._observed = [case for case in self._observed if namespace not in (None, case.scope.namespace)]
             if self.calibration is not None and namespace in (None, *self.namespaces):
@@ -114,7 +114,7 @@ class CalibratedReuse:
         return [case for case in observed if self._bank.generation(case.scope.namespace) == case.generation]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Collect computed requests; once there are `learn` of them, calibrate in a thread of its own."""
+        """Collect computed requests; once there are `learn` of them, calibrate in a thread."""
         if not self.is_learning:
             return
         with self._lock:
@@ -134,9 +134,9 @@ class CalibratedReuse:
     def _learn_from(self, observed: Sequence[Observation]) -> None:
         compute_alone()
         try:
-            with self._lock:  # no purge comes between
+            with self._lock:  # so that no purge comes between
                 left = self.remaining(observed)
-                if len(left) < len(observed):  # go on learning with those that were not purged
+                if len(left) < len(observed):  # some were purged: go on learning with the others
                     self._observed, self._is_calibrating = [*left, *self._observed], False
                     return
                 self.calibrate(left, self._risk_target)
@@ -145,12 +145,12 @@ class CalibratedReuse:
             self._counters.error("calibrate", error, is_of_call=False)
 
     def settle(self) -> None:
-        """Wait for a calibration that `observe` has begun."""
+        """Wait for a calibration that `observe` started."""
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _begin_anew(self) -> None:
-        """Begin anew in a forked process, in which no thread calibrates."""
+    def _reset_after_fork(self) -> None:
+        """Reset in a forked child, in which no thread calibrates."""
         self._thread, self._is_calibrating = None, False
 
     def check(self, first: Observation, labels: Sequence[Any], risk_target: RiskTarget) -> None:
@@ -168,14 +168,17 @@ class CalibratedReuse:
             check_labels(labels, len(first.output), self._answers)
 
     def calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
-        """Learn from requests, choose the limit and serve within it. What was calibrated before ends.
+        """Learn from requests, choose the limit and serve within it. The previous calibration ends.
 
-        The requests were computed, and have labels where the metric needs them. If they cannot carry the claim, or the
-        metric failed, nothing is reused approximately.
+        The requests were computed, and have labels if the metric needs them. If they cannot support the claim, or the
+        metric fails, nothing is reused approximately.
+
+        Raises:
+            CalibrationError: The requests or labels do not suffice, or learning failed.
         """
         with self._lock:
             self.end()
-            self._is_calibrating = True  # calls that go on meanwhile are not to wait for the lock
+            self._is_calibrating = True  # calls meanwhile must not wait for the lock
             try:
                 return self._calibrate(observed, risk_target)
             except Exception as error:
@@ -188,7 +191,7 @@ class CalibratedReuse:
                 self.fitter.forget()
 
     def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
-        """Calibrate anew with the same claim, unless `made` has ended; it stays if the requests cannot carry it."""
+        """Calibrate again with the claim of `made`, unless it has ended; it stays if there are too few requests."""
         with self._lock:
             if self.calibration is made:
                 observed = self.remaining(observed)
@@ -201,36 +204,36 @@ class CalibratedReuse:
         with self._lock:
             if self.calibration is not made:
                 return
-            told = replace(made, n_alarms=made.n_alarms + 1)
+            updated = replace(made, n_alarms=made.n_alarms + 1)
             if made.n_alarms:
                 self.end()
             else:
-                self.calibration = told
-            self.latest = told
+                self.calibration = updated
+            self.latest = updated
         logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
     def drifted(self, made: Calibration) -> Calibration:
-        """Mark a calibration as void, since requests are unlike those it was made with.
+        """Mark a calibration as void because requests are unlike those it was made with; return it.
 
-        The rate of changed answers is then unknown, and with `audit=0` nobody measures it. So approximate reuse stops
-        until the next calibration: by `calibrate`, a renewal, or `learn`.
+        The rate of changed answers is then unknown, and with `audit=0` not measured. So approximate reuse stops until
+        the next calibration: by `calibrate`, a renewal, or `learn`.
         """
         with self._lock:
-            told = replace(made, has_drifted=True)
+            updated = replace(made, has_drifted=True)
             if self.calibration is made:
-                self.calibration = told
+                self.calibration = updated
                 if self._learn is not None:
                     self.end()
-                self.latest = told
+                self.latest = updated
         logger.warning(_DRIFT)
-        return told
+        return updated
 
     def serves_in(self, namespace: str) -> bool:
         """Whether a namespace has sources."""
         return namespace in self.namespaces
 
     def status(self, weights: str) -> Status:
-        """Return the status of approximate reuse for weights of this digest."""
+        """Return the status of approximate reuse for weights with this digest."""
         made = self.calibration
         if made is None or made.chosen is None:
             return "learning" if self.is_learning or self._is_calibrating else "off"
@@ -247,9 +250,9 @@ class CalibratedReuse:
         return "certified" if self._is_watched else "unwatched"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
-        """Fit to requests, which become sources, without choosing a limit: for replays.
+        """Fit to requests, which become sources, without choosing a limit; for replays.
 
-        Returns candidate limits, strictest first (K,).
+        Returns candidate limits (K,), strictest first.
         """
         with self._lock:
             self.end()
@@ -296,13 +299,13 @@ class CalibratedReuse:
         return calibration
 
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
-        """Return the calibration for these weights to be saved: result, fitted arrays and all sources."""
+        """Return the calibration for these weights, to be saved: result, fitted arrays and all sources."""
         with self._lock:
             made, sources = self.calibration, list(self.fitter.sources)
             if made is None or made.weights != weights or not sources:
                 return None, {}
-            told = [(*_about(one), one.ids.hex(), one.length) for one in sources]
-            meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, told, strict=True)])
+            descriptions = [(*_describe(one), one.ids.hex(), one.length) for one in sources]
+            meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, descriptions, strict=True)])
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"chooser.{name}": array for name, array in self.chooser.state().items()}
             learned |= {
@@ -323,12 +326,12 @@ class CalibratedReuse:
         Args:
             made: The calibration in force when the vectors were made.
             cases: Computed requests by row number.
-            vectors: Their fingerprints (F,), by number; others are left out.
+            vectors: Fingerprints (F,) by row number; requests without one are left out.
         """
         sources = self.fitter.sources
         fresh = {n: case for n, case in cases.items() if n in vectors and case.entry.key == case.row.key}
         pairs = [(self.fitter.source_of(case), vectors[n]) for n, case in fresh.items()]  # each request once
-        with sources.lock:  # `end` clears them after it has let go of the calibration
+        with sources.lock:  # `end` resets `calibration` before it clears the sources
             if made is not self.calibration or not self.is_growing:
                 return
             if pairs:
@@ -338,14 +341,14 @@ class CalibratedReuse:
                     sources.remove(one.key)
 
     def held(self) -> AbstractContextManager[object]:
-        """Within: no calibration begins or ends."""
+        """Return a context in which no calibration begins or ends."""
         return self._lock
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned, and serve within its limit.
 
         Raises:
-            ValueError: Its sources do not fit the budgets.
+            ValueError: The sources do not fit the budgets.
         """
         if meta is None:
             return
@@ -373,7 +376,7 @@ class CalibratedReuse:
             self.calibration = self.latest = made
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
-        """Divide requests into those to learn from and those to test on; refuse too few."""
+        """Divide requests into those to learn from and those to test on; refuse too few, or unfit labels."""
         cal.check_size(len(observed), risk_target.max_drop, risk_target.delta, risk_target.metric)
         if len(weights := {(case.scope.weights, case.head) for case in observed}) > 1:
             raise CalibrationError(
@@ -382,14 +385,14 @@ class CalibratedReuse:
         parts = [[observed[i] for i in part] for part in cal.split(len(observed), risk_target)]
         if (n := len({case.row.key for case in parts[0]})) < cal.LEAST_SOURCES:
             raise CalibrationError(
-                f"only {n} different requests among the {len(parts[0])} that are to be learned from; at least "
+                f"only {n} different requests among the {len(parts[0])} to learn from; at least "
                 f"{cal.LEAST_SOURCES} are needed: give more requests that differ"
             )
         self.check(observed[0], [case.label for case in observed], risk_target)
         return parts
 
 
-def _about(source: Source) -> tuple[str, tuple[str, ...], str]:
-    """Key, scope and layout of a source's entry, as JSON can hold them."""
+def _describe(source: Source) -> tuple[str, tuple[str, ...], str]:
+    """Return key, scope and layout of a source's entry as JSON values."""
     entry, scope = source.entry, source.entry.scope
     return entry.key, astuple(scope), entry.layout.hex()

@@ -1,11 +1,11 @@
-"""Choosing the limit: how much risk to allow, with a bound that was measured.
+"""Choosing the limit: how much risk to allow, with a measured bound.
 
 The first requests are divided by a seeded draw. Of those to learn from, four fifths are A and one fifth is B, in turns:
-on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the limits, strictest first
-(`training.py`). The bound is measured on C, which neither was shown. The limits are tested on C in their
-order, each at level delta, and the first failure ends it (fixed-sequence testing): the last one that passed is used,
-and the chance that it is worse than claimed is delta at most. What serves C are the requests of A and B, and afterwards
-the same ones serve: a bank that grows has another error rate.
+the fingerprint is fitted to A; B, looked up among A, fits the risk model and gives the limits to test (`training.py`).
+The bound is measured on C, which neither model has seen. The limits are tested on C, strictest first, each at level
+delta, until one fails (fixed-sequence testing). The last limit that passed is used; the chance that its loss exceeds
+the claim is delta at most. C is served by the requests of A and B, and later requests are served by the same sources: a
+bank that grows has another error rate.
 
 Sizes: N requests of C, K limits.
 """
@@ -26,8 +26,8 @@ from llmcache.calibration.drift import Profile
 from llmcache.calibration.risk_target import Metric, RiskTarget, Sources
 from llmcache.errors import CalibrationError
 
-TESTED = 0.5  # share of the requests that the bound is measured on, about
-LEAST_SOURCES = 50  # distinct requests: of fewer, neither fingerprint nor decision learns anything
+TESTED = 0.5  # about the share of the requests that the bound is measured on
+LEAST_SOURCES = 50  # distinct requests; neither fingerprint nor risk model can be fitted to fewer
 N_LIMITS = 200
 
 
@@ -36,10 +36,10 @@ class OperatingPoint:
     """A limit, with hit rate, loss and bound measured on C.
 
     Attributes:
-        limit: The largest risk.
+        limit: The largest risk that is served.
         hit_rate: Share of C that would be served, 0 to 1.
-        loss: Mean loss of the metric; of `changed`, the share of all requests whose answer changed.
-        bound: Upper bound of the loss, at the calibration's confidence if limits are tested in their order.
+        loss: Mean loss of the metric; for `changed`, the share of all requests whose answer changed.
+        bound: Upper bound of the loss, at the calibration's confidence if limits are tested strictest first.
     """
 
     limit: float
@@ -53,11 +53,10 @@ class AlarmLevels:
     """Levels by which the audit of a calibration decides.
 
     Attributes:
-        most_changed: Share of changed answers over which the alarm is to ring: what was allowed, or, where the metric
-            is another one, an upper limit of the share that was seen on C.
+        most_changed: Share of changed answers above which the alarm should ring: the allowed share, or, for another
+            metric, an upper limit of the share seen on C.
         tighter: The limit after a first alarm: at most half of the approximate hits on C were within it.
-        profile: What requests are compared with, to tell whether they are still like those of C; None of growing
-            sources.
+        profile: Profile of C with which later requests are compared; None for growing sources.
     """
 
     most_changed: float
@@ -70,23 +69,23 @@ class Calibration:
     """The result of a calibration, and its basis.
 
     Attributes:
-        chosen: The operating point in use; None if not even the strictest held: nothing is reused approximately.
-        curve: Operating points that were tested, strictest first; the last one failed, if any did.
-        metric: The metric that is bounded.
-        max_drop: The largest loss that is allowed.
-        delta: Chance that the loss is larger all the same.
-        n_sources: Requests that serve, and that were learned from (A and B; of growing ones C, too).
-        n_tested: Requests that the bound was measured on (C).
-        sources: `frozen`: the bound holds. `growing`: C serves and was learned from as well, once the limit was chosen,
-            and later misses serve, too: the bound is not one of these.
-        weights: Digest of the weights that it was made for.
+        chosen: The operating point in use; None if even the strictest failed: then nothing is reused approximately.
+        curve: Tested operating points, strictest first; the last one failed, if any did.
+        metric: Name of the metric whose loss is bounded.
+        max_drop: The largest allowed loss.
+        delta: Chance that the loss is larger than `max_drop`.
+        n_sources: Number of sources; all were learned from (A and B; with growing sources C as well).
+        n_tested: Number of requests that the bound was measured on (C).
+        sources: `frozen`: the bound holds. `growing`: once the limit was chosen, C was learned from as well and serves,
+            and later misses serve, too: the bound does not cover these.
+        weights: Digest of the trunk's weights that it was made for.
         head: Digest of the weights outside the trunk, which make the answers.
-        seconds: Time that it took, computing the requests left out.
+        seconds: Time that it took, without computing the requests.
         model_ms: Median time in which the model computed a request of C, milliseconds.
-        lookup_ms: Mean time in which it was found who would serve one.
-        watch: Levels by which the audit decides; None where nothing is reused.
-        n_alarms: Alarms of the audit since. The bound is void from the first on.
-        has_drifted: Requests are no longer like those that it was made with (`drift.py`). The bound is void,
+        lookup_ms: Mean time of a lookup, milliseconds.
+        watch: Levels by which the audit decides; None if nothing is reused.
+        n_alarms: Alarms of the audit since. The first one voids the bound.
+        has_drifted: Whether requests are no longer like those of the calibration (`drift.py`). Then the bound is void,
             and nothing is reused approximately.
     """
 
@@ -109,31 +108,31 @@ class Calibration:
 
     @property
     def is_certified(self) -> bool:
-        """Whether the bound holds for requests like those of the calibration, and none unlike them were seen.
+        """Whether the bound holds for requests like those of the calibration, with no alarm and no drift so far.
 
-        Whether anybody watches that it still does, `LLMCache.stats().audit.status` says.
+        `LLMCache.stats().audit.status` says whether an audit watches that it still does.
         """
         return self.chosen is not None and self.sources == "frozen" and not self.n_alarms and not self.has_drifted
 
     @cached_property
     def limit(self) -> float | None:
-        """The largest risk that is allowed now; None: nothing is reused."""
+        """The largest risk allowed now; None: nothing is reused."""
         if self.chosen is None or self.watch is None or self.has_drifted:
             return None
         return self.watch.tighter if self.n_alarms else self.chosen.limit
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster the model is expected to answer; None where times are not known, or nothing is reused.
+        """Expected speed-up over the model alone; None if times are unknown or nothing is reused.
 
-        Counted are the look-up of every request and the computing of misses; other costs of the cache are left out.
+        It counts a lookup for every request and the computing of misses, but no other costs of the cache.
         """
         if self.chosen is None or not self.model_ms:
             return None
         return 1 / (1 - self.chosen.hit_rate + self.lookup_ms / self.model_ms)
 
     def __str__(self) -> str:
-        """Three lines: what it promises, what that rests on, how it stands."""
+        """Return three lines: the claim, the requests it was measured on, the present state."""
         if self.chosen is None:
             first = f"nothing is reused: no limit kept {self.metric} within {self.max_drop:.2%} at {1 - self.delta:.0%}"
         else:
@@ -152,7 +151,7 @@ class Calibration:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def is_of(self, other: "Calibration") -> bool:
-        """Whether it is another one as it was, or has become since by alarms and drift."""
+        """Whether both are the same calibration, maybe before and after alarms or drift."""
         return self.curve == other.curve and (self.weights, self.head, self.seconds) == (
             other.weights,
             other.head,
@@ -160,26 +159,26 @@ class Calibration:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "is_certified": self.is_certified, "speedup": self.speedup}
 
 
 @dataclass(frozen=True, slots=True)
 class HoldoutOutcome:
-    """Requests of C, as they would be served without a limit."""
+    """Risk and loss of the requests of C, as if there were no limit."""
 
-    risk: Doubles  # (N,); infinite where it is computed in any case, -infinite where it was stored itself
-    loss: Doubles  # what serving it would lose (N,): of shares, 1 or 0
+    risk: Doubles  # (N,); infinite for a request that is computed in any case, -infinite for a repeat of a source
+    loss: Doubles  # of serving each request (N,); 0 or 1 if `is_share`
     low: float = 0.0  # least possible loss
     high: float = 1.0  # largest possible loss
     is_share: bool = True  # losses are 0 or 1, so that the exact bound on a share applies
 
 
 def n_tested(n: int, risk_target: RiskTarget) -> int:
-    """How many of `n` requests the bound is measured on (C).
+    """Return how many of `n` requests the bound is measured on (C).
 
-    The bound on a share gets better in steps, with each changed answer more that C could have and still pass. So C is
-    as large as the step nearest to half of all; what is over serves better as a source.
+    The bound on a share improves in steps, one for each further changed answer that C could have and still pass. So C
+    has the size of the step nearest to half of all requests; the others are more useful as sources.
     """
     half = round(n * TESTED)
     if not isinstance(risk_target.metric, str):
@@ -191,13 +190,17 @@ def n_tested(n: int, risk_target: RiskTarget) -> int:
 
 
 def split(n: int, risk_target: RiskTarget) -> tuple[list[int], list[int]]:
-    """Numbers of the requests to learn from (A and B, which take turns), and of those to test (C), each in order."""
+    """Return the numbers of the requests to learn from (A and B, in turns) and to test on (C), each in order."""
     order, n_last = np.random.default_rng(risk_target.seed).permutation(n), n_tested(n, risk_target)
     return sorted(order[n_last:].tolist()), sorted(order[:n_last].tolist())
 
 
 def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "changed") -> None:
-    """Refuse a sample that could not carry the claim however well reuse did, and say how many requests are needed."""
+    """Refuse a sample too small to support the claim even without any loss; the error says how many are needed.
+
+    Raises:
+        CalibrationError: `n` is too small.
+    """
     needed = size_needed(max_drop, delta, metric)
     if n < needed:
         c = _draws_needed(max_drop, delta, metric)
@@ -208,20 +211,20 @@ def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "ch
 
 
 def size_needed(max_drop: float, delta: float, metric: Metric | str = "changed") -> int:
-    """Least number of requests that could carry a claim: those of C without any loss."""
+    """Return the least number of requests that can support a claim, if none of C loses anything."""
     c = _draws_needed(max_drop, delta, metric)
     return max(ceil(c / TESTED), ceil(LEAST_SOURCES / (1 - TESTED)))
 
 
 def watch(trial: HoldoutOutcome, point: OperatingPoint, max_changed: float | None, delta: float) -> AlarmLevels:
-    """Levels by which an audit of an operating point decides.
+    """Return the levels by which an audit of an operating point decides.
 
-    `trial` counts changed answers of C as losses. `max_changed` is the largest share of them that is allowed; None
-    where something else is bounded: then an upper limit of the share that was seen, wrong with a chance of `delta`.
+    `trial` counts changed answers of C as losses. `max_changed` is the largest allowed share of them. None if another
+    metric is bounded: then it is an upper limit of the share seen, wrong with probability `delta`.
     """
     served = trial.risk <= point.limit
     if max_changed is None:
-        # Over one half, where reuse changes more than it keeps, the alarm is to ring in any case.
+        # Over one half, reuse changes more answers than it keeps: the alarm must ring in any case.
         max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
     risks = np.sort(trial.risk[served & np.isfinite(trial.risk)])
     middle = float(risks[(len(risks) - 1) // 2]) if len(risks) else point.limit
@@ -229,7 +232,7 @@ def watch(trial: HoldoutOutcome, point: OperatingPoint, max_changed: float | Non
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:
-    """Least number of requests of C that carry a claim if none loses anything; of a mean, within a hundredth."""
+    """Return the least size of C that supports a claim if no request loses anything; for a mean, within 1 %."""
     if isinstance(metric, str):
         return draws_needed(max_drop, delta)
     span = metric.high - metric.low
@@ -240,7 +243,7 @@ def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:
 
 
 def candidate_limits(risk: Doubles) -> Doubles:
-    """Limits to test, strictest first (K,), from the risks of the requests of B."""
+    """Return the limits to test (K,), strictest first, from the risks of the requests of B."""
     finite = np.unique(risk[np.isfinite(risk)])
     if len(finite) <= N_LIMITS:
         return finite
@@ -248,7 +251,7 @@ def candidate_limits(risk: Doubles) -> Doubles:
 
 
 def try_limits(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta: float) -> tuple[OperatingPoint, ...]:
-    """Test limits on C, strictest first, each at level `delta`, until one fails, which comes last."""
+    """Test limits on C, strictest first, each at level `delta`; return them up to and including the first failure."""
     tested: list[OperatingPoint] = []
     for limit in limits:
         served = trial.risk <= limit
@@ -264,7 +267,7 @@ def try_limits(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta: f
 
 
 def choose_limit(tested: Sequence[OperatingPoint], max_drop: float) -> OperatingPoint | None:
-    """The operating point of the last limit that passed."""
+    """Return the operating point of the last limit that passed; None if none did."""
     passed = [point for point in tested if point.bound <= max_drop]
     return passed[-1] if passed else None
 
@@ -272,9 +275,10 @@ def choose_limit(tested: Sequence[OperatingPoint], max_drop: float) -> Operating
 def losses(
     metric: Metric, own: Sequence[Any], reused: Sequence[Any], labels: Sequence[Any], numbers: Sequence[int]
 ) -> Doubles:
-    """What each of N requests loses in a metric when it gets the output that was made for another, if any.
+    """Return the loss in a metric (N,) of serving each request the output in `reused`; 0 where that is None.
 
-    Errors name the request by its number: the metric failed, or gave a score out of its range.
+    Raises:
+        CalibrationError: The metric failed, or its score is out of range; names the request by its number.
     """
 
     def score(output: Any, label: Any, number: int) -> float:

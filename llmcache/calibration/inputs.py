@@ -1,4 +1,4 @@
-"""The sample that a calibration is given: requests and labels, checked before the model computes any.
+"""The requests and labels of a calibration, checked before the model computes any.
 
 Sizes: N rows of all requests together, T tokens, C classes.
 """
@@ -16,19 +16,19 @@ from llmcache.models.adapters import Trunk, device_of
 Requests = Iterable[Mapping[str, Any] | str]
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
-_BATCH = 32  # texts that are computed together
-_NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
+_BATCH = 32  # texts in a call
+_NO_LENGTH = 10**9  # tokenizers without a longest length report some huge one
 
 
 class Tokenised(dict[str, Tensor]):
-    """Inputs that were made of one text here: they may be computed in a batch."""
+    """Inputs that `tokenised` made of one text: they may be computed in a batch."""
 
 
 def batches(inputs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], Mapping[str, Any]]]:
-    """Requests as they are computed: texts of as many tokens together, others as they were given.
+    """Batch requests: texts with the same number of tokens together, others as given.
 
-    Returns:
-        The numbers of the requests, in order, and their inputs; no row is padded.
+    Yields:
+        The numbers of the requests, ascending, and their inputs; no row is padded.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, one in enumerate(inputs):
@@ -45,7 +45,7 @@ def batches(inputs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], Ma
 
 
 def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[str, Any]]:
-    """Inputs of the model for each request; refuses what is nothing that the model takes."""
+    """Yield the model's inputs for each request; refuse a request that the model cannot take."""
     if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
         raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
     most, most_of_text = longest_input(trunk) if _has_position_table(trunk) else None, longest_input(trunk, tokenizer)
@@ -67,10 +67,10 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
 
 
 def _check_ids(number: int, inputs: Mapping[str, Any], longest: int | None, n_words: int | None) -> None:
-    """Refuse token ids that the model cannot take, and inputs without any."""
+    """Refuse token ids that the model cannot take, and inputs without token ids."""
     ids = inputs.get("input_ids")
     if ids is None:
-        raise CalibrationError(f"request {number} has no input_ids, which it is recognised by: give them")
+        raise CalibrationError(f"request {number} has no input_ids, which its key is made of: give them")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
         got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise CalibrationError(
@@ -92,18 +92,19 @@ def _check_ids(number: int, inputs: Mapping[str, Any], longest: int | None, n_wo
 
 
 def longest_input(trunk: Trunk, tokenizer: Any = None) -> int | None:
-    """Tokens that a model takes, as far as it or its tokenizer tell. RoBERTa's positions begin after its padding id."""
+    """Return the most tokens that a model takes, None if neither its config nor its tokenizer says."""
     positions = getattr(trunk.config, "max_position_embeddings", None)
+    # RoBERTa's positions begin after its padding id.
     before = getattr(getattr(trunk.module, "embeddings", None), "padding_idx", None)
-    told = (
+    given = (
         positions and positions - (0 if before is None else before + 1),
         getattr(tokenizer, "model_max_length", None),
     )
-    return min((length for length in told if length and length < _NO_LENGTH), default=None)
+    return min((length for length in given if length and length < _NO_LENGTH), default=None)
 
 
 def _has_position_table(trunk: Trunk) -> bool:
-    """Whether positions are looked up, so that none exists beyond the last; those that are computed have no end."""
+    """Whether positions come from a table, and so end with its last row; computed positions have no end."""
     names = (name for name, module in trunk.module.named_modules() if isinstance(module, nn.Embedding))
     return any(name.rpartition(".")[2] in _POSITION_TABLES for name in names)
 
@@ -113,21 +114,21 @@ def n_rows(inputs: Mapping[str, Any]) -> int:
 
 
 def numbered(labels: Iterable[Any] | None, n: int, model: Any) -> list[Any]:
-    """A label for each of `n` rows, None where none are given; names become the numbers of the model's config."""
+    """Return a label for each of `n` rows, None if none are given; class names become numbers by the model's config."""
     if labels is None:
         return [None] * n
-    told = list(labels)
-    if len(told) != n:
-        raise CalibrationError(f"{len(told)} labels for {n} requests: give one each")
+    given = list(labels)
+    if len(given) != n:
+        raise CalibrationError(f"{len(given)} labels for {n} requests: give one each")
     numbers = getattr(getattr(model, "config", None), "label2id", None) or {}
-    return [numbers.get(label, label) if isinstance(label, str) else label for label in told]
+    return [numbers.get(label, label) if isinstance(label, str) else label for label in given]
 
 
 def check_labels(labels: Sequence[Any], n_classes: int, answers: Answers) -> None:
-    """Refuse labels (N,) that are none of the head's classes, and answers that no label is compared with."""
+    """Refuse labels (N,) that are not classes of the head, and models that do not answer with a class."""
     if answers.name != "class":
         raise CalibrationError(
-            f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"
+            f"metric 'accuracy' compares classes, and this model answers with kind {answers.name!r}: give a Metric"
         )
     known = range(n_classes)
     if strange := [number for number, label in enumerate(labels) if label not in known]:

@@ -25,36 +25,36 @@ from llmcache.request.variables import setting
 if TYPE_CHECKING:
     from llmcache.request.call import Call
 
-_MOST = 1e18  # the square of more is no number in float32
+_MOST = 1e18  # the square of a larger value overflows float32
 
 
 class Learner(Protocol):
     """Takes observations of computed requests."""
 
     def wanted(self, call: "Call") -> Collection[int]:
-        """Return the numbers of the rows to observe, if they were computed."""
+        """Return the numbers of the rows to observe if they are computed."""
 
     def observe(self, call: "Call", seen: Mapping[int, Observation]) -> None:
         """Take the observations of a call, by row number."""
 
 
 class Observer:
-    """Reads the answers of calls that have ended, and shows computed requests to a learner."""
+    """Reads the answers of finished calls, and passes computed requests to a learner."""
 
     def __init__(self, answers: Answers, read: Reading, head: Weights) -> None:
         """Read answers by `read`; `head` watches the weights outside the trunk."""
         self.answers = answers
         self.learner: Learner | None = None
-        #: Within: rows are computed, and shown to this list instead of being stored.
+        #: While set, rows are computed and appended to this list instead of being stored.
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
         self._read, self._head = read, head
 
     def see(self, call: "Call", output: Any) -> None:
-        """Observe a call that has ended.
+        """Observe a finished call.
 
         Args:
             call: The call, closed.
-            output: The model's output; ignored where answers are read from payloads.
+            output: The model's output; ignored if answers are read from payloads.
         """
         collected, entries = self.collected.get(), call.entries
         if not entries or call.requests is None:
@@ -87,10 +87,10 @@ class Observer:
             self.learner.observe(call, seen)
 
     def _answers_of(self, call: "Call", output: Any, numbers: Sequence[int]) -> list[Floats]:
-        """Return of computed rows the signatures (n, S), outputs (n, C), and mean payloads (n, D)."""
+        """Return signatures (n, S), outputs (n, C) and mean payloads (n, D) of computed rows."""
         targets = torch.stack([call.entries[number].fields[0].float().mean(dim=0) for number in numbers])
         logits = targets if self.answers.reads_payload else self._logits(call, output)[numbers]
-        # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
+        # An output with NaN has no answer, although a largest value may be found in it: it agrees with none.
         signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
         return [array for array in to_host(signed, logits.float(), targets) if array is not None]
 
@@ -111,14 +111,15 @@ def collect(
 ) -> list[Observation]:
     """Compute requests, numbered from `first`, and return their observations in order.
 
-    A request that cannot be computed or observed, or whose answer is not finite, raises. With `is_learned_from`, so
-    does one whose output nothing can be fitted to.
+    Raises:
+        CalibrationError: A request cannot be computed or observed, its states are not finite, or, with
+            `is_learned_from`, it has a `flaw`.
     """
     seen: list[Observation] = []
     for number, inputs in enumerate(requests, start=first):
         n_seen = len(seen)
         try:
-            with setting(observer.collected, seen):  # our own calls only: making the next request may call the model
+            with setting(observer.collected, seen):  # not while `requests` makes the next one: it may call the model
                 compute(inputs)
         except Exception as error:
             raise CalibrationError(f"request {number} could not be computed: {error!r}") from error
@@ -136,9 +137,9 @@ def collect(
 
 
 def flaw(case: Observation) -> str:
-    """Return the reason why nothing can be learned from a request, or ""."""
+    """Return why nothing can be learned from a request, or ""."""
     for name, values in (("states are", case.target), ("outputs are", case.output)):
-        if not (np.abs(values) < _MOST).all():  # also what is no number
+        if not (np.abs(values) < _MOST).all():  # also if it is NaN
             found = values[~(np.abs(values) < _MOST)][0]
             return (
                 f"the model's {name} not finite, or too large to be learned from ({found:g}): run it in a wider dtype, "
@@ -148,7 +149,7 @@ def flaw(case: Observation) -> str:
 
 
 def targets(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """Return regression targets of requests (N, T): final states and outputs, both with the same weight."""
+    """Return regression targets (N, T) of requests: final states and outputs, with equal weight."""
     kinds = [np.stack([case.target for case in cases])]
     if not answers.reads_payload:
         kinds.append(outputs(cases, answers))
@@ -157,7 +158,7 @@ def targets(cases: Sequence[Observation], answers: Answers) -> Floats:
 
 
 def outputs(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """Return outputs from which answers are made (N, C). Logits of classes are centred: only differences count."""
+    """Return the outputs (N, C) from which answers are made. Logits of classes are centred: only differences count."""
     if answers.reads_payload:
         return np.stack([case.target for case in cases])
     logits = np.stack([case.output for case in cases])

@@ -1,4 +1,4 @@
-"""Refuses models and settings under which approximate reuse cannot have a bound."""
+"""Refuses models and settings for which approximate reuse can have no bound."""
 
 from llmcache.calibration.calibration import check_size
 from llmcache.config import CacheConfig
@@ -8,7 +8,7 @@ from llmcache.policies import POLICIES, Policy
 
 
 def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
-    """Refuse approximate reuse under a head whose answers it would replace by those of another input."""
+    """Refuse approximate reuse for a head whose answers it would replace by those of another input."""
     if not head.why_unsafe or config.allow_unsafe:
         return
     raise UnsafeReuseError(
@@ -19,31 +19,29 @@ def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
 
 
 def refuse_coupled(what: str, coupling: str) -> None:
-    """Refuse approximate reuse under a model in which rows of a call affect each other, for the reason given."""
+    """Refuse approximate reuse if rows of a call affect each other; `coupling` is the reason, or ""."""
     if coupling:
         raise ConfigError(
-            f"{what} with a model in which requests of a batch affect each other: {coupling}. What a stored request "
-            "was answered rests on those beside it: leave this out (repeats of whole calls are still served)"
+            f"{what} with a model in which requests of a batch affect each other: {coupling}. A stored answer depends "
+            "on the other requests of its batch: leave this out (repeats of whole calls are still served)"
         )
 
 
 def check_settings(head: Head, config: CacheConfig) -> None:
-    """Refuse settings under which no bound could be kept."""
+    """Refuse settings for which no bound could hold."""
     if config.tau is not None:
-        raise ConfigError(
-            f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
-        )
+        raise ConfigError(f"tau={config.tau} chooses what may be reused; to have that calibrated, wrap without tau")
     refuse_unsafe("a calibration", head, config)
     if head.name == "multiple-choice head":
         raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
     if not config.serves_exact:
         raise ConfigError(
-            "exact=False: a calibration counts on repeats being served from their own states; leave it out"
+            "exact=False: a calibration assumes that repeats are served from their own states; leave it out"
         )
-    if _lets_leave(POLICIES.find(config.policy.name)):
-        staying = sorted(name for name, policy in POLICIES.items() if not _lets_leave(policy))
+    if _may_drop_sources(POLICIES.find(config.policy.name)):
+        staying = sorted(name for name, policy in POLICIES.items() if not _may_drop_sources(policy))
         raise ConfigError(
-            f"policy={config.policy.name!r}: the requests that a calibration rests on stay; use one of "
+            f"policy={config.policy.name!r}: the sources of a calibration must not be evicted; use one of "
             f"{', '.join(staying)}"
         )
     if config.learn is None:
@@ -54,11 +52,11 @@ def check_settings(head: Head, config: CacheConfig) -> None:
         raise ConfigError(f"learn={config.learn}: {error}") from error
     if config.max_entries is not None and config.max_entries < config.learn:
         raise ConfigError(
-            f"max_entries={config.max_entries}: some of the learn={config.learn} requests would have left before they "
-            "could serve; raise it, or lower learn"
+            f"max_entries={config.max_entries}: some of the learn={config.learn} requests would be evicted before "
+            "they could serve; raise it, or lower learn"
         )
 
 
-def _lets_leave(policy: type[Policy]) -> bool:
-    """Whether entries may leave before the budget is used up, or be recomputed, under this policy."""
+def _may_drop_sources(policy: type[Policy]) -> bool:
+    """Whether this policy may evict entries within the budget, or recompute them."""
     return policy.lets_entries_leave_early or policy.checks_reuse

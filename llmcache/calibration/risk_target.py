@@ -13,7 +13,7 @@ MetricName = Literal["changed", "accuracy"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A quality that is bounded, so that a bound on its mean loss can be measured.
+    """A score with a finite range, so that its mean loss can be bounded.
 
     Attributes:
         score: `(output, label) -> float`: how good an output of the model is for one request. `output` is its row (C,).
@@ -28,13 +28,13 @@ class Metric:
     name: str = "score"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be bounded.
+        """Refuse a score whose mean cannot be bounded.
 
         Raises:
-            ConfigError: The range is not finite, or empty.
+            ConfigError: `score` is not callable, or the range is empty or not finite.
         """
         if not callable(self.score):
-            raise ConfigError(f"metric {self.name!r}: score={self.score!r} is no function of an output and a label")
+            raise ConfigError(f"metric {self.name!r}: score={self.score!r} is not a function of an output and a label")
         if not (isfinite(self.low) and isfinite(self.high) and self.low < self.high):
             raise ConfigError(
                 f"metric {self.name!r}: scores from {self.low} to {self.high}; a bound on the mean needs a finite "
@@ -47,7 +47,7 @@ class RiskTarget:
     """The claim of a calibration."""
 
     max_drop: float  # largest loss, a fraction of 1, or in units of the metric
-    delta: float  # chance that the loss is larger all the same
+    delta: float  # chance that the loss is larger than `max_drop`
     metric: MetricName | Metric
     sources: Sources  # `growing`: later misses serve, too
     seed: int  # of the draw of A, B and C

@@ -1,12 +1,12 @@
-"""One calibration for all caches that share a store: published, taken up by the others, and ended for all of them.
+"""One calibration for all caches that share a store: published by one, adopted by the others, and ended for all.
 
-    s.BY.VERSION             which body is in force: its digest
-    b.BY.DIGEST              the body: the calibration with its sources, as in a save
-    n.BY.DIGEST.a1, .a2, .d  notes: a first alarm, a second one, drift
+    s.GROUP.VERSION             the digest of the body in force
+    b.GROUP.DIGEST              the body: the calibration with its sources, as in a save
+    n.GROUP.DIGEST.a1, .a2, .d  notes: a first alarm, a second alarm, drift
 
-BY is a digest of the settings and of the head. Versions only rise, and of two values that are written under one name at
-once one stays: so all agree. A cache looks for the next versions and for notes once a second, in a call; what takes
-longer, to read a body, is done in a thread. Trouble costs speed, never correctness.
+GROUP is a digest of the settings and of the head. Versions only rise, and of two values written at once under one name
+one stays, so all caches agree. A cache checks for later versions and for notes once a second, in a call. A body takes
+longer to read, so a thread does it. Trouble costs speed, never correctness.
 """
 
 import hashlib
@@ -29,24 +29,24 @@ from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
-_EVERY_S = 1.0  # between two looks
-_PATIENCE_S = 0.05  # for a look
-_BODY_S = 30.0  # for a body, which no call waits for
-_AT_FIRST, _NEXT = 1024, 32  # versions that are looked for
+_CHECK_EVERY_S = 1.0
+_CHECK_TIMEOUT_S = 0.05
+_BODY_TIMEOUT_S = 30.0  # no call waits for it
+_N_FIRST, _N_NEXT = 1024, 32  # versions that the first check and later ones look for
 _META = "__meta__"  # JSON of a body, beside its tensors
-#: What of the settings decides how requests are compared and served, and what a calibration has to show.
+#: Settings that decide how requests are compared and served, and what a calibration claims.
 _SETTINGS = {"answer", "gate", "max_drop", "delta", "sources", "audit"}
 
 
 class Place(NamedTuple):
-    """Scope and number of a namespace under which a calibration lies in the store."""
+    """Where a calibration lies in the store."""
 
     scope: Scope  # of its sources
-    number: int  # that the namespace had in the store when they were computed
+    number: int  # of their namespace in the store when they were computed
 
 
 class SharedCalibration:
-    """Publishes one cache's calibration on its store, and follows those of others. Thread-safe."""
+    """Publishes a cache's calibration on its store and follows those of other caches. Thread-safe."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SharedCalibration:
         config: CacheConfig,
         special_ids: Sequence[int],
     ) -> None:
-        """Share what is `calibrated`; `alarm` follows another's, `special_ids` are left out of fingerprints."""
+        """Share `calibrated`. `alarm` is called for another cache's alarm; fingerprints leave out `special_ids`."""
         self._tier, self._calibrated, self._alarm, self._counters = tier, calibrated, alarm, counters
         self._config = config
         self._settings = json.dumps(
@@ -68,32 +68,32 @@ class SharedCalibration:
             ]
         )
         self._version = 0  # the latest that was seen
-        self._body = ""  # digest of the one in force here; "" without
-        self._place: Place | None = None  # where it lies
-        self._made: Calibration | None = None  # in force at the latest look
-        self._asked: Place | None = None  # of the latest call
-        self._passed_over = 0, ""  # version and body of one that cannot be used
-        self._look_at = 0.0
-        self._thread: threading.Thread | None = None  # takes a body up
+        self._body = ""  # digest of the body in force here; "" without one
+        self._place: Place | None = None  # of this body
+        self._made: Calibration | None = None  # in force at the latest check
+        self._call_place: Place | None = None  # of the latest call
+        self._unusable = 0, ""  # version and digest of a body that cannot be adopted
+        self._next_check_s = 0.0
+        self._thread: threading.Thread | None = None  # adopts a body
         self._lock = forkable(threading.RLock(), is_waited_for=False)
 
     def step(self, scope: Scope, number: int) -> None:
-        """In a call: publish what was calibrated here, follow the others once a second.
+        """Publish a new local calibration, and follow other caches once a second; runs in each call.
 
         Args:
             scope: The scope of the call.
             number: The number of its namespace in the store.
         """
-        self._asked = Place(scope, number)
-        if self._made is not self._calibrated.calibration or monotonic() >= self._look_at:
+        self._call_place = Place(scope, number)
+        if self._made is not self._calibrated.calibration or monotonic() >= self._next_check_s:
             with self._lock:
                 self._step()
 
     def settle(self) -> None:
-        """Publish and follow now, and wait until a body that is in force is taken up."""
-        for _ in range(2):  # what is written is read by others only afterwards
+        """Publish and follow now, and wait until the body in force is adopted."""
+        for _ in range(2):  # what the first round writes can be read in the second
             with self._lock:
-                self._look_at = 0.0
+                self._next_check_s = 0.0
                 self._step()
             if (thread := self._thread) is not None and thread is not threading.current_thread():
                 thread.join()
@@ -103,28 +103,28 @@ class SharedCalibration:
         if self._thread is not None:
             return
         if (made := self._calibrated.calibration) is not self._made:
-            self._tell(made)
-        if monotonic() >= self._look_at and (place := self._place or self._asked) is not None:
-            self._look_at = monotonic() + _EVERY_S
-            self._look(place)
+            self._publish_changes(made)
+        if monotonic() >= self._next_check_s and (place := self._place or self._call_place) is not None:
+            self._next_check_s = monotonic() + _CHECK_EVERY_S
+            self._check(place)
 
-    def _tell(self, made: Calibration | None) -> None:
+    def _publish_changes(self, made: Calibration | None) -> None:
         """Publish a change of the calibration in force here: a new one, an alarm, or drift."""
-        before, told = self._made, self._calibrated.latest  # also of one that has ended
+        before, latest = self._made, self._calibrated.latest  # `latest` is kept when it ends
         self._made = made
-        if self._place is not None and before is not None and told is not None and told.is_of(before):
-            for note, holds in (("a1", told.n_alarms > 0), ("a2", told.n_alarms > 1), ("d", told.has_drifted)):
+        if self._place is not None and before is not None and latest is not None and latest.is_of(before):
+            for note, holds in (("a1", latest.n_alarms > 0), ("a2", latest.n_alarms > 1), ("d", latest.has_drifted)):
                 if holds:
-                    self._write(self._place, f"n.{self._by()}.{self._body}.{note}", {}, {"is": note})
+                    self._write(self._place, f"n.{self._group()}.{self._body}.{note}", {}, {"is": note})
         if made is not None and not (before is not None and made.is_of(before)):
             self._body, self._place = "", None
             scopes = {one.entry.scope for one in self._calibrated.fitter.sources}
-            if len(scopes) == 1 and self._is_for_all(made):
+            if len(scopes) == 1 and self._is_shareable(made):
                 scope = scopes.pop()
                 self._publish(Place(scope, self._tier.number(scope.namespace)))
 
-    def _is_for_all(self, made: Calibration) -> bool:
-        """Whether a calibration keeps the settings' claim, so that caches with the same settings may use it."""
+    def _is_shareable(self, made: Calibration) -> bool:
+        """Whether a calibration meets the settings' claim, so that caches with the same settings may use it."""
         config = self._config
         shows = made.metric == "changed" and made.max_drop <= config.max_drop and made.delta <= config.delta
         return shows and made.watch is not None and made.sources == config.sources and not made.n_alarms
@@ -136,65 +136,65 @@ class SharedCalibration:
         for name, one in sorted(tensors.items()):
             sha.update(name.encode() + one.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         self._body, self._version, self._place = sha.hexdigest()[:24], self._version + 1, place
-        told = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self._write(place, f"b.{self._by()}.{self._body}", {**tensors, _META: told}, {})
-        self._write(place, f"s.{self._by()}.{self._version}", {}, {"body": self._body})
+        packed_meta = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        self._write(place, f"b.{self._group()}.{self._body}", {**tensors, _META: packed_meta}, {})
+        self._write(place, f"s.{self._group()}.{self._version}", {}, {"body": self._body})
 
-    def _look(self, place: Place) -> None:
-        """Look for another calibration, and for notes on the present one."""
-        by = self._by()
-        versions = range(max(1, self._version), self._version + (_NEXT if self._version else _AT_FIRST))
-        notes = [f"n.{by}.{self._body}.{note}" for note in ("a1", "a2", "d")] if self._body else []
-        names = [*notes, *(f"s.{by}.{version}" for version in versions)]
-        told = self._tier.peek([(place.scope, name) for name in names], _PATIENCE_S)
-        are_noted, standings = [one is not None for one in told[: len(notes)]], told[len(notes) :]
-        latest = max((v for v, one in zip(versions, standings, strict=True) if one is not None), default=None)
-        if latest is not None and (standing := standings[latest - versions.start]) is not None:
-            body = str(standing.about.get("body"))
-            if body != self._body and (latest, body) != self._passed_over:
+    def _check(self, place: Place) -> None:
+        """Check the store for another calibration and for notes on the present one."""
+        group = self._group()
+        versions = range(max(1, self._version), self._version + (_N_NEXT if self._version else _N_FIRST))
+        notes = [f"n.{group}.{self._body}.{note}" for note in ("a1", "a2", "d")] if self._body else []
+        names = [*notes, *(f"s.{group}.{version}" for version in versions)]
+        found = self._tier.peek([(place.scope, name) for name in names], _CHECK_TIMEOUT_S)
+        are_noted, records = [one is not None for one in found[: len(notes)]], found[len(notes) :]
+        latest = max((v for v, one in zip(versions, records, strict=True) if one is not None), default=None)
+        if latest is not None and (record := records[latest - versions.start]) is not None:
+            body = str(record.about.get("body"))
+            if body != self._body and (latest, body) != self._unusable:
                 self._version = latest
-                self._thread = threading.Thread(target=self._take_up, args=(body, place), name="llmcache-share")
+                self._thread = threading.Thread(target=self._adopt, args=(body, place), name="llmcache-share")
                 self._thread.start()
                 return
         if are_noted:
             self._follow(*are_noted)
 
     def _follow(self, has_alarm: bool, has_second: bool, has_drifted: bool) -> None:
-        """Apply alarms and drift that others noted."""
-        for n, is_told in enumerate((has_alarm, has_second)):
+        """Apply alarms and drift that other caches noted."""
+        for n, is_noted in enumerate((has_alarm, has_second)):
             made = self._calibrated.calibration
-            if is_told and made is not None and made.n_alarms <= n:
+            if is_noted and made is not None and made.n_alarms <= n:
                 self._alarm(made)
         made = self._calibrated.calibration
         if has_drifted and made is not None and not made.has_drifted:
             self._calibrated.drifted(made)
         self._made = self._calibrated.calibration
 
-    def _take_up(self, body: str, place: Place) -> None:
-        """Take up a body, unless its namespace was purged meanwhile; notes on it are read at the next look."""
+    def _adopt(self, body: str, place: Place) -> None:
+        """Adopt a body, unless its namespace was purged meanwhile; notes on it are read at the next check."""
         try:
-            with self._counters.guard("take up a calibration of the store"):
+            with self._counters.guard("adopt a calibration from the store"):
                 namespace, bank = place.scope.namespace, self._calibrated.fitter.bank
                 generation = bank.generation(namespace)
-                (found,) = self._tier.peek([(place.scope, f"b.{self._by()}.{body}")], _BODY_S)
-                if found is None:  # not there yet, or no longer
+                (found,) = self._tier.peek([(place.scope, f"b.{self._group()}.{body}")], _BODY_TIMEOUT_S)
+                if found is None:  # not written yet, or gone
                     return
-                self._passed_over = self._version, body  # unless it can be taken up
+                self._unusable = self._version, body  # until it is adopted
                 meta = json.loads(found.tensors.pop(_META).numpy().tobytes())
                 with self._calibrated.held():
                     if bank.generation(namespace) != generation:  # purged since
                         return
                     self._calibrated.restore(meta, found.tensors)
-                self._tier.follow()  # a purge elsewhere drops what was restored, and ends the calibration
+                self._tier.follow()  # a purge elsewhere drops the restored sources and ends the calibration
                 made = self._calibrated.calibration
                 if made is not None and made.head != self._calibrated.head_digest():
                     self._calibrated.end()
                     made = None
                 if made is None:
                     return
-                self._made, self._body, self._place, self._look_at = made, body, place, 0.0
-                self._passed_over = 0, ""
-                logger.info("llmcache: took up a calibration of the store, made of %d requests", made.n_sources)
+                self._made, self._body, self._place, self._next_check_s = made, body, place, 0.0
+                self._unusable = 0, ""
+                logger.info("llmcache: adopted a calibration from the store, with %d sources", made.n_sources)
         finally:
             self._made = self._calibrated.calibration
             self._thread = None
@@ -202,6 +202,6 @@ class SharedCalibration:
     def _write(self, place: Place, name: str, tensors: dict[str, Any], about: dict[str, Any]) -> None:
         self._tier.write(place.scope, name, tensors, about, place.number)
 
-    def _by(self) -> str:
-        """Return a digest of the settings and head that caches must have in common, beside the scope."""
+    def _group(self) -> str:
+        """Return a digest of the settings and head that caches must share, beside the scope."""
         return hashlib.sha256(f"{self._settings} {self._calibrated.head_digest()}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Vectors of single tokens, which learned fingerprints pool.
+"""Vectors of single tokens, from which learned fingerprints are pooled.
 
 Sizes: m tokens, D hidden width.
 """
@@ -19,10 +19,14 @@ _BATCH = 256
 
 
 class TokenVectors:
-    """Asks a model for vectors of tokens. Nothing that it computes is cached or counted."""
+    """Computes vectors of tokens with the model. Nothing is cached or counted."""
 
     def __init__(self, trunk: Trunk, payload: Payload, forward: Callable[..., Any]) -> None:
-        """Prepare to ask; `forward` computes as the trunk itself does, unseen by the cache."""
+        """Find the model's input embeddings; `forward` runs the trunk without the cache.
+
+        Raises:
+            ConfigError: The model has no `get_input_embeddings`.
+        """
         find = getattr(trunk.module, "get_input_embeddings", None)
         table = find() if callable(find) else None
         if not isinstance(table, torch.nn.Embedding):
@@ -34,28 +38,28 @@ class TokenVectors:
         self._payload = payload
         self._forward = forward
         self._frame: tuple[list[int], list[int]] = ([], [])
-        self._thought: dict[int, Floats] = {}
+        self._contextual: dict[int, Floats] = {}
 
     def frame(self, row: Row, content: Sequence[int]) -> None:
-        """Learn the special tokens around the content of one request, and forget what was computed."""
+        """Take the special tokens around a request's content as the frame of every token; drop vectors so far."""
         ids = np.frombuffer(row.ids, f"u{len(row.ids) // row.n_valid}").tolist()
         self._frame = (ids[: ids.index(content[0])], ids[len(ids) - ids[::-1].index(content[-1]) :])
-        self._thought.clear()
+        self._contextual.clear()
 
     def embed(self, ids: Ids) -> Floats:
-        """Input embeddings, float32 (m, D)."""
+        """Return the input embeddings of tokens, float32 (m, D)."""
         with torch.inference_mode():
             chosen = self._table.weight[torch.from_numpy(ids).to(self._table.weight.device)]
             return np.asarray(chosen.float().cpu().numpy())
 
     def think(self, ids: Ids) -> Floats:
-        """What an entry would keep of requests of one token each, averaged over its rows: float32 (m, D)."""
+        """Return the payloads of requests of one token each, averaged over their rows, float32 (m, D)."""
         names = ids.tolist()
-        new = [name for name in names if name not in self._thought]
+        new = [name for name in names if name not in self._contextual]
         for start in range(0, len(new), _BATCH):
             batch = new[start : start + _BATCH]
-            self._thought |= zip(batch, self._compute(batch), strict=True)
-        return np.stack([self._thought[name] for name in names])
+            self._contextual |= zip(batch, self._compute(batch), strict=True)
+        return np.stack([self._contextual[name] for name in names])
 
     @torch.inference_mode()
     def _compute(self, tokens: list[int]) -> list[Floats]:

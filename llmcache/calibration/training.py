@@ -1,8 +1,8 @@
 """Fits fingerprint and risk model to computed requests, and makes these the sources.
 
-The risk model must learn from requests that the fingerprint was not fitted on. So requests take turns (cross-fitting):
-each fifth is looked up among the other four, by a fingerprint fitted to these alone. The risk model is fitted to all of
-these looks; then the fingerprint is fitted once more, to all requests.
+The risk model must learn from requests that the fingerprint was not fitted to. So requests take turns (cross-fitting):
+each fifth is looked up among the other four, by a fingerprint fitted to these alone. The risk model is fitted to all
+these lookups; then the fingerprint is fitted once more, to all requests.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,9 +32,9 @@ N_TURNS = 5
 class Found(NamedTuple):
     """The source that would serve a request, and its risk."""
 
-    risk: float  # -infinite where it is stored itself, infinite where none may serve it
-    key: str | None  # of who would; None where there is none
-    rung: str  # by which; "" where there is none
+    risk: float  # -infinite for a repeat of a source, infinite if no source may serve
+    key: str | None  # of the source; None if there is none
+    rung: str  # that finds it; "" if none does
 
 
 @dataclass(eq=False)
@@ -44,40 +44,40 @@ class CalibrationFitter:
     bank: Bank
     sources: Sources
     fingerprint: Learned
-    tokens: TokenVectors  # where the fingerprint takes vectors of tokens from
+    tokens: TokenVectors  # for the fingerprint
     chooser: NeighbourChooser
     answers: Answers
-    _forecasts: dict[str, tuple[Floats, Floats]] = field(init=False, default_factory=dict)  # as it is now
+    _forecasts: dict[str, tuple[Floats, Floats]] = field(init=False, default_factory=dict)  # by key
 
     def fit(self, cases: Sequence[Observation]) -> Doubles:
-        """Fit fingerprint and risk model to distinct requests, and make these the sources, pinned.
+        """Fit fingerprint and risk model to distinct requests, and make these the pinned sources.
 
-        Returns candidate limits, strictest first (K,): the risks of these requests, each looked up among others.
+        Returns candidate limits (K,), strictest first: risks of these requests, each looked up among others.
         """
         self.chooser.learn(cases)
         self.tokens.frame(cases[0].row, cases[0].tokens)
-        looks = []
+        lookups = []
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
-            looks += [self.chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
-        limits = candidate_limits(self.chooser.fit(looks))
+            lookups += [self.chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
+        limits = candidate_limits(self.chooser.fit(lookups))
         self.refit(cases)
         return limits[limits <= MAX_RISK]
 
     def refit(self, cases: Sequence[Observation], is_pinned: bool = True) -> None:
         """Fit the fingerprint to distinct requests, and make these the only sources.
 
-        The risk model stays as it is, so that a limit that was chosen among its risks keeps its meaning. Pinned sources
-        stay until the next calibration.
+        The risk model stays, so that a limit chosen among its risks keeps its meaning. Pinned sources stay until the
+        next calibration.
         """
         self.fingerprint.fit(
             [case.tokens for case in cases], targets(cases, self.answers), outputs(cases, self.answers)
         )
-        self.resume()
-        self.stand(cases, is_pinned)
+        self._reset()
+        self.add_sources(cases, is_pinned)
 
-    def resume(self) -> None:
-        """Remove sources and forecasts of the fingerprint before; it was just fitted or restored."""
+    def _reset(self) -> None:
+        """Remove the sources and forecasts of the previous fingerprint."""
         self.forget()
         self.clear()
 
@@ -91,25 +91,25 @@ class CalibrationFitter:
         self._forecasts.clear()
 
     def look_up(self, cases: Sequence[Observation], repeated: Collection[str]) -> list[Found]:
-        """Return who would serve each request; keys in `repeated` are sources themselves, served exactly."""
+        """Return the source that would serve each request; keys in `repeated` are sources, served exactly."""
         found: dict[str, Found] = {}
         for case in cases:
-            if (key := case.row.key) not in found:  # one that comes again finds the same
+            if (key := case.row.key) not in found:  # a repeated request finds the same
                 found[key] = Found(-inf, key, "exact") if key in repeated else self._find(case)
         return [found[case.row.key] for case in cases]
 
     def risks(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """Return the risk of each request (N,), and the key of the source that would serve it; see `look_up`."""
+        """Return the risk (N,) of each request and the key of the source that would serve it; see `look_up`."""
         found = self.look_up(cases, repeated)
         return np.array([one.risk for one in found], np.float64), [one.key for one in found]
 
     def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
-        """Return the distribution of marks on requests of C, with which later ones are compared."""
+        """Return the profile of requests of C, with which later requests are compared."""
         learned = [marks_of_source(self._forecast(case)[1]).forecast for case in sources.values()]
         return profile(self.marks(cases, sources), learned, limit)
 
     def marks(self, cases: Sequence[Observation], repeated: Collection[str]) -> dict[str, Marks]:
-        """Return the marks of each request, by key; see `risks`."""
+        """Return the marks of each request by key; keys in `repeated` are sources."""
         marks = {}
         for case in cases:
             forecast = self._forecast(case)[1]
@@ -120,7 +120,7 @@ class CalibrationFitter:
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
     ) -> HoldoutOutcome:
-        """Return risk and loss of each held-out request, of part C say, if the sources served all of them."""
+        """Return risk and loss of each held-out request (of part C, say) as if its source served it at any risk."""
         risk, found = self.risks(cases, set(sources))
         served_by = [None if key is None else sources[key] for key in found]
         if isinstance(metric, Metric):
@@ -128,24 +128,24 @@ class CalibrationFitter:
             own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
             span = metric.high - metric.low
             return HoldoutOutcome(risk, losses(metric, own, outputs, labels, numbers), -span, span, is_share=False)
-        counts = self._is_changed if metric == "changed" else self._goes_wrong
+        counts = self._is_changed if metric == "changed" else self._loses_accuracy
         loss = [source is not None and counts(case, source) for case, source in zip(cases, served_by, strict=True)]
         return HoldoutOutcome(risk, np.array(loss, np.float64))
 
-    def restart(self, cases: Sequence[Observation]) -> None:
+    def set_sources(self, cases: Sequence[Observation]) -> None:
         """Make these requests the only sources; fingerprint and risk model stay."""
         self.clear()
-        self.stand(cases)
+        self.add_sources(cases)
 
-    def stand(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
+    def add_sources(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
         """Add requests to the sources; pinned ones stay until the next calibration.
 
         Raises:
-            CalibrationError: They are to be pinned, and do not fit the budgets.
+            CalibrationError: Pinned sources do not fit the budgets.
         """
         if is_pinned and not self.bank.pin([case.entry for case in cases]):
             raise CalibrationError(
-                "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
+                "the sources do not fit the cache: raise max_entries or max_bytes, or give fewer requests"
             )
         if not is_pinned:
             for case in cases:
@@ -160,7 +160,7 @@ class CalibrationFitter:
                     self.sources.remove(case.row.key)
 
     def source_of(self, case: Observation) -> Source:
-        """Make a source of a computed request."""
+        """Return a computed request as a source."""
         return Source(case.entry, case.row.ids, case.answer, self.sources.length_of(case.row))
 
     def _choose(self, case: Observation) -> Choice | None:
@@ -175,13 +175,13 @@ class CalibrationFitter:
     def _is_changed(self, case: Observation, source: Observation) -> bool:
         return not self.answers.agree(case.answer, source.answer)
 
-    def _goes_wrong(self, case: Observation, source: Observation) -> bool:
+    def _loses_accuracy(self, case: Observation, source: Observation) -> bool:
         """Whether the source's answer is wrong where the model's own is right."""
         right = np.array([case.label], np.float32)
         return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
 
     def _forecast(self, case: Observation) -> tuple[Floats, Floats]:
-        """Return the fingerprint (F,) of a request, and the forecast of its output (C,)."""
+        """Return the fingerprint (F,) of a request and the forecast (C,) of its output."""
         if case.row.key not in self._forecasts:
             (vector,), (forecast,) = self.fingerprint.project([case.tokens])
             self._forecasts[case.row.key] = vector, forecast

@@ -1,7 +1,7 @@
-"""Whether rows of a call affect each other in a trunk, so that what it makes of a row belongs to the whole call.
+"""Whether rows of a call affect each other in a trunk, so that the states of a row depend on the whole call.
 
-Layers that quantise activations by the largest of a call do so, and normalisation by statistics of a batch. Others
-enlarge the last bits, in which kernels differ by the shape of a call. They are known by their class, or found by
+Layers that quantise activations by the largest one of a call do so, and normalisation by statistics of a batch. Others
+amplify the last bits, in which kernels differ by the shape of a call. They are known by their class, or found by
 running rows alone and beside others.
 """
 
@@ -25,20 +25,20 @@ logger = logging.getLogger("llmcache")
 
 _PACKAGES = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 _CLASSES = {
-    "Linear8bitLt": "leaves columns as they are in which any row of a call has an outlier",
-    "NystromformerSelfAttention": "inverts matrices, which enlarges the last bits",
+    "Linear8bitLt": "does not quantise columns in which any row of a call has an outlier",
+    "NystromformerSelfAttention": "inverts matrices, which amplifies rounding",
 }
-_N_TOKENS = 8  # of rows that are tried
-#: How far a state may be off, as a share of the largest one, where rows were computed beside others; by dtype.
+_N_TOKENS = 8  # of a trial row
+#: By dtype, how far a state of a row beside others may be off, as a share of the largest state.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-_MAX_STATES = 16  # of the weights that are remembered
+_MAX_STATES = 16  # digests whose result is kept
 
 
 class Coupling:
-    """Whether rows affect each other in one trunk; tried again when anything but weight values changed. Thread-safe."""
+    """Finds whether rows affect each other in a trunk; again after edits beyond weight values. Thread-safe."""
 
     def __init__(self, trunk: Trunk, weights: Weights) -> None:
-        """Remember the trunk; it is looked at once a digest of its weights is given."""
+        """Remember the trunk; it is tried when `reason` first gets a digest of its weights."""
         self._trunk = trunk
         self._weights = weights
         self._known: OrderedDict[str, str] = OrderedDict()  # by digest
@@ -46,11 +46,11 @@ class Coupling:
         self._lock = forkable(threading.Lock(), is_waited_for=False)
 
     def reason(self, digest: str) -> str:
-        """What makes rows of a call affect each other with weights of this digest, the present one; "" if nothing."""
+        """Return why rows of a call affect each other with the present weights, whose digest this is; "" if not."""
         known, _, reason = self._latest
-        return reason if digest == known else self._look(digest)
+        return reason if digest == known else self._find(digest)
 
-    def _look(self, digest: str) -> str:
+    def _find(self, digest: str) -> str:
         with self._lock:
             _, before, reason = self._latest
             if digest in self._known:
@@ -58,7 +58,7 @@ class Coupling:
             elif before is None or not self._weights.differs_in_values(before):
                 reason = find_coupling(self._trunk)
             if reason and reason not in self._known.values():
-                logger.warning("rows of a call affect each other, so calls are kept as a whole: %s", reason)
+                logger.warning("rows of a call affect each other, so only whole calls are cached: %s", reason)
             self._known[digest] = reason
             if len(self._known) > _MAX_STATES:
                 self._known.popitem(last=False)
@@ -67,7 +67,7 @@ class Coupling:
 
 
 def find_coupling(trunk: Trunk) -> str:
-    """What makes rows of a call affect each other, in words; "" where they were seen not to."""
+    """Return why rows of a call affect each other, in words; "" if a trial shows that they do not."""
     for part in trunk.module.modules():
         for kind in type(part).__mro__:
             if kind.__module__.startswith(_PACKAGES):
@@ -76,15 +76,15 @@ def find_coupling(trunk: Trunk) -> str:
                 return f"its {kind.__name__} {_CLASSES[kind.__name__]}"
     try:
         with untouched(device_of(trunk.module)):
-            return "" if _are_independent(trunk) else "a row that was tried came out otherwise beside another one"
+            return "" if _are_independent(trunk) else "in a trial, a row came out differently beside another row"
     except Exception as error:  # whatever an odd model raises
-        return f"that rows do not affect each other could not be seen ({type(error).__name__}: {error})"
+        return f"whether rows affect each other could not be tried ({type(error).__name__}: {error})"
 
 
 def _are_independent(trunk: Trunk) -> bool:
-    """Whether rows come out alike beside different rows; and alone or beside padding, within ten times that.
+    """Whether rows come out alike beside different rows, and within ten times the tolerance alone or beside padding.
 
-    There kernels may differ. Some trunks (Aimv2's) attend otherwise where anything is padded.
+    In the latter cases kernels may differ. Some trunks (Aimv2's) attend differently if anything is padded.
     """
     trial = make_trial(trunk.module, runs_functions=True)
     keeps_no_kv = {"use_cache": False} if "use_cache" in Arguments(trial.forward).names else {}
@@ -97,7 +97,7 @@ def _are_independent(trunk: Trunk) -> bool:
 
 
 def _rows(trunk: Trunk) -> Tensor:
-    """Four rows of content tokens (4, T), the same each time."""
+    """Return four rows of content tokens (4, T), the same each time."""
     special, size = special_ids(trunk), vocabulary_size(trunk)
     content = torch.tensor(sorted(set(range(min(size, 4096))) - set(special)) or [0], device="cpu")
     generator = torch.Generator("cpu").manual_seed(0)
@@ -106,7 +106,7 @@ def _rows(trunk: Trunk) -> Tensor:
 
 
 def _run(trial: nn.Module, arguments: Mapping[str, Any], *rows: Tensor, n_padded: int = 0) -> Tensor:
-    """States of some rows, of which the last ends with so many tokens of padding; `arguments` are passed besides."""
+    """Return the states of rows, the last with `n_padded` tokens of padding at its end; pass `arguments` as well."""
     ids = torch.stack(rows)
     mask = torch.ones(ids.shape, dtype=torch.int64, device="cpu")
     mask[-1, ids.shape[1] - n_padded :] = 0
@@ -116,7 +116,7 @@ def _run(trial: nn.Module, arguments: Mapping[str, Any], *rows: Tensor, n_padded
 
 
 def _is_alike(one: Tensor, other: Tensor, factor: float = 1.0) -> bool:
-    """Whether states of a row differ by rounding alone, which may be so many times what is usual."""
+    """Whether states of a row differ by at most `factor` times the usual rounding."""
     one, other = one.nan_to_num(), other.nan_to_num()
     usual = _ROUNDING[torch.float16 if one.dtype == torch.float32 and not one.is_cpu else one.dtype]  # TF32
     return bool((one - other).abs().max() <= factor * usual * one.abs().max())

@@ -2,12 +2,12 @@
 
 Native hooks cannot skip a layer, so each layer's forward is swapped once. The trunk's forward is swapped as well, not
 hooked: some callers (sentence-transformers 6) call `trunk.forward(...)`, which runs no native hook. Removal is in
-reverse order and restores each module's `__dict__` exactly, a foreign wrapper that was there before (accelerate's, say)
-included.
+reverse order and restores each module's `__dict__` exactly, including a foreign wrapper that was there before
+(accelerate's, say).
 
-A copy of a module shares what is in its `__dict__`, and would run the original. So copies, pickles and DataParallel's
-replicas are made without anything of ours: Python and torch look for the functions that make them on the module itself
-before they look at its class.
+A copy of a module shares the values in its `__dict__`, and so would run the original. So copies, pickles and
+DataParallel's replicas are made without our swaps and hooks: Python and torch look for the functions that make them on
+the module itself before its class.
 """
 
 import copy
@@ -32,40 +32,40 @@ from llmcache.models.tuners import is_activation
 logger = logging.getLogger("llmcache")
 
 _CAPTURING = "transformers.utils.output_capturing"
-_KEPT = "logits_to_keep"
+_LOGITS_TO_KEEP = "logits_to_keep"
 
 
 class Listener(Protocol):
-    """Who stands behind a swap."""
+    """The object to which a swap passes calls."""
 
     @property
     def last(self) -> Sequence[Any]:
-        """What became of each row of this thread's last call."""
+        """The outcome of each row of this thread's last call."""
 
 
 class Reader(Listener, Protocol):
-    """Who wants to know what a head reads."""
+    """A listener that needs to know what a head reads."""
 
     def reads_last(self, n_columns: int | None, /) -> object:
-        """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
+        """Take the number of last columns that a head is about to read (None: maybe all); after it, None."""
 
 
 class Watcher(Listener, Protocol):
-    """Who stands in for a trunk's forward, and shows its calls to an observer."""
+    """A listener that replaces a trunk's forward and shows its calls to an observer."""
 
     is_retired: bool
-    #: Within the whole model's forward: trunk calls that were closed. Else None.
+    #: During the whole model's forward: the closed trunk calls. Else None.
     seen: ContextVar[list[Any] | None]
 
     def observe(self, call: Any, output: Any) -> None:
-        """Take a call that was closed, and what the whole model returned."""
+        """Take a closed call and the output of the whole model."""
 
     def withdraw(self, call: Any) -> None:
-        """Take back what waits for an answer of a call, which raised."""
+        """Cancel what waits for the answer of a call whose model raised."""
 
 
-class _StandIn:
-    """Hangs on a module under the name of a function of its class; in a copy that gets hold of it, it is that."""
+class _Override:
+    """An attribute of a module that overrides a method of its class; a copy of the module gets the class's method."""
 
     name: ClassVar[str]
 
@@ -73,63 +73,63 @@ class _StandIn:
         self.module = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _own(memo[id(self.module)], self.name)
+        return _class_method(memo[id(self.module)], self.name)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.module, self.name)  # as a bound method; where it is loaded, the module has only its class
+        return getattr, (self.module, self.name)  # pickled as a bound method, which is the class's when loaded
 
 
-class _Reduce(_StandIn):
-    """Copies and pickles a module without anything of ours."""
+class _Reduce(_Override):
+    """Copies and pickles a module without our swaps and hooks."""
 
     name = "__reduce_ex__"
 
     def __call__(self, protocol: Any) -> Any:
-        if any(swap.is_of_trunk for swap in _beneath(self.module.forward)):  # once for a whole model
+        if any(swap.is_of_trunk for swap in _swaps_of(self.module.forward)):  # once for a whole model
             logger.info("llmcache: a copy of a %s is made without its cache", type(self.module).__name__)
-        return _cleaned(_own(self.module, self.name)(protocol))
+        return _without_ours(_class_method(self.module, self.name)(protocol))
 
 
-class _Replicate(_StandIn):
-    """Has DataParallel copy a module likewise."""
+class _Replicate(_Override):
+    """Makes DataParallel copy a module without our swaps and hooks."""
 
     name = "_replicate_for_data_parallel"
 
     def __call__(self) -> nn.Module:
-        replica: nn.Module = _own(self.module, self.name)()
-        replica.__dict__ = _plain(vars(replica))
+        replica: nn.Module = _class_method(self.module, self.name)()
+        replica.__dict__ = _plain_attributes(vars(replica))
         return replica
 
 
 def shield(module: nn.Module) -> None:
-    """Have copies of a module be made without what we have just hung on it."""
+    """Make copies of a module leave out our swaps and hooks."""
     for kind in (_Reduce, _Replicate):
         vars(module).setdefault(kind.name, kind(module))
 
 
 def unshield(module: nn.Module) -> None:
-    """Undo that, if nothing of ours is left."""
+    """Undo `shield` if no swap or hook of ours is left."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    if not (_beneath(vars(module).get("forward")) or any(map(_is_ours, hooks))):
+    if not (_swaps_of(vars(module).get("forward")) or any(map(_is_ours, hooks))):
         for kind in (_Reduce, _Replicate):
             vars(module).pop(kind.name, None)
 
 
-def _cleaned(value: Any) -> Any:
-    """What a module is to be made of, with its attributes without anything of ours, wherever its class puts them."""
+def _without_ours(value: Any) -> Any:
+    """Return what a module is rebuilt from, without our attributes, wherever its class puts them."""
     if type(value) is tuple:
-        return tuple(map(_cleaned, value))
+        return tuple(map(_without_ours, value))
     if type(value) is not dict:
         return value
     if isinstance(value.get(_Reduce.name), _Reduce):
-        return _plain(value)
-    return {key: _cleaned(one) for key, one in value.items()}
+        return _plain_attributes(value)
+    return {key: _without_ours(one) for key, one in value.items()}
 
 
-def _plain(space: dict[str, Any]) -> dict[str, Any]:
-    """A module's attributes without anything of ours."""
+def _plain_attributes(space: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes without our swaps and hooks."""
     plain = {name: value for name, value in space.items() if not isinstance(value, (_Reduce, _Replicate))}
-    if swaps := _beneath(plain.get("forward")):
+    if swaps := _swaps_of(plain.get("forward")):
         del plain["forward"]
         if swaps[-1].had_own_forward:
             plain["forward"] = swaps[-1].original
@@ -139,10 +139,10 @@ def _plain(space: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _beneath(forward: Any) -> "list[Swap]":
-    """Swaps that a forward consists of, outermost first: more than one may hang on the same module."""
+def _swaps_of(forward: Any) -> "list[Swap]":
+    """Return the swaps that a forward consists of, outermost first: a module may have several."""
     swaps: list[Swap] = []
-    forward = getattr(forward, "__func__", forward)  # accelerate binds what it unwraps to the module once more
+    forward = getattr(forward, "__func__", forward)  # accelerate binds an unwrapped forward to its module again
     while isinstance(forward, Swap):
         swaps.append(forward)
         forward = forward.original
@@ -153,29 +153,29 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", None)).startswith("llmcache.")
 
 
-def _own(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A function of a module's class, bound to it."""
+def _class_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return a method of a module's class, bound to the module."""
     return types.MethodType(getattr(type(module), name), module)
 
 
-class Swap(_StandIn):
-    """Stands in for one module's forward."""
+class Swap(_Override):
+    """Replaces one module's forward."""
 
     name = "forward"
     is_of_trunk = False
 
     def __init__(self, module: nn.Module, listener: Listener) -> None:
-        """Take the forward's place.
+        """Replace the forward.
 
         Args:
-            module: The trunk or a layer.
+            module: The trunk, a layer, a head or the whole model.
             listener: Receives the calls.
         """
         super().__init__(module)
         self._original: Callable[..., Any] = module.forward
         self.had_own_forward = "forward" in module.__dict__
         self.__wrapped__ = self._original  # inspect.signature() then shows the module's own
-        # What torch.compile() returns for a module takes anything.
+        # The module that torch.compile() returns takes any arguments.
         self.arguments = Arguments(getattr(module, "_orig_mod", module).forward)
         self.listener = listener
         module.forward = self
@@ -183,26 +183,26 @@ class Swap(_StandIn):
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward beneath: what was on the module, else its class's of now, which may be patched at any time."""
-        if self.had_own_forward or torch.compiler.is_compiling():  # a compiler cannot follow what is made here
+        """The replaced forward: the module's own, else its class's at present, which may be patched at any time."""
+        if self.had_own_forward or torch.compiler.is_compiling():  # a compiler cannot trace the method made below
             return self._original
         return types.MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], nn.Module):  # bound once more, as accelerate does when it unwraps a model
+        if args and isinstance(args[0], nn.Module):  # bound again, as by accelerate when it unwraps a model
             module, *rest = args
-            return (self.run if module is self.module else _own(module, self.name))(*rest, **kwargs)
+            return (self.run if module is self.module else _class_method(module, self.name))(*rest, **kwargs)
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module puts out."""
+        """Return the module's output."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Give the module its forward back.
+        """Restore the module's forward.
 
         Raises:
-            WrapError: Somebody else has put a forward on top meanwhile.
+            WrapError: A foreign forward was put on top meanwhile.
         """
         forward = self.module.__dict__.get("forward")
         if forward is not None and getattr(forward, "__func__", forward) is self:
@@ -218,7 +218,7 @@ class Swap(_StandIn):
         unshield(self.module)
 
     def _was_on_top_of(self, forward: Any) -> bool:
-        """Whether a forward is one that lay beneath this, which somebody took off."""
+        """Whether `forward` lay beneath this swap, which foreign code then removed."""
         sought = getattr(forward, "__func__", forward)
         below: Any = self.original
         while below is not None:
@@ -228,20 +228,20 @@ class Swap(_StandIn):
         return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied module computes with its own weights: it gets its class's forward, bound to the copy."""
+        """Return the replaced forward, bound to the copied module, which computes with its own weights."""
         return copy.deepcopy(self.original, memo) if self.had_own_forward else super().__deepcopy__(memo)
 
 
 class HeadSwap(Swap):
-    """Stands in for a language-model head's forward: tells how many columns it reads, from the last on."""
+    """Replaces a language-model head's forward: reports how many of the last columns it reads."""
 
     def __init__(self, module: nn.Module, reader: Reader) -> None:
-        """Take the forward's place, and tell `reader`."""
+        """Replace the forward, and report to `reader`."""
         super().__init__(module, reader)
         self._reader = reader
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        n_kept = self.arguments.get(args, kwargs, _KEPT)
+        n_kept = self.arguments.get(args, kwargs, _LOGITS_TO_KEEP)
         self._reader.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
         try:
             return self.original(*args, **kwargs)
@@ -250,10 +250,10 @@ class HeadSwap(Swap):
 
 
 class ModelForward(Swap):
-    """Stands in for the forward of the whole model: shows its output to the observer, which learns from answers."""
+    """Replaces the whole model's forward: shows its output to the observer, which learns from answers."""
 
     def __init__(self, model: nn.Module, forward: Watcher) -> None:
-        """Take the place of the model's forward; `forward` stands in for its trunk's."""
+        """Replace the model's forward; `forward` replaces its trunk's."""
         super().__init__(model, forward)
         self._forward = forward
 
@@ -271,13 +271,13 @@ class ModelForward(Swap):
             raise
         finally:
             self._forward.seen.reset(token)
-        if len(calls) == 1:  # of several nobody knows which of them made which answer
+        if len(calls) == 1:  # of several, it is unknown which one made which answer
             self._forward.observe(calls[0], output)
         return output
 
 
 class _OutputHook:
-    """Hands a module's output to the listener; in a copy that gets hold of it, it does nothing."""
+    """Passes a module's output to `receive`; in a copy of the module it does nothing."""
 
     def __init__(self, receive: Callable[[Any], Any] | None = None) -> None:
         self._receive = receive
@@ -290,26 +290,26 @@ class _OutputHook:
 
 
 class Installed:
-    """What hangs on a model, and how to take it off."""
+    """The swaps and hooks on a model, and how to remove them."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin empty."""
         self._removals: list[Callable[[], None]] = []
 
     def add(self, remove: Callable[[], None]) -> None:
-        """Remember how to take one thing off."""
+        """Add a function that removes one swap or hook."""
         self._removals.append(remove)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing hangs on the model any more."""
+        """Whether no swap or hook is left on the model."""
         return not self._removals
 
     def remove(self) -> None:
-        """Take everything off, last first. What cannot be taken off now is tried again at the next call.
+        """Remove everything, last first. What cannot be removed now is tried again at the next call.
 
         Raises:
-            WrapError: A foreign wrapper lies on top of a swap; everything else was taken off.
+            WrapError: A foreign wrapper lies on top of a swap; everything else was removed.
         """
         left: list[Callable[[], None]] = []
         trouble: WrapError | None = None
@@ -325,13 +325,13 @@ class Installed:
 
 
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """What a trunk's forward does where no cache hangs on it."""
+    """Return a trunk's forward as it is without a cache."""
     forward: Callable[..., Any] = module.forward
     return forward.original if isinstance(forward, Swap) else forward
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """All modules within one, each once. `modules()` takes several times as long, and this is asked in each call."""
+    """Return all submodules, each once. `modules()` takes several times as long, and this runs in each call."""
     found, seen = [module], {module}
     for part in found:
         for child in part._modules.values():
@@ -342,7 +342,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def are_hooked(modules: Sequence[nn.Module], only_before: bool = False) -> bool:
-    """Whether one of these modules has hooks that are not ours, or all modules have some; `only_before`: pre-hooks."""
+    """Whether one of these modules has a foreign hook, or all modules have global ones; `only_before`: pre-hooks."""
     if _every_module._global_forward_pre_hooks or (_every_module._global_forward_hooks and not only_before):
         return True
     if not modules:
@@ -355,14 +355,14 @@ def are_hooked(modules: Sequence[nn.Module], only_before: bool = False) -> bool:
 
 
 def _is_of_weights(hook: Callable[..., Any]) -> bool:
-    """Whether a hook decides states alone: torch's own (pruning, weight_norm), or PEFT's for an activated LoRA."""
+    """Whether a hook affects states alone: torch's own (pruning, weight_norm), or PEFT's for an activated LoRA."""
     return str(getattr(hook, "__module__", None)).startswith("torch.nn.utils.") or is_activation(hook)
 
 
 def _is_idle_capture(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is transformers' own, with nothing to do: once hidden states were asked for, it stays for good.
+    """Whether a hook is transformers' own and captures nothing: once hidden states were requested, it stays for good.
 
-    What the trunk is asked to capture shows in its arguments; here it is about a model around it.
+    What the trunk must capture shows in its arguments; this hook serves a model around it.
     """
     if getattr(hook, "__module__", None) != _CAPTURING:
         return False
@@ -371,23 +371,23 @@ def _is_idle_capture(hook: Callable[..., Any]) -> bool:
 
 
 def is_wrapped(trunk: Trunk) -> bool:
-    """Whether a cache already hangs on this trunk or a layer of it."""
+    """Whether a cache is already installed on this trunk or a layer of it."""
     return any(isinstance(module.__dict__.get("forward"), Swap) for module in (trunk.module, *trunk.layers))
 
 
 def listener_of(model: nn.Module) -> Listener | None:
-    """Who listens to the trunk of a model; None where no cache hangs on it."""
+    """Return the listener of a model's trunk; None if no cache is installed."""
     forwards = (module.__dict__.get("forward") for module in model.modules())
     return next((one.listener for one in forwards if isinstance(one, Swap) and one.is_of_trunk), None)
 
 
 def listen(module: nn.Module, receive: Callable[[Any], Any]) -> Callable[[], None]:
-    """Hand on what a module puts out, or put out what `receive` returns; returns what takes the hook off."""
-    return _hang(module, _OutputHook(receive))
+    """Pass a module's output to `receive`, whose result, unless None, replaces it; return a function that ends this."""
+    return _register(module, _OutputHook(receive))
 
 
-def _hang(module: nn.Module, hook: _OutputHook) -> Callable[[], None]:
-    """Hang a hook on a module, but not on its copies; returns what takes it off."""
+def _register(module: nn.Module, hook: _OutputHook) -> Callable[[], None]:
+    """Register a hook on a module, but not on its copies; return a function that removes it."""
     handle = module.register_forward_hook(hook)
     shield(module)
 
@@ -399,9 +399,9 @@ def _hang(module: nn.Module, hook: _OutputHook) -> Callable[[], None]:
 
 
 def find_lm_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
-    """A language-model head of transformers right around the trunk that can be asked for the last logits alone."""
+    """Return transformers' language-model head directly around the trunk, if it can compute the last logits alone."""
     for module in model.modules():
-        is_theirs = type(module).__module__.startswith("transformers.")
-        if is_theirs and trunk.module in module.children() and _KEPT in Arguments(module.forward).names:
+        is_hf = type(module).__module__.startswith("transformers.")
+        if is_hf and trunk.module in module.children() and _LOGITS_TO_KEEP in Arguments(module.forward).names:
             return module
     return None

@@ -1,13 +1,13 @@
-"""Takes a trunk's output apart into rows to keep, and makes outputs of rows that were kept.
+"""Takes a trunk's output apart into rows to keep, and makes outputs of kept rows.
 
-A trunk returns a `ModelOutput`, a tuple, a list or a tensor. Each tensor in it has one row a request: hidden states
-(B, T, D), of which the payload keeps what the head reads, or anything else (B, ...), which is kept as it is. What an
-output looks like is learned from one that the trunk returned.
+A trunk returns a `ModelOutput`, a tuple, a list or a tensor. Each tensor in it has one row per request: hidden states
+(B, T, D), of which the payload keeps what the head reads, or anything else (B, ...), which is kept as it is. The form
+of an output is learned from one that the trunk returned.
 
 A pooled head reads one vector, so the payloads `cls`, `last` and `mean` keep one row whatever the length; such an entry
 fits any request. `sequence` keeps every valid token and fits only rows with as many. Tokens that are not valid come
-back as zeros, unless their states are known; all that `cls` and `last` do not keep comes back as NaN: the head does not
-read it, and whatever else does shall not take it for a state.
+back as zeros, unless their states are known. What `cls` and `last` do not keep comes back as NaN: the head does not
+read it, and other code must not take it for a state.
 
 Sizes: B rows of a call, T tokens of a row (padding included), n of them valid, D hidden width.
 """
@@ -33,14 +33,14 @@ from llmcache.models.kinds import name_of, type_of
 if TYPE_CHECKING:  # a row of a call
     from llmcache.request.rows import Row
 
-#: What is kept of one row: one tensor for each field of the output, in order.
+#: The kept tensors of one row, one for each field of the output, in order.
 Fields = tuple[Tensor, ...]
 STATES = "last_hidden_state"
 _NAMED = (STATES, "pooler_output")
 
 
 class Payload(ABC):
-    """How one row is taken from, and put back into, a layer's output."""
+    """How one row is taken from a layer's output and put back."""
 
     name: str
     fits_any_length = True
@@ -48,11 +48,11 @@ class Payload(ABC):
 
     @abstractmethod
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
-        """The rows (R, D) to keep of hidden states (T, D); they may be a view."""
+        """Return the rows (R, D) to keep of hidden states (T, D); they may be a view."""
 
     @abstractmethod
     def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
-        """Make hidden states (S, T, D) of S rows from what is kept (R, D) of each, and its valid positions."""
+        """Return hidden states (S, T, D) of S requests, from the kept rows (R, D) and valid positions of each."""
 
 
 class EveryToken(Payload):
@@ -82,7 +82,7 @@ class Cls(Payload):
         return hidden[:1]
 
     def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
-        # One function of PyTorch's for all: each takes long the first time after a model.
+        # A single PyTorch function for all requests: each is slow the first time after a model ran.
         rest = _nan(n_tokens - 1, kept[0].shape[1], kept[0].dtype, kept[0].device)
         hidden = torch.cat([part for one in kept for part in (one, rest)])
         return hidden[None] if len(kept) == 1 else hidden.view(len(kept), n_tokens, -1)
@@ -105,10 +105,10 @@ class Last(Payload):
 
 
 class Mean(Payload):
-    """The mean over valid tokens, after the final norm where there is one.
+    """The mean over valid tokens, after the final norm if there is one.
 
-    Put back on every valid token, so that the mean comes out the same for any length and mask. Taken before the norm
-    it would not: a norm of a mean is not the mean of norms.
+    It is put back on every valid token, so that the head's mean is the same for any length and mask. A mean before the
+    norm would not do: a norm of a mean is not the mean of norms.
     """
 
     name = "mean"
@@ -127,7 +127,7 @@ class Mean(Payload):
 
 @lru_cache(maxsize=8)
 def _nan(n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows that are not known; read, and never written to or given away."""
+    """Return rows of NaN, shared: only read, never written to or returned to a caller."""
     with torch.inference_mode(False):
         return torch.full((n_rows, width), torch.nan, dtype=dtype, device=device)
 
@@ -140,10 +140,10 @@ def last_valid(valid: Positions) -> int:
 
 
 def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad_id: int | None) -> bool:
-    """Whether the head would read a token that is not kept, or not the one that is.
+    """Whether the head would read another token than the payload keeps.
 
-    Heads that read the `first` row read place 0 even where that is padding. Causal classifiers of transformers read the
-    `last` token whose id is not the padding id (the very last one when there is no padding id), whatever the mask says.
+    Heads that read the `first` row read position 0 even if it is padding. Causal classifiers of transformers read the
+    `last` token whose id is not the padding id (the very last one if there is no padding id), whatever the mask says.
     """
     if reads == "first":
         return (valid.start if isinstance(valid, slice) else int(valid[0])) != 0
@@ -154,9 +154,10 @@ def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad
 
 
 def cosine_distance(x: Tensor, y: Tensor) -> float:
-    """Mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D) on any devices; a row of zeros is 1 from all.
+    """Return the mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D) on any devices.
 
-    2 where a value is not finite: such states stand for nothing. Computed on the host, as some devices lack float64.
+    A row of zeros is at 1 from any row. If a value is not finite, the distance is 2, as such states match nothing.
+    Computed on the host, as some devices lack float64.
     """
     cosine = torch.nn.functional.cosine_similarity(x.cpu().double(), y.cpu().double(), dim=-1)
     distance = 1.0 - float(cosine.mean())
@@ -164,14 +165,14 @@ def cosine_distance(x: Tensor, y: Tensor) -> float:
 
 
 def padding_of(valid: Positions, n_tokens: int) -> NDArray[np.int64]:
-    """The places of a row of T tokens that are not valid, in order."""
+    """Return the positions of a row of T tokens that are not valid, in order."""
     is_padding = np.ones(n_tokens, np.bool_)
     is_padding[valid] = False
     return np.flatnonzero(is_padding)
 
 
 def place_padding(padding: Tensor | None, hidden: Tensor, valid: Positions) -> None:
-    """Write the states (T - n, D) of places that are not valid into hidden states (T, D), if they are known."""
+    """Write the states (T - n, D) of padding, if known, into hidden states (T, D)."""
     if padding is not None:
         hidden[_index(padding_of(valid, len(hidden)), hidden)] = padding.to(hidden.device)
 
@@ -182,29 +183,29 @@ def _index(valid: Positions, like: Tensor) -> slice | Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of an output, as it is for a batch."""
+    """One tensor of an output for a batch."""
 
-    name: Any  # its key in a ModelOutput, its place in a tuple
+    name: Any  # key in a ModelOutput, index in a tuple
     is_states: bool  # (B, T, D); else (B, *shape)
     shape: tuple[int, ...]  # (D,), or all but the first dimension
     dtype: torch.dtype
 
 
 class Kept(Protocol):
-    """What is kept of a row that is served."""
+    """The kept tensors of a row with a hit."""
 
     fields: Fields
-    padding: Fields  # of each field that holds states, those of its padding; empty: nothing
+    padding: Fields  # for each field of states, the states of padding; empty if not kept
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What a trunk returns for calls of one kind.
+    """The form of a trunk's output for calls of one kind.
 
     Attributes:
         kind: Its class.
         fields: Its tensors, in order.
-        payload: What is kept of hidden states.
+        payload: Chooses what is kept of hidden states.
     """
 
     kind: type
@@ -213,10 +214,10 @@ class Packing:
 
     @classmethod
     def learn(cls, output: Any, n_rows: int, n_tokens: int, payload: Payload) -> "Packing | None":
-        """Describe an output for (B, T) tokens; None if it cannot be stored by rows.
+        """Return the form of an output for (B, T) tokens; None if it cannot be stored by rows.
 
-        So it is if a part is no tensor with one row a request, if states (B, T, D) do not come first, or if a pooled
-        payload could not give a part back for another length.
+        It cannot if a part is not a tensor with one row per request, if states (B, T, D) do not come first, or if a
+        pooled payload could not restore a part for another length.
         """
         fields: list[Field] = []
         for name, value in parts_of(output).items():
@@ -227,18 +228,18 @@ class Packing:
             if (name == STATES or is_first) and not is_states:
                 return None
             if payload.fits_any_length and not is_first and (is_states or name not in (1, *_NAMED)):
-                return None  # only states are known to be of any length
+                return None  # such a part may depend on the length
             fields.append(Field(name, is_states, tuple(value.shape[2:] if is_states else value.shape[1:]), value.dtype))
         return cls(type(output), tuple(fields), payload) if fields else None
 
     def describe(self) -> list[Any]:
-        """What `read` makes the same of; JSON can hold it."""
+        """Return a description for `read`, as JSON values."""
         fields = [(one.name, one.is_states, one.shape, str(one.dtype).removeprefix("torch.")) for one in self.fields]
         return [name_of(self.kind), fields]
 
     @classmethod
     def read(cls, described: Any, payload: Payload) -> "Packing | None":
-        """The reverse; None of a class that is not loaded, or no output of a model."""
+        """Return the packing that `describe` described; None if its class is not loaded, or is not a model's output."""
         name, fields = described
         kind = type_of(name)
         if kind is None or not (kind in (tuple, list, Tensor) or issubclass(kind, ModelOutput)):
@@ -247,7 +248,7 @@ class Packing:
         return cls(kind, tuple(made), payload)
 
     def fits(self, output: Any, n_rows: int, n_tokens: int) -> bool:
-        """Whether an output for (B, T) tokens is of this kind."""
+        """Whether an output for (B, T) tokens has this form."""
         parts = parts_of(output)
         if type(output) is not self.kind or len(parts) != len(self.fields):
             return False
@@ -263,15 +264,15 @@ class Packing:
         return True
 
     def take(self, output: Any, place: int, row: "Row", device: torch.device) -> tuple[Fields, Fields]:
-        """Copy to `device` what is kept of one request: row `place` of the trunk's output.
+        """Copy the tensors to keep of one request, row `place` of the trunk's output, to `device`.
 
         Returns:
-            One tensor for each field. And one (T - n, D) for each field of states: those of padding; () if not kept.
+            One tensor for each field; and, for each field of states, the states (T - n, D) of padding, () if not kept.
         """
         fields: list[Tensor] = []
         padding: list[Tensor] = []
         # Copies are normal tensors without gradients, also in inference mode, with a storage of their own size.
-        with torch._C._InferenceMode(False):  # `torch.inference_mode` of Python takes as long as the copies
+        with torch._C._InferenceMode(False):  # Python's `torch.inference_mode` takes as long as the copies
             for field, value in zip(self.fields, parts_of(output).values(), strict=True):
                 own = value[place]
                 if field.is_states and (row.has_layout or row.layout):
@@ -289,14 +290,14 @@ class Packing:
         places: Mapping[int, int],
         device: torch.device,
     ) -> Any:
-        """Make the output of a call.
+        """Return the output of a call, joined from hits and computed rows.
 
         Args:
             rows: All rows of the call.
             n_tokens: T.
-            kept: By row number, what serves the rows with a hit.
+            kept: The kept tensors of the rows with a hit, by row number.
             output: The trunk's output for the other rows; None: every row has a hit.
-            places: By row number, the place of each computed row in `output`.
+            places: The index of each computed row in `output`, by row number.
             device: Of the call's tensors.
 
         Returns:
@@ -333,11 +334,11 @@ class Packing:
 
 
 def make_output(kind: type, values: Mapping[str, Tensor]) -> Any:
-    """An output of a model with these fields, and None in its others."""
+    """Return a model output with these fields; its other fields are None."""
     defaults = _defaults_of(kind)
     if defaults is None:
         return kind(**values)
-    # As its constructor would, which looks at all fields of the class for each of them.
+    # The same as its constructor, which loops over all fields of the class for each of them.
     made: Any = OrderedDict.__new__(kind)
     vars(made).update(defaults, **values)
     for name, value in values.items():
@@ -347,7 +348,7 @@ def make_output(kind: type, values: Mapping[str, Tensor]) -> Any:
 
 @lru_cache(maxsize=64)
 def _defaults_of(kind: type) -> dict[str, Any] | None:
-    """The fields of a class of outputs, all None; None instead where its constructor does more than set them."""
+    """Return the fields of an output class, all None; None if its constructor does more than set them."""
     is_plain = issubclass(kind, ModelOutput) and kind.__post_init__ is ModelOutput.__post_init__ and is_dataclass(kind)
     return dict.fromkeys(one.name for one in fields_of(kind)) if is_plain else None
 
@@ -357,7 +358,7 @@ def _copy(part: Tensor, device: torch.device) -> Tensor:
 
 
 def parts_of(output: Any) -> dict[Any, Any]:
-    """What an output holds, by name or place."""
+    """Return the parts of an output by name or index."""
     if isinstance(output, Mapping):
         return dict(output.items())
     return dict(enumerate(output)) if isinstance(output, tuple | list) else {0: output}

@@ -1,17 +1,19 @@
-"""Which weights produced a state: a digest of the trunk, made anew only of what changed.
+"""Which weights produced a state: a digest of the trunk, of which only edited parts are hashed again.
 
-Every call that is served compares the address and version counter of each tensor, the modules and what holds them, and
-the settings in their attributes and configs (`attributes.py` says which); that costs some 70 microseconds for BERT-base
-in a row, and five times as much after a model. So where nothing was edited for 64 looks, a miss waits: what it stores
-serves only after a look that finds the weights as they were before it (`Bank.confirm`), 16 calls later at most. Each
-tensor has a digest of its own, so that an edit costs hashing what was edited; the digests of the latest states are
-kept, so that adapters or settings that take turns cost nothing. Fused optimizers write weights without moving the
-counter. So after a forward with gradients all that takes gradients is hashed again, and while gradients are held, these
-tensors are hashed in every call, or, where that takes long, the call is computed. Other edits without a trace (through
-`.data`, by another process) are seen by samples (`samples.py`); after one everything is hashed again.
+Every call that is served checks for edits. It compares the address and version counter of each tensor, the modules and
+their dicts of tensors and submodules, and the settings in their attributes and configs (`attributes.py` says which).
+This costs some 70 microseconds for BERT-base if repeated, and five times as much after a model ran. So if 64 checks
+found no edit, a miss may skip its check: what it stores serves only after a check finds the weights as they were before
+the miss (`Bank.confirm`), at most 16 calls later. Each tensor has its own digest, so an edit costs hashing what was
+edited. The digests of the latest states are kept, so adapters or settings that alternate cost nothing.
 
-Not seen are edits without a trace that no sample meets, edits of a setting that are taken back before the call ends,
-attributes of classes but their `forward`, and what functions read from globals: call `cache.clear()` after one.
+Fused optimizers write weights without moving the counter. So after a forward with gradients, all tensors that require
+gradients are hashed again. While gradients are held, these tensors are hashed in every call, or, if that takes long,
+the call is computed. Other edits without a trace (through `.data`, by another process) are detected by samples
+(`samples.py`); after one, everything is hashed again.
+
+Not detected: edits without a trace that no sample meets, edits of a setting that are undone before the call ends,
+attributes of classes other than `forward`, and globals that functions read. Call `cache.clear()` after one.
 """
 
 import hashlib
@@ -34,22 +36,22 @@ from llmcache.models.samples import Samples
 from llmcache.models.tuners import Tuner, activated, are_by_row, is_tuner
 from llmcache.threads import forkable
 
-# Read by the hundred in every call.
+# Called hundreds of times in every call.
 _VERSION = attrgetter("_version")
 _TRAINING = itemgetter("training")
 _FORWARD = attrgetter("forward")
 _END = (object(),)
-_CHANGED = (KeyError, TypeError, AttributeError, RuntimeError)  # an attribute is gone, or of another kind
+_CHANGED = (KeyError, TypeError, AttributeError, RuntimeError)  # raised if an attribute is gone or of another kind
 
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
-_STEADY = 64  # looks
-_MOST_WAITED = 16  # calls without a look
-MAX_HELD_BYTES = 16 << 20  # that hold gradients and are hashed in each call: some 10 ms
+_STEADY = 64  # checks without an edit, after which a call may skip its check
+_MAX_WAITED = 16  # calls in a row that skip it
+MAX_HELD_BYTES = 16 << 20  # of tensors that hold gradients and are hashed in each call: some 10 ms
 
 
 class Mark:
-    """What every edit makes another one. Compared by identity where values may be anything."""
+    """A snapshot of a module that differs after any edit. Values of any type are compared by identity."""
 
     __slots__ = ("contents", "era", "held", "numbers", "settings")
 
@@ -58,16 +60,16 @@ class Mark:
     ) -> None:
         """Take addresses, versions, classes and sizes; modules and tensors; settings; contents of containers.
 
-        `held` and `settings` end with `_END`: none is the beginning of another.
+        `held` and `settings` end with `_END`, so that neither can be a prefix of another.
         """
         self.numbers = numbers
         self.held = held
         self.settings = settings
         self.contents = contents
-        self.era = 0  # of the latest digests: it moves on whenever anything may have come between two of them
+        self.era = 0  # rises with each digest before which weights or settings may have changed, even for a moment
 
     def has_structure_of(self, other: "Mark") -> bool:
-        """Whether all but settings are alike."""
+        """Whether all but settings and contents are equal."""
         return self.numbers == other.numbers and all(map(is_, self.held, other.held))
 
     def __eq__(self, other: object) -> bool:
@@ -81,15 +83,15 @@ class Mark:
 
 
 class Look(NamedTuple):
-    """The weights of one moment.
+    """The weights at one moment.
 
     Attributes:
         digest: See `Weights.digest`.
-        mark: That came with it; None where others have come since.
+        mark: The mark of the digest; None if the digest is no longer the latest.
         refusal: See `Weights.refusal`.
         activated: See `Weights.activated`.
-        modules: Those that were watched, a list that is made anew whenever one of them is another.
-        is_made: False if it is the look before, given again.
+        modules: The watched modules; another list whenever one of them is replaced.
+        is_made: False if the check was skipped and the latest digest is returned.
     """
 
     digest: str
@@ -101,24 +103,24 @@ class Look(NamedTuple):
 
 
 class Weights:
-    """Watches one module. Thread-safe."""
+    """Watches the weights and settings of one module. Thread-safe."""
 
     def __init__(self, module: nn.Module, without: nn.Module | None = None) -> None:
         """Remember the module; nothing is read until `digest` is called.
 
         Args:
             module: The trunk, whose parameters alone decide its hidden states; or a whole model.
-            without: A part of it that is not looked at: of a model without its trunk, the head is left. Numbers and
-                strings do not count there: a model of the user's own may note in them what it did.
+            without: A part of `module` to leave out: a model without its trunk is the head. Numbers and strings do not
+                count then: a custom model may note in them what it did.
         """
         self._module = module
         self._without = without
         self._lock = forkable(threading.Lock())
-        self._suspecting = forkable(threading.Lock())
+        self._suspects_lock = forkable(threading.Lock())
         self._found = Attributes({})
         self._modules: list[nn.Module] = []
         self._holders: list[ValuesView[Any]] = []
-        self._empty: list[dict[str, Any]] = []
+        self._empty_holders: list[dict[str, Any]] = []
         self._named: list[tuple[str, Tensor]] = []
         self._tensors: list[Tensor] = []
         self._pointers: list[Tensor] = []
@@ -126,26 +128,26 @@ class Weights:
         self._dropouts: list[dict[str, Any]] = []
         self._tuners: list[Tuner] = []
         self._left_out: list[str] = []
-        self._ties: list[str] = []  # which paths lead to a tensor or module that has another name
+        self._ties: list[str] = []  # other paths to a tensor or module, with the path it is named by
         self._hooks: list[Any] = []  # of PEFT's layers
-        self._first: Tensor | None = None
+        self._first_trainable: Tensor | None = None
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
         self._samples = Samples()
         self._suspects: set[int] = set()
-        self._trained: list[Tensor] = []  # hold gradients, so that a step may follow at any time
+        self._trained: list[Tensor] = []  # they hold gradients: an optimizer step may follow at any time
         self._known: OrderedDict[Mark, tuple[str, str | None]] = OrderedDict()  # digest and refusal
         self._state: tuple[Mark | None, str] = (None, "")
         self._refusal: str | None = None
         self._rewritten: set[int] = set()
-        self._n_alike = self._n_waited = 0
+        self._n_unchanged = self._n_waited = 0
 
     def digest(self, is_kept: bool = False) -> str:
-        """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read.
+        """Return the SHA-256 (hex) of names, types, tensors and settings, or a unique string if some cannot be read.
 
         Args:
-            is_kept: It goes with what outlives the process: all samples are looked at, not those of one place.
+            is_kept: The digest will outlive the process: check all samples, not those of one place.
         """
-        self._n_alike += 1
+        self._n_unchanged += 1
         if self._is_stale(is_kept):
             with self._lock:
                 if self._is_stale(is_kept):  # another thread may have refreshed meanwhile
@@ -153,22 +155,22 @@ class Weights:
         return self._state[1]
 
     def look(self, may_wait: bool = False) -> "Look":
-        """What a call has to know of the weights, as they are now.
+        """Return what a call needs to know of the present weights.
 
         Args:
-            may_wait: Where nothing was edited for long, most looks are the one before; see `Look.is_made`. Whoever
-                serves by one asks `stayed` first, and whoever stores by one waits until somebody has asked.
+            may_wait: If nothing was edited for long, most calls skip the check; see `Look.is_made`. Then call `stayed`
+                before a hit is served; what is stored may serve only after a later check.
         """
         if (self._suspects or self._trained) and self.is_trained:
             return Look("", None, "gradients_held", None)
         mark, latest = self._state
-        if waits := may_wait and self._n_waited < _MOST_WAITED and self.is_steady:
+        if waits := may_wait and self._n_waited < _MAX_WAITED and self.is_steady:
             self._n_waited, digest = self._n_waited + 1, latest
         else:
             self._n_waited, digest = 0, self.digest()
             mark, latest = self._state
         refusal, offsets = self._refusal, None
-        if refusal is None and any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
+        if refusal is None and any(map(_TRAINING, self._dropouts)):  # even if the model is not (Monte Carlo dropout)
             refusal = "training"
         if any(self._hooks):
             refusal = refusal or ("adapter_names" if are_by_row(self._hooks) else None)
@@ -177,11 +179,11 @@ class Weights:
 
     @property
     def latest(self) -> str:
-        """The latest digest that was made, without a look at what has changed since; "" before the first."""
+        """The latest digest, without a check for later edits; "" before the first."""
         return self._state[1]
 
     def mark_of(self, digest: str) -> Mark | None:
-        """The mark that came with a digest; None where others have come since."""
+        """Return the mark of a digest; None if the digest is no longer the latest."""
         mark, latest = self._state
         return mark if latest == digest else None
 
@@ -189,19 +191,19 @@ class Weights:
         """Whether nothing was edited since a mark was taken, not even for a moment.
 
         Args:
-            mark: Taken when the call began, see `mark_of`.
-            digest: Of that time.
+            mark: Taken when the call began; see `mark_of`.
+            digest: Its digest.
         """
         latest = self._state[0]
         if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False
-        if self._is_as(mark) and not (self._suspects or self._trained or self._samples.differ()):
+        if self._matches(mark) and not (self._suspects or self._trained or self._samples.differ()):
             return True
-        self._n_alike, now = 0, self.mark()
-        return (now == mark or self._may_be_alike(mark, now)) and self.digest() == digest
+        self._n_unchanged, now = 0, self.mark()
+        return (now == mark or self._may_share_digest(mark, now)) and self.digest() == digest
 
     def differs_in_values(self, before: Mark) -> bool:
-        """Whether nothing but values of tensors was edited since a mark was taken, and these in place."""
+        """Whether nothing but tensor values, in place, was edited since a mark was taken."""
         after, n = self.mark(), len(self._tensors)
         rest = 2 * n + len(self._pointers) + len(self._modules)
         before_numbers, after_numbers = before.numbers, after.numbers
@@ -213,8 +215,8 @@ class Weights:
         return is_alike and Mark(after_numbers, before.held, before.settings, before.contents) == after
 
     def suspect(self) -> None:
-        """Say that a forward with gradients ran, so that an optimizer may write the weights from now on."""
-        with self._suspecting:
+        """Note that a forward with gradients ran, so that an optimizer may write the weights from now on."""
+        with self._suspects_lock:
             self._suspects.update(id(tensor) for tensor in self._tensors if tensor.requires_grad)
             for inner, outer in self._found.wrapped.items():
                 if outer.requires_grad:
@@ -222,36 +224,36 @@ class Weights:
 
     @property
     def is_steady(self) -> bool:
-        """Whether nothing was edited between the latest looks, and nobody trains."""
-        return self._n_alike > _STEADY and not (self._suspects or self._trained)
+        """Whether the latest checks found no edit, and no optimizer may write the weights."""
+        return self._n_unchanged > _STEADY and not (self._suspects or self._trained)
 
     @property
     def refusal(self) -> str | None:
-        """Why states of these weights must not be cached, a key of `bypass.CURES`, as the latest digest found."""
+        """Why states must not be cached, a key of `bypass.CURES`, as of the latest digest; None if they may be."""
         if self._refusal is not None:
             return self._refusal
-        if any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
+        if any(map(_TRAINING, self._dropouts)):  # even if the model is not (Monte Carlo dropout)
             return "training"
         return "adapter_names" if are_by_row(self._hooks) else None
 
     @property
     def activated(self) -> Sequence[int | None] | None:
-        """How many of each row's last columns an activated LoRA is in force for, in the call under way; mostly None."""
+        """To how many last columns of each row an activated LoRA applies in the current call; mostly None."""
         return activated(self._hooks)
 
     @property
     def is_training(self) -> bool:
-        """Whether the module is in training mode, or one in it that drops at random what passes."""
+        """Whether the module, or a dropout or batch norm in it, is in training mode."""
         return self._module.training or any(map(_TRAINING, self._dropouts))
 
     @property
     def unreadable(self) -> str | None:
-        """The refusal, where weights cannot be told from others at all."""
+        """The refusal if weights cannot be told apart from others at all, else None."""
         return self._refusal if self._refusal in _UNREADABLE else None
 
     @property
     def is_trained(self) -> bool:
-        """Whether so many bytes hold gradients that hashing them in each call takes longer than it is worth."""
+        """Whether the tensors that hold gradients exceed `MAX_HELD_BYTES`, too many to hash in each call."""
         if not (self._suspects or self._trained):
             return False
         return sum(tensor.nbytes for tensor in self._tensors if _holds_gradient(tensor)) > MAX_HELD_BYTES
@@ -262,20 +264,20 @@ class Weights:
         before = self._state[0]
         if self._suspects or self._trained or before is None:
             return True
-        return not self._is_as(before) or self._samples.differ() or bool(is_kept and self._samples.edited())
+        return not self._matches(before) or self._samples.differ() or bool(is_kept and self._samples.edited())
 
     def mark(self) -> Mark:
-        """What every edit makes another one, also an edit that was taken back; no weight is read."""
+        """Return a mark, which differs after any edit, even an undone one; no weight is read."""
         try:
-            numbers, held, settings, contents = self._now()
+            numbers, held, settings, contents = self._current()
             return Mark(numbers, tuple(held), tuple(settings), contents)
         except _CHANGED:
             return Mark((), (object(),), (), ())
 
-    def _is_as(self, mark: Mark) -> bool:
-        """Whether `mark()` would equal this one; nothing is built, since this is asked in each call."""
+    def _matches(self, mark: Mark) -> bool:
+        """Whether `mark()` would equal this mark; it builds nothing, since it runs in each call."""
         try:
-            numbers, held, settings, contents = self._now()
+            numbers, held, settings, contents = self._current()
             return (
                 numbers == mark.numbers
                 and all(map(is_, held, mark.held))
@@ -285,8 +287,8 @@ class Weights:
         except _CHANGED:
             return False
 
-    def _now(self) -> tuple[tuple[Any, ...], Iterator[Any], Iterator[Any], tuple[Any, ...]]:
-        """What a mark is made of; both iterators end with `_END`, so that none is the beginning of another."""
+    def _current(self) -> tuple[tuple[Any, ...], Iterator[Any], Iterator[Any], tuple[Any, ...]]:
+        """Return the parts of a mark as of now; both iterators end with `_END`, see `Mark`."""
         found, tensors = self._found, self._tensors
         numbers = (
             *map(Tensor.data_ptr, tensors),
@@ -295,23 +297,23 @@ class Weights:
             *map(type, self._modules),
             *map(_VERSION, self._outer),
             *map(len, found.spaces),
-            any(self._empty),
-            self._first is None or self._first.requires_grad,  # PEFT freezes a model before it writes to it
+            any(self._empty_holders),
+            self._first_trainable is None or self._first_trainable.requires_grad,  # PEFT freezes a model before writing
         )
         settings, within, contents = found.state()
         held = chain(*self._holders, map(_FORWARD, found.kinds), within, _END)
         return numbers, held, chain(settings, _END), contents
 
-    def _may_be_alike(self, before: Mark, after: Mark) -> bool:
-        """Whether all that changed may have left the digest as it was.
+    def _may_share_digest(self, before: Mark, after: Mark) -> bool:
+        """Whether all changes are of a kind that may leave the digest as it was.
 
-        Frequencies, which `longrope` writes in each call, mostly with what they were; attributes that came or went: a
-        forward of ours, say, or a note of transformers'.
+        These are frequencies, which `longrope` rewrites in each call, mostly with the same values, and attributes that
+        were added or removed: a swapped forward, say, or a note of transformers.
         """
         if len(before.numbers) != len(after.numbers):
             return False
         n = len(self._tensors)
-        spaces = 2 * n + len(self._pointers) + len(self._modules) + len(self._outer)  # where their sizes begin
+        spaces = 2 * n + len(self._pointers) + len(self._modules) + len(self._outer)  # index of the first size
         changed = (i for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b)
         is_known = all(i >= spaces or (n <= i < 2 * n and id(self._tensors[i - n]) in self._rewritten) for i in changed)
         return is_known and Mark(after.numbers, before.held, before.settings, before.contents) == after
@@ -319,25 +321,25 @@ class Weights:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        self._n_alike = 0
-        with self._suspecting:  # before anything is read: what another thread suspects meanwhile must stay
+        self._n_unchanged = 0
+        with self._suspects_lock:  # before reading: suspects that other threads add meanwhile must stay
             suspects, self._suspects = self._suspects, set()
         suspects.update(map(id, self._trained))
         if not self._samples.are_in_place:
             self._samples, self._state = Samples(), (None, self._state[1])
             self._hashed.clear()
             self._known.clear()
-        if (known := self._recall()) is not None and not (suspects or self._samples.differ()):
+        if (known := self._find_known()) is not None and not (suspects or self._samples.differ()):
             mark, (digest, self._refusal) = known
-            self._become(mark, digest)
+            self._set_state(mark, digest)
             return
         edited = self._samples.edited()
         if self._state[0] is None or self.mark() != self._state[0]:
             self._survey()
-        # Before the tensors are hashed: what is written meanwhile has to differ from the samples.
+        # Before the tensors are hashed, so that a write during hashing differs from the samples.
         self._samples.take()
         if any(self._is_hashed(tensor) and id(tensor) not in suspects for tensor in edited):
-            self._hashed.clear()  # written without a trace, so others may have been, too
+            self._hashed.clear()  # written without a trace: others may have been, too
             self._known.clear()
         mark = self.mark()
         if self._state[0] is None or not mark.has_structure_of(self._state[0]):
@@ -348,29 +350,29 @@ class Weights:
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
         if self._state[0] is not None:
-            torch.clear_autocast_cache()  # which keeps casts of what was edited until the outermost block ends
-        self._become(mark, digest)
+            torch.clear_autocast_cache()  # it keeps casts of edited tensors until the outermost autocast ends
+        self._set_state(mark, digest)
         self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
 
-    def _become(self, mark: Mark, digest: str) -> None:
-        """Take note of the latest mark; its era is that of the one before if nothing came between that decides states.
+    def _set_state(self, mark: Mark, digest: str) -> None:
+        """Set the latest mark and digest; the mark keeps the era if nothing that decides states changed.
 
-        Frequencies that are written anew come before layer 0, in the middle of a call.
+        A rewrite of frequencies, before layer 0 in the middle of a call, keeps it.
         """
         before, known = self._state
         if before is not None:
-            has_stayed = known == digest and self._may_be_alike(before, mark)
+            has_stayed = known == digest and self._may_share_digest(before, mark)
             mark.era = before.era + (not has_stayed)
         self._state = (mark, digest)
 
-    def _recall(self) -> tuple[Mark, tuple[str, str | None]] | None:
-        """Digest and refusal of a state that was there before."""
+    def _find_known(self) -> tuple[Mark, tuple[str, str | None]] | None:
+        """Return the present mark with its known digest and refusal; None for a new state."""
         mark = self.mark()
         known = self._known.get(mark)
         return None if known is None else (mark, known)
 
     def _survey(self) -> None:
-        """Find out what there is to look at."""
+        """Collect the modules, dicts, settings and tensors to watch."""
         other = self._without
         left_out = [] if other is None else list(other.modules())
         excluded = set(left_out)
@@ -385,7 +387,7 @@ class Weights:
             for holder in (part._parameters, part._buffers, part._modules)
         ]
         self._holders = [holder.values() for holder in holders if holder]
-        self._empty = [holder for holder in holders if not holder]
+        self._empty_holders = [holder for holder in holders if not holder]
         self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
         self._find_tuners()
         self._named = self._name_tensors()
@@ -398,17 +400,17 @@ class Weights:
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
         self._pointers = [tensor for tensor in readable if id(tensor) in unwatched]
-        # Under PEFT's layers, those that require gradients change whenever adapters take turns.
+        # With PEFT, which tensors require gradients changes whenever adapters alternate.
         leaves = (tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad)
-        self._first = None if self._tuners else next(leaves, None)
+        self._first_trainable = None if self._tuners else next(leaves, None)
         self._rewritten = {
             id(buffer) for part in self._modules if changes_with_length(part) for buffer in part._buffers.values()
         }
         self._samples = Samples(one for one in (*self._tensors, *self._pointers) if id(one) not in self._rewritten)
-        self._dropouts = [vars(part) for part in self._modules if _drops(part)]
+        self._dropouts = [vars(part) for part in self._modules if _changes_in_training(part)]
 
     def _name_tensors(self) -> list[tuple[str, Tensor]]:
-        """Each tensor by one path, preferably of an adapter in force; notes which other paths are tied to it."""
+        """Return each tensor with one path, preferably of an active adapter; note its other paths in `_ties`."""
         # Not state_dict(): buffers that are not saved (rotary tables) decide the output as well.
         own = (
             (f"{path}.{name}", tensor)
@@ -420,7 +422,7 @@ class Weights:
         outer, named = set(map(id, self._outer)), dict[int, tuple[bool, str, Tensor]]()
         every = [*own, *self._found.tensors.items()]
         for path, tensor in every:
-            place = (_begins(f"{path}:", self._left_out), path)
+            place = (_has_prefix(f"{path}:", self._left_out), path)
             if id(tensor) not in outer and (id(tensor) not in named or place < named[id(tensor)][:2]):
                 named[id(tensor)] = (*place, tensor)
         place_of = {number: path for number, (_, path, _) in named.items()}
@@ -428,7 +430,7 @@ class Weights:
         return [(path, tensor) for _, path, tensor in named.values()]
 
     def _find_tuners(self) -> None:
-        """Look at PEFT's layers, and hash again what came under them or out, or was merged: that is written unseen."""
+        """Find PEFT's layers; forget the digests of layers that were added, removed or merged: that leaves no trace."""
         before = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
         self._tuners = [Tuner(path, part) for path, part in self._found.parts.items() if is_tuner(part)]
         self._left_out = _shortest(chain.from_iterable(tuner.left_out for tuner in self._tuners))
@@ -452,17 +454,17 @@ class Weights:
     def _hash_what_changed(self, suspects: set[int]) -> str:
         try:
             self._hash(suspects)
-        except (NotImplementedError, RuntimeError, TypeError):  # of a kind that nobody knew of
+        except (NotImplementedError, RuntimeError, TypeError):  # of an unknown kind of tensor
             self._refusal = "unseen_weights"
             return self._no_digest()
         return self._combine()
 
     def _no_digest(self) -> str:
-        """Like no other, so that nothing saved or stored is taken for that of these weights."""
+        """Return a unique digest, so that no saved or stored state matches these weights."""
         return f"{self._refusal} {uuid.uuid4().hex}"
 
     def _hash(self, suspects: set[int]) -> None:
-        """Make digests of tensors that have none yet, or may have changed."""
+        """Hash the tensors that have no digest yet or may have changed."""
         hashed, fresh = {}, []
         for _, tensor in self._named:
             if self._is_hashed(tensor):
@@ -471,18 +473,18 @@ class Weights:
                 fresh.append((tensor, self._version_of(tensor)))
         for (tensor, version), digest in zip(fresh, digests([tensor for tensor, _ in fresh]), strict=True):
             if id(tensor) in hashed and hashed[id(tensor)][-1] != digest:
-                self._known.clear()  # written without a trace: what was known of other settings no longer holds
-            # Memory is kept alive as well: what replaces it can then not be mistaken for it by its address.
+                self._known.clear()  # written without a trace: digests known for other settings no longer hold
+            # The storage is kept alive, so that no replacement gets its address.
             hashed[id(tensor)] = (tensor, _storage(tensor), _address(tensor), version, digest)
         self._hashed = hashed
 
     def _is_hashed(self, tensor: Tensor) -> bool:
-        """Whether no edit was counted since a tensor was hashed."""
+        """Whether a tensor was hashed, with no edit counted since."""
         known, version = self._hashed.get(id(tensor)), self._version_of(tensor)
         return known is not None and version >= 0 and known[2:4] == (tensor.data_ptr(), version)
 
     def _version_of(self, tensor: Tensor) -> int:
-        """Edits of a tensor, and of the one that wraps it; -1 where they are not counted."""
+        """Return the number of edits of a tensor and of the tensors that wrap it; -1 if they are not counted."""
         if tensor.is_inference():
             return -1
         outer = self._found.wrapped.get(id(tensor))
@@ -495,13 +497,13 @@ class Weights:
         ]
         lines = chain(tensors, self._found.facts, self._ties)
         if self._tuners:
-            in_force = (line for line in lines if not _begins(line, self._left_out))
+            in_force = (line for line in lines if not _has_prefix(line, self._left_out))
             lines = chain(in_force, *(tuner.facts for tuner in self._tuners))
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def _shortest(prefixes: Iterable[str]) -> list[str]:
-    """Prefixes in order, without those that begin with another one."""
+    """Return the prefixes in order, without those that begin with another one."""
     shortest: list[str] = []
     for prefix in sorted(prefixes):
         if not (shortest and prefix.startswith(shortest[-1])):
@@ -509,8 +511,8 @@ def _shortest(prefixes: Iterable[str]) -> list[str]:
     return shortest
 
 
-def _begins(line: str, prefixes: Sequence[str]) -> bool:
-    """Whether a line begins with one of `_shortest(...)`, which can only be the last that sorts before it."""
+def _has_prefix(line: str, prefixes: Sequence[str]) -> bool:
+    """Whether a line begins with a prefix of `_shortest(...)`; only the last one that sorts before it can match."""
     place = bisect_right(prefixes, line)
     return place > 0 and line.startswith(prefixes[place - 1])
 
@@ -519,9 +521,9 @@ def _holds_gradient(tensor: Tensor) -> bool:
     return tensor.is_leaf and tensor.grad is not None
 
 
-def _drops(part: nn.Module) -> bool:
-    """Whether a module drops at random what passes, in training mode."""
-    if isinstance(part, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):  # or mixes the rows of a batch
+def _changes_in_training(part: nn.Module) -> bool:
+    """Whether training mode makes a module drop values at random, or mix the rows of a batch."""
+    if isinstance(part, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):
         return True
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(part).items())
 
@@ -529,7 +531,7 @@ def _drops(part: nn.Module) -> bool:
 def _storage(tensor: Tensor) -> Any:
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # of a subclass that wraps others, which are looked at themselves
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors, which are watched themselves
         return None
 
 

@@ -372,7 +372,7 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
 
     monkeypatch.setattr(Recomputer, "_run", run_some)
     monkeypatch.setattr(AuditAccount, "settle", settle_once)
-    inside.audit(cache)._recomputer.queue._tried.add(1)  # they are taken to come out alike together
+    inside.audit(cache)._recomputer.queue._batchable.add(1)  # they are taken to come out alike together
     cache.drain()
     cache.drain()
     assert n_runs > 14 and len(settled) == len(set(settled)) == n_hits == known(cache).n_recomputed

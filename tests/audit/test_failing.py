@@ -44,14 +44,14 @@ def test_a_look_without_a_verdict_counts_as_changed(
 ) -> None:
     n_hits, audit = n_hits_of(cache, fresh(8)), inside.audit(cache)
     recomputer = audit._recomputer
-    compute = recomputer._compute_again
+    compute = recomputer._recompute
 
     def read_as_another(looks: Any) -> Any:
         return [replace(case, row=replace(case.row, key="other")) for case in compute(looks)]
 
     parts = {
         "model": (recomputer, "compute", fail),
-        "key": (recomputer, "_compute_again", read_as_another),
+        "key": (recomputer, "_recompute", read_as_another),
         "verdict": (audit._answers, "agree", fail),
     }
     monkeypatch.setattr(*parts[part])

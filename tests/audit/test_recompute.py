@@ -77,17 +77,17 @@ def test_shorter_rows_are_padded_and_masked_and_in_a_trial_all_are() -> None:
 
 def test_what_does_not_come_out_alike_is_tried_in_smaller_groups() -> None:
     looks = waiting(*map(look, (5, 6, 5, 6, 5)))
-    looks.tried([look(5), look(6)], is_same=False)
+    looks.note_trial([look(5), look(6)], is_same=False)
     assert taken(looks) == ["5", "5", "5"]
-    looks.tried([look(5), look(5)], is_same=False)
+    looks.note_trial([look(5), look(5)], is_same=False)
     assert [taken(looks) for _ in range(2)] == [["6"], ["6"]]
 
 
 def test_what_came_out_alike_without_padding_says_nothing_of_padding() -> None:
     looks, bare = RecomputeQueue(PAD), look(5, has_mask=False)
-    looks.tried([bare, bare], is_same=True)
-    assert looks.are_tried([bare, bare]) and looks.are_tried([look(5)])
-    assert not looks.are_tried([look(5), look(6)])
+    looks.note_trial([bare, bare], is_same=True)
+    assert looks.may_batch([bare, bare]) and looks.may_batch([look(5)])
+    assert not looks.may_batch([look(5), look(6)])
 
 
 def test_what_a_model_does_not_take_it_is_not_passed() -> None:
@@ -102,9 +102,9 @@ def test_parked_ones_wait_for_their_origin_and_are_dropped_once_that_is_over() -
     looks.park([look(6), look(7, origin=other), look(8, "tenant", origin=other), look(9, origin=third)])
     assert len(looks) == 5 and looks.parked
     looks.drop("tenant")
-    assert [one.key for one in looks.resume(NOW, is_over=lambda origin: origin == third)] == ["6"]
+    assert [one.key for one in looks.resume(NOW, has_ended=lambda origin: origin == third)] == ["6"]
     assert (taken(looks), len(looks)) == (["6", "5"], 1)
-    assert [one.key for one in looks.resume(other, is_over=lambda _: True)] == ["7"]
+    assert [one.key for one in looks.resume(other, has_ended=lambda _: True)] == ["7"]
     assert not looks.parked and taken(looks) == ["7"]
 
 

@@ -200,14 +200,14 @@ def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:
         made, audit = cache.calibration, inside.audit(cache)
         ask(cache, requests(90, seed=6)[0])
         cache.drain()
-        assert len(audit._fresh.cases) == 90
+        assert len(audit._renewal.cases) == 90
         n = 0
         while not cache.calibration.has_drifted:
             cache(**unlike(1, seed=1000 + n)[0])
             n += 1
         assert n < 300
         cache.drain()
-        assert len(audit._fresh.cases) <= n  # of those before the drift none is left
+        assert len(audit._renewal.cases) <= n  # of those before the drift none is left
         for one in unlike(300, noise=0.1):
             cache(**one)
             cache.drain()

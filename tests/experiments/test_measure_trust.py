@@ -51,7 +51,7 @@ def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None
     limit, answers, served = live(rehearsal, "frozen")
     held = {source.key for source in rehearsal.calibrated.fitter.sources}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
-    rehearsal.calibrated.fitter.restart(sources)
+    rehearsal.calibrated.fitter.set_sources(sources)
     again, found = Frozen(rehearsal.calibrated, sources, rehearsal.observed[LEARN:]).serve(limit)
     assert again.tolist() == served
     assert rehearsal.answers_from(LEARN, found) == answers
