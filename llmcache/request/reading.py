@@ -114,6 +114,10 @@ class Requests:
         n_positions = self.tables.n_positions
         return n_positions is not None and self.inputs.ids.shape[1] + self.first_position > n_positions
 
+    def are_positions_usual(self) -> bool:
+        """Whether positions, if passed, count up from `first_position` in every row."""
+        return self.inputs.positions is None or all(row.start == self.first_position for row in self.rows)
+
     def take(self, numbers: Sequence[int]) -> "Requests":
         """Return the requests with these numbers, renumbered from 0."""
         rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]

@@ -1,4 +1,4 @@
-"""What approximate reuse does not answer: requests that the model itself refuses."""
+"""What approximate reuse does not answer: requests that the model itself refuses, or at other positions."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -67,3 +67,12 @@ def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache,
             ask(plain, **made(row, refused))
         with pytest.raises(expected.type):
             ask(cache.model, **made(row, refused))
+
+
+def test_a_request_at_other_positions_is_computed(cache: LLMCache, plain: nn.Module) -> None:
+    """Its tokens alone do not tell that its answer may be another one."""
+    for row in FRESH:
+        moved = made(row, {"attention_mask": 1, "position_ids": PLACES + 3})
+        output = ask(cache.model, **moved)
+        assert cache.last[0].rung is None
+        torch.testing.assert_close(output, ask(plain, **moved))
