@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
-from llmcache.heap import TRIM_EVERY, trim
+from llmcache.heap import Trimmer
 from llmcache.paper.bank import Entry, Kind, LayerBank
 from llmcache.paper.fingerprints import Fingerprint
 from llmcache.policies import Policy
@@ -40,7 +40,7 @@ class Banks(dict[int, LayerBank]):
         self._waiting: dict[str, tuple[str, Floats]] = {}  # by key: namespace, features (F0,) that wait for the fit
         self._n_clears = Counter[str]()
         self._n_clears_of_all = 0
-        self._n_untrimmed = 0  # entries stored since the heap was last trimmed
+        self._trimmer = Trimmer()
         self._heeds_costs = any(type(bank.policy).on_cost is not Policy.on_cost for bank in banks.values())
 
     def generation(self, namespace: str) -> int:
@@ -107,10 +107,7 @@ class Banks(dict[int, LayerBank]):
             for layer, entry, _, stored in checks:
                 self[layer].check(entry, next(moved), stored)
             n_held = sum(len(bank.entries) for bank in self.values())
-        self._n_untrimmed += len(seen)
-        if self._n_untrimmed >= max(TRIM_EVERY, n_held // 8):
-            self._n_untrimmed = 0
-            trim()
+        self._trimmer.stored(len(seen), n_held)
         return n_too_large
 
     def tell_costs(self, cost_ms: Mapping[str, float]) -> None:
