@@ -1,6 +1,7 @@
 """(2, 3, 5) A layer's cache bank: stored states, the index of their fingerprints, and the policy of who leaves.
 
-Sizes: B rows, R rows of a payload, D hidden width, F fingerprint width; K/V: S layers, H heads, n tokens, D_h width.
+Sizes: B rows, R rows of a payload, D hidden width, F0 features, F fingerprint width; of K/V: S layers, H heads,
+n tokens, D_h width.
 """
 
 import math
@@ -53,6 +54,26 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class State(NamedTuple):
+    """What a call computed of one request at one layer, to be stored.
+
+    Attributes:
+        layer: Its number.
+        key: Of the request.
+        kind: See `Entry`.
+        tensors: Likewise, not packed.
+        vector: Fingerprint (F,); None until that is fitted.
+        features: What it will be made of (F0,); None once it is fitted.
+    """
+
+    layer: int
+    key: str
+    kind: Kind
+    tensors: dict[str, Tensor]
+    vector: Floats | None
+    features: Floats | None
 
 
 class LayerBank:
