@@ -63,7 +63,7 @@ class StoredBlocks:
                 break
             blocks.append(self._block(scope, value, is_tail=False))
         n = slab_blocks(size)
-        laid = [one for i in range(0, len(blocks), n) for one in lay_together(blocks[i : i + n])[1]]
+        laid = [one for i in range(0, len(blocks), n) for one in lay_together(blocks[i : i + n])]
         held = wanted.chain[: wanted.n_held + len(laid)]
         self._pool.put(
             held, {link.key: one for link, one in zip(held[wanted.n_held :], laid, strict=True)}, n_purges=n_purges
