@@ -10,7 +10,6 @@ loses power files may be damaged; that is found out when they are read.
 """
 
 import logging
-import os
 import threading
 import time
 import uuid
@@ -58,31 +57,31 @@ class DiskStore(Store):
         self._opened: DiskIndex | None = self._open()
 
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
-        if time.monotonic() >= deadline:
-            self._index.totals()
-            return [None] * len(keys)
         digests = [key.digest for key in keys]
-        found = self._index.find(digests, with_bodies=True)
+        found = self._index.find(digests, with_bodies=True) if time.monotonic() < deadline else {}
         values: list[Bytes | None] = []
         for digest in digests:
-            held = found.get(digest) if time.monotonic() < deadline else None
-            if held is None or held.file is None:
-                values.append(None if held is None else held.body)
-                continue
-            value = self._map(held.file, held.nbytes)
-            values.append(value)
-            if value is None or len(value) < held.nbytes:
-                self._lost.add((digest, held.file))
+            held = found.get(digest)
+            if held is None or time.monotonic() >= deadline:
+                values.append(None)
+            elif held.file is None:
+                values.append(held.body)
+            else:
+                value = self._map(held.file, held.nbytes)
+                values.append(value)
+                if value is None or len(value) < held.nbytes:
+                    self._lost.add((digest, held.file))
         self._index.use([digest for digest, value in zip(digests, values, strict=True) if value is not None])
         return values
 
     def put_many(self, puts: Sequence[Put]) -> None:
         fitting = [put for put in puts if len(put.value) <= self._max_bytes]
-        parts = {i: self._values / f"{uuid.uuid4().hex}{_PART}" for i, put in enumerate(fitting) if _is_large(put)}
+        large = [i for i, put in enumerate(fitting) if len(put.value) > LARGE_BYTES]
+        parts = {i: self._values / f"{uuid.uuid4().hex}{_PART}" for i in large}
         named: list[Path] = []
         try:
             for i, part in parts.items():
-                _write(part, fitting[i].value)
+                part.write_bytes(fitting[i].value)
             with self._index.writing() as changes:
                 lost, self._lost = self._lost, set()
                 useless = changes.lose(lost)
@@ -105,7 +104,8 @@ class DiskStore(Store):
                 part.unlink(missing_ok=True)
 
     def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
-        whole = self._whole([key.digest for key in keys])
+        found = self._index.find([key.digest for key in keys], with_bodies=False)
+        whole = {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
         return [key for key in keys if key.digest not in whole]
 
     def numbers(self, namespaces: Sequence[str]) -> list[int]:
@@ -158,11 +158,6 @@ class DiskStore(Store):
         if index is None:
             raise StoreError(f"{self._folder}: the store is closed")
         return index
-
-    def _whole(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those keys that have a value, as far as that was seen."""
-        found = self._index.find(digests, with_bodies=False)
-        return {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
 
     def _open(self) -> DiskIndex:
         try:
@@ -238,20 +233,6 @@ class DiskStore(Store):
                 return memoryview(b"")
             return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8).numpy().data
         return None
-
-
-def _is_large(put: Put) -> bool:
-    return len(put.value) > LARGE_BYTES
-
-
-def _write(path: Path, value: Bytes) -> None:
-    number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        rest = memoryview(value)
-        while rest:
-            rest = rest[os.write(number, rest) :]
-    finally:
-        os.close(number)
 
 
 def _file_system(folder: Path) -> str:
