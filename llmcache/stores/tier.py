@@ -62,13 +62,7 @@ class Tier:
     ) -> None:
         """Use an open store, which is closed when this is gone.
 
-        Args:
-            store: It may hold what others stored.
-            seal: Makes and checks its values.
-            settings: All that decides values beside a scope and the tokens.
-            counters: Told what fails.
-            memory: Forgets what is purged.
-            least_tokens: See `BreakEven`.
+        `settings` say all that decides values beside a scope and the tokens. `memory` forgets what is purged.
         """
         self._store, self._seal, self._settings = store, seal, settings
         self._behind = WriteBehind(store, seal, counters)
@@ -205,15 +199,10 @@ class Tier:
         """Values by scope and name, in their order, in one read; `n_tokens` of computing are saved by all."""
         if not (asked and self.break_even.pays(n_tokens)):
             return [None] * len(asked)
-        started, deadline = perf_counter(), monotonic() + self.break_even.patience_s(n_tokens)
-        keys = [self._key(*one) for one in asked]
-        values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
-        found = [
-            None if value is None or monotonic() >= deadline else self._opened(key, value)
-            for key, value in zip(keys, values or [None] * len(keys), strict=True)
-        ]
+        started = perf_counter()
+        found = self.peek(asked, self.break_even.patience_s(n_tokens))
         took_s, n_found = perf_counter() - started, sum(one is not None for one in found)
-        self._counts["asked"] += len(keys)
+        self._counts["asked"] += len(asked)
         self._counts["found"] += n_found
         self._read_s += took_s
         if n_found:
@@ -226,11 +215,13 @@ class Tier:
             self.break_even.computed(n_tokens, call.computing_s)
 
     def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
-        """Likewise of values that are no entries: whatever they save, and not counted."""
-        keys = [self._key(*one) for one in asked]
-        values = self._ask("read from the store", lambda: self._store.get_many(keys, monotonic() + patience_s))
-        found = zip(keys, values or [None] * len(keys), strict=True)
-        return [None if value is None else self._opened(key, value) for key, value in found]
+        """Likewise, but whatever they save, and not counted."""
+        keys, deadline = [self._key(*one) for one in asked], monotonic() + patience_s
+        values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
+        return [
+            None if value is None or monotonic() >= deadline else self._opened(key, value)
+            for key, value in zip(keys, values or [None] * len(keys), strict=True)
+        ]
 
     def write(
         self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int
