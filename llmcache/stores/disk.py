@@ -33,7 +33,7 @@ _PART = ".part"
 _PART_AGE_S = 60.0  # since it was written to, after which a file has lost its writer
 _PATIENCE_S = 60.0  # for others who open the store
 _INDEX, _DAMAGED, _LOCK = "index.sqlite", ".damaged", ".lock"
-_LOGS = "-wal", "-shm", "-journal"  # beside the index
+_INDEX_FILES = [f"{_INDEX}{log}" for log in ("", "-wal", "-shm", "-journal")]
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre", "afs", "beegfs")
 
 
@@ -167,8 +167,7 @@ class DiskStore(Store):
                     f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
                     "folder on a local disk"
                 )
-            names = [f"{_INDEX}{log}" for log in ("", *_LOGS)]
-            known = {_LOCK, self._values.name, *names, *(f"{name}{_DAMAGED}" for name in names)}
+            known = {_LOCK, self._values.name, *_INDEX_FILES, *(f"{name}{_DAMAGED}" for name in _INDEX_FILES)}
             if foreign := {path.name for path in self._folder.iterdir()} - known:
                 raise ValueError(f"{self._folder}: holds something else ({min(foreign)}): name a folder of its own")
             with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S):
@@ -196,10 +195,9 @@ class DiskStore(Store):
 
     def _put_aside(self, error: DamagedError) -> None:
         """Keep a damaged index, in place of one from before; its values have no row any more, and are removed."""
-        for log in ("", *_LOGS):
-            path = self._folder / f"{_INDEX}{log}"
+        for name in _INDEX_FILES:
             with suppress(FileNotFoundError):
-                path.replace(f"{path}{_DAMAGED}")
+                (self._folder / name).replace(self._folder / f"{name}{_DAMAGED}")
         logger.warning("llmcache: %s; the store begins empty, and the file is kept as %s", error, f"{_INDEX}{_DAMAGED}")
 
     def _tidy(self, index: DiskIndex) -> None:
