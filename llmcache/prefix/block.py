@@ -3,16 +3,21 @@
 What is stored of a prompt is copied into slabs, and a hit joins slabs: blocks in tensors of their own would be many
 small copies.
 
+A block's key covers all that its states depend on, so also every block before it. As in vLLM's automatic prefix caching
+(block hash of parent hash, tokens and extra keys), but that the root, not each block, takes in what is not tokens.
+
 Sizes: L layers, H K/V heads, n tokens of a slab, b of a block, D_h width of a head, D hidden width.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from llmcache.request.rows import Scope
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Row, Scope, key_of
 
 NAMES = ("keys", "values", "states")
 PADDING = "padding."  # begins the names of what lies at places that are not valid, in files
@@ -78,8 +83,24 @@ class Block:
         return is_alike and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
+def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
+    """The full blocks of a request, first to last; tokens that do not fill a block are left out.
+
+    The first n are those of another request exactly where both have the same root (scope, block size, first position)
+    and the same first n * size tokens.
+    """
+    key = hashlib.sha256(f"{row.start}:{size}:".encode() + scope.key).digest()
+    width = len(row.ids) // row.n_valid * size
+    found = []
+    for begin in range(0, len(row.ids) - width + 1, width):
+        ids = row.ids[begin : begin + width]
+        key = hashlib.sha256(key + ids).digest()
+        found.append(Link(key_of(key), ids))
+    return tuple(found)
+
+
 def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
-    """Of blocks, those that hold so many tokens; the last is cut, not copied."""
+    """The first blocks, with so many tokens together; the last one is cut, not copied."""
     found: list[Block] = []
     for block in blocks:
         if n_tokens < block.n_tokens:

@@ -49,14 +49,10 @@ class BlockPool:
         make_policy: Callable[[], Policy],
         spent: Callable[[], int] = int,
     ) -> None:
-        """Start empty.
+        """Start empty, with blocks of `size` tokens on a device.
 
-        Args:
-            size: Tokens of a block.
-            max_bytes: Budget of all tensors; bookkeeping comes on top, some 2 kB a block on CPU.
-            device: Where those that make blocks put them.
-            make_policy: Makes a policy, which is called under the pool's lock.
-            spent: What others hold of the budget, or are about to; see `make_way`.
+        The budget `max_bytes` is of tensors; bookkeeping comes on top, some 2 kB a block on CPU. `spent` is what others
+        hold of the budget, or are about to: see `make_way`.
         """
         self.size = size
         self.max_bytes = max_bytes
@@ -165,7 +161,7 @@ class BlockPool:
             self._slabs.settle()
 
     def namespaces(self) -> list[str]:
-        """Those of which anything is held."""
+        """Namespaces with blocks."""
         with self._lock:
             return list(self._shares)
 
@@ -189,7 +185,7 @@ class BlockPool:
             return n_tails - self.n_tails
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved of a trunk's requests: of each block what it is and what follows what, and its tensors."""
+        """Return the blocks for these weights, each with the key of the block before it, and their tensors."""
         with self._lock:
             self._expire()
             held = [(key, self._before.get(key), block) for key, block in self._held.items()]

@@ -26,8 +26,7 @@ from llmcache.models.hooks import are_hooked
 from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
 from llmcache.models.packing import padding_of
-from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
-from llmcache.prefix.block_hash import links
+from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, links, runs
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.kv_fill import Pieces, empty, fill, join, lay, put
 from llmcache.prefix.slabs import slab_blocks
@@ -162,7 +161,7 @@ class Prefix:
             prefill.served = {number: n for number, n in enumerate(used) if n}
 
     def _reach(self, prefill: Prefill, row: Row, shared: str | None) -> tuple[list[Block], int]:
-        """`BlockPool.reach` for a row, in its own namespace or, where that reaches further, in one that it may read."""
+        """`BlockPool.reach` of a row, in its own namespace or in one that it may read if that reaches further."""
         own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
         if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
             return own
@@ -366,7 +365,7 @@ class Prefix:
         return made
 
     def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
-        """What a row has after so many tokens, with its padding where that is to be served as well."""
+        """The tail of a row after so many tokens, with its padding if that is served as well."""
         places = row.valid if row.start is None else slice(_first(row) + n_before, _valid(row).stop)
         rest = self._take(prefill, row, states, places)
         padding = {}

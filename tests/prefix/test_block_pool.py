@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
-from llmcache.prefix.block import Block
-from llmcache.prefix.block_hash import links
+from llmcache.prefix.block import Block, links
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope

@@ -65,12 +65,6 @@ def test_a_run_is_one_piece() -> None:
     assert all(torch.equal(x, y[..., :41, :]) for x, y in zip(begun[0], whole, strict=True))
 
 
-def test_what_is_joined_is_not_copied_before() -> None:
-    made = [*stored_together(chain_of(range(3))).values()]
-    for piece, of_slab in zip(runs(made)[0], made[0].slab.cut(0, 48), strict=True):
-        assert piece.data_ptr() == of_slab.data_ptr()
-
-
 @pytest.mark.parametrize("n_left", [1, 4])
 def test_blocks_that_leave_are_let_go(n_left: int) -> None:
     blocks, old, new = pool(6), chain_of(range(6)), chain_of([9] * (6 - n_left))
@@ -108,16 +102,6 @@ def test_bytes_are_let_go_however_blocks_leave() -> None:
 
 def test_a_slab_has_one_block_at_least() -> None:
     assert [slab_blocks(size) for size in (1, SIZE, 100, 1000)] == [SLAB_TOKENS, PER_SLAB, 1, 1]
-
-
-def test_blocks_that_are_not_held_are_let_go() -> None:
-    """Another thread has brought the first ones, or the last do not fit."""
-    blocks, chain = pool(4), chain_of(range(6))
-    first, made = stored_together(chain[:2]), stored_together(chain)
-    blocks.put(chain[:2], first)
-    assert not blocks.put(chain, made)
-    check(blocks, made | first)
-    assert [piece[0].shape[-2] for piece in runs(blocks.match(chain))] == [32, 32]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=20))
