@@ -11,9 +11,8 @@ from contextlib import suppress
 from functools import cache
 from typing import cast
 
-_TRIM_EVERY = (
-    1024  # stored entries; or an eighth of those held if that is more, since there are as many gaps to go over
-)
+#: Stored entries; or an eighth of those held if that is more, since there are as many gaps to go over.
+_TRIM_EVERY = 1024
 
 
 class Trimmer:

@@ -25,7 +25,7 @@ from llmcache.request.rows import Scope
 
 
 class Kind(NamedTuple):
-    """What requests must have in common to find each other."""
+    """What requests must share to find each other."""
 
     scope: Scope
     length: int  # valid tokens; 0 where the payload fits any length
@@ -34,14 +34,14 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What one request left behind in one layer.
+    """The stored output of one layer for one request.
 
     Attributes:
-        key: Of the request, see `Row.key`.
-        kind: What others must have in common with it.
+        key: The request's key, see `Row.key`.
+        kind: What other requests must share with it.
         tensors: Packed: `hidden` (R, D); of a decoder that keeps K/V also `keys` and `values` (S, H, n, D_h).
-        dtypes: Of the tensors before they were packed; under autocast those of K/V differ.
-        number: Under which the index knows its fingerprint; None until that is fitted.
+        dtypes: Types of the tensors before they were packed; under autocast those of K/V differ.
+        number: Its fingerprint's id in the index; None until the fingerprint is fitted.
     """
 
     key: str
@@ -57,13 +57,13 @@ class Entry:
 
 
 class State(NamedTuple):
-    """What a call computed of one request at one layer, to be stored.
+    """The output of one layer that a call computed for one request, to be stored.
 
     Attributes:
         layer: Its number.
-        key: Of the request.
+        key: See `Entry`.
         kind: See `Entry`.
-        tensors: Likewise, not packed.
+        tensors: See `Entry`; not packed.
         vector: Fingerprint (F,); None until that is fitted.
         features: What it will be made of (F0,); None once it is fitted.
     """
@@ -89,12 +89,8 @@ class LayerBank:
     ) -> None:
         """Begin empty.
 
-        Args:
-            policy: Who leaves; of this bank alone.
-            make_codec: Makes the codec for one state of the weights.
-            make_index: Makes an index for fingerprints of a width.
-            max_bytes: Budget of all entries' tensors.
-            max_entries: Most entries; None: no limit.
+        The policy is of this bank alone. `make_codec` makes the codec for one state of the weights, `make_index` an
+        index for fingerprints of a width. `max_bytes` is the budget of all entries' tensors.
         """
         self.policy = policy
         self.max_bytes, self.max_entries = max_bytes, max_entries
@@ -132,9 +128,9 @@ class LayerBank:
         """Store a state, making room for it first; False if it is larger than the bank.
 
         Args:
-            key: Of the request; an earlier entry is replaced.
+            key: See `Entry`; an earlier entry is replaced.
             kind: See `Entry`.
-            tensors: Likewise, not packed; given away.
+            tensors: See `Entry`; not packed, given away.
             vector: Fingerprint (F,); None until that is fitted, see `point`.
         """
         packer = self._packer(kind.scope.weights)

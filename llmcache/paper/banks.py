@@ -50,14 +50,7 @@ class Banks(dict[int, LayerBank]):
     def __init__(
         self, banks: Mapping[int, LayerBank], tau: Mapping[int, float], fingerprint: Fingerprint, device: torch.device
     ) -> None:
-        """Begin empty.
-
-        Args:
-            banks: By layer.
-            tau: Least similarity of a hit, by the same layers.
-            fingerprint: By which they are searched; fitted here, if it has to be.
-            device: Of entries.
-        """
+        """Begin empty; `tau` is the least similarity of a hit, by layer. The fingerprint is fitted here."""
         super().__init__(sorted(banks.items()))
         self._tau, self._fingerprint, self._device = tau, fingerprint, device
         self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
@@ -143,7 +136,7 @@ class Banks(dict[int, LayerBank]):
             return len(found)
 
     def held(self) -> dict[str, Any]:
-        """What is held, by the names of `Stats`."""
+        """The figures of `Stats` about what is held, by name."""
         with self._lock:
             banks = self.items()
             return {
@@ -160,7 +153,7 @@ class Banks(dict[int, LayerBank]):
             }
 
     def state(self, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What `restore` needs, of entries of these weights: metadata that JSON holds, and tensors by name."""
+        """Return the entries for these weights, for `restore`: metadata that JSON holds, and tensors by name."""
         with self._lock:
             learned = self._fingerprint.state().items()
             tensors = {f"fingerprint.{name}": torch.from_numpy(array) for name, array in learned}

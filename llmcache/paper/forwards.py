@@ -90,14 +90,8 @@ class Runner:
     """Runs layers for the rows that need it, and puts stored states in place of the rest."""
 
     def __init__(self, payload: Payload, adapter: Adapter) -> None:
-        """Remember how states are put back.
-
-        Args:
-            payload: What entries keep.
-            adapter: Knows what a skipped layer returns; if it does not, that is learned from the first one that runs.
-        """
         self._payload = payload
-        self._skipped = adapter.skipped
+        self._skipped = adapter.skipped  # what a skipped layer returns; None: learned from the first one that runs
         self.cannot_skip = False  # known once a layer was seen to return more than hidden states
 
     def run(self, call: Call, swap: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

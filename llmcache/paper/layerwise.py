@@ -57,20 +57,13 @@ class Layerwise(Switches):
     ) -> None:
         """Take the place of the trunk's forward and of those of its layers.
 
-        Args:
-            trunk: Of the model.
-            head: Reads its output.
-            payload: What entries keep of states.
-            fingerprint: Compares requests.
-            banks: By layer.
-            is_ahead: All banks are searched before layer 0, the deepest first; else each when its layer is reached.
-            weights: Of the trunk.
-            opener: Reads calls.
-            attention: Self-attention of layer 0, if the fingerprint reads its output.
+        With `is_ahead` all banks are searched before layer 0, the deepest first; else each when its layer is reached.
+        `attention` is the self-attention of layer 0, if the fingerprint reads its output.
 
         Raises:
             WrapError: The trunk carries a cache already.
         """
+        super().__init__()
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
         self._weights, self._opener, self._depth = weights, opener, trunk.depth
         #: The banks to search when a layer is reached.
@@ -78,7 +71,6 @@ class Layerwise(Switches):
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
         self._is_veiled = head.pooled is not None and payload.name == "mean"
-        Switches.__init__(self)
         self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
@@ -175,7 +167,7 @@ class Layerwise(Switches):
         call.lookup_s += perf_counter() - started
 
     def _find(self, call: Call, number: int) -> dict[int, Reuse]:
-        """What serves rows at a layer, by row; what is to be checked is noted."""
+        """Return the stored states that serve rows at a layer, by row; note those to be checked."""
         done = {*call.checked, *(call.reused if self._is_ahead else ())}
         rows = [row for row in call.active_rows if not row.is_misread and row.number not in done]
         if call.vectors is None or not (call.may_search and rows):
@@ -256,7 +248,7 @@ class Layerwise(Switches):
         return call
 
     def _begin(self, call: Call, swap: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """See what shows at layer 0 only; the reason for a bypass, or None."""
+        """Begin at layer 0; the reason for a bypass, or None."""
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         reason = self.counters.find_reason(
             "begin a call", self._opener.begin, call, hidden, swap.arguments.get(args, kwargs, CACHE)

@@ -67,7 +67,7 @@ class Opener:
         return None
 
     def begin(self, call: Call, hidden: Tensor, kv_cache: Any) -> str | None:
-        """See what shows at layer 0 only, by the states that enter it (B, T, D); likewise."""
+        """Read what shows at layer 0 only, where states (B, T, D) enter; the reason for a bypass, or None."""
         call.kv_cache = kv_cache
         if kv_cache is not None and not is_plain_cache(kv_cache):
             return "kv_cache_kind"
@@ -91,7 +91,7 @@ class Opener:
             call.rows[number].bypass_reason = call.rows[number].bypass_reason or "not_finite"
 
     def kind_of(self, call: Call, row: Row) -> Kind:
-        """What a request must have in common with those that it is compared with."""
+        """What a request must share with those that it is compared with."""
         assert call.scope is not None
         return Kind(call.scope, 0 if self._payload.fits_any_length else row.n_valid, call.kv_cache is not None)
 
