@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from llmcache.errors import WrapError
 from llmcache.models.adapters import CACHE, Adapter, Trunk, repack, unpack
@@ -116,6 +115,8 @@ class Runner:
         args, kwargs = select_rows(swap.arguments, args, kwargs, index, len(call.rows))
         scratch = None
         if call.kv_cache is not None:
+            from transformers import DynamicCache
+
             scratch = DynamicCache()  # the caller's takes all rows at once
             args, kwargs = swap.arguments.replace(args, kwargs, CACHE, scratch)
             mask = swap.arguments.get(args, kwargs, "attention_mask")

@@ -94,14 +94,6 @@ def test_what_was_used_longest_ago_leaves_over_the_budget(folder: Path, size: in
     store.close()
 
 
-def test_what_is_read_outlives_its_file(store: DiskStore, folder: Path) -> None:
-    put(store, "a")
-    (read,) = store.get_many([key("a")], time.monotonic() + 60)
-    store.purge("a")
-    store.close()
-    assert files(folder) == [] and read is not None and bytes(read) == value("a")
-
-
 def test_a_file_that_is_gone_or_cut_short_holds_no_value_and_may_be_put_again(store: DiskStore, folder: Path) -> None:
     put(store, "a", "b", "c")
     gone, short, emptied = files(folder)
