@@ -37,8 +37,7 @@ class Call:
     namespace: str
     is_only_if_cached: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)  # of the trunk, by name
-    reason: str | None = None  # why it bypasses the cache: a key of `CURES`
-    is_closed: bool = False  # it bypasses the cache: layers are plain
+    reason: str | None = None  # why it bypasses the cache, a key of `CURES`: layers are plain
     turn: int = 0  # the layer that comes next, or one of the two constants above
     # What was read when it was opened.
     scope: Scope | None = None

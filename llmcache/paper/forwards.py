@@ -49,7 +49,7 @@ class LayerForward(Swap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         call = self._cache.call_under_way()
-        if call is None or call.is_closed or call.turn == WITHIN:
+        if call is None or call.reason is not None or call.turn == WITHIN:
             return self.original(*args, **kwargs)
         number = call.turn
         if number not in self.numbers:  # replaced, added, deleted, or run by hand

@@ -108,7 +108,7 @@ class Layerwise(Switches):
             output = swap.original(*args, **kwargs)
             # The norm may be one more step.
             if call.reason is None and call.turn != self._depth + self._is_after_norm:
-                call.is_closed, call.reason = True, "unwrapped" if self._is_retired else "other_layers"
+                call.reason = "unwrapped" if self._is_retired else "other_layers"
                 if call.reused:  # layers were skipped, and what stands for them was not put in
                     if call.kv_cache is not None:
                         call.kv_cache.reset()
@@ -129,7 +129,6 @@ class Layerwise(Switches):
         if number == 0:
             call.reason = self._begin(call, swap, args, kwargs)
             if call.reason is not None:
-                call.is_closed = True
                 return swap.original(*args, **kwargs)
         if number == 0 or (self._fingerprint.per_layer and number in self._banks):
             self._take_fingerprint(call, hidden)  # line 1
@@ -243,7 +242,6 @@ class Layerwise(Switches):
             call.reason = "unknown_output"
         else:
             call.reason = self.counters.find_reason("read a call", self._opener.open, call, swap.arguments)
-        call.is_closed = call.reason is not None
         call.lookup_s = perf_counter() - started
         return call
 
@@ -262,7 +260,7 @@ class Layerwise(Switches):
     def _normed(self, output: Any) -> Any:
         """After the final norm: states of a payload that is taken there are put in and kept."""
         call = self.call_under_way()
-        if call is None or call.is_closed or call.turn != self._depth:
+        if call is None or call.reason is not None or call.turn != self._depth:
             return None
         call.turn += 1
         states = self._runner.place(call, self._depth - 1, output)
@@ -278,11 +276,11 @@ class Layerwise(Switches):
         """Store and count what was done in a call that has succeeded; note what became of each row."""
         started = perf_counter()
         if call.reason is None:
+            if self._is_veiled and call.reused:
+                self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
             with self.counters.guard("store a call"):
                 self._store(call)
                 self._tell_costs(call, took_s - call.lookup_s - call.storing_s)
-        if self._is_veiled and call.reused and not call.is_closed:
-            self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
         if call.reason is not None:
             self._bypass(call.reason, call.arguments)
             return
