@@ -74,7 +74,9 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of its own share of the slab, and of its padding."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        of_slab = self.slab.keys.nbytes + self.slab.values.nbytes + self.slab.states.nbytes
+        of_padding = sum(tensor.nbytes for tensor in self.padding.values())
+        return of_slab * self.n_tokens // max(1, self.slab.n_tokens) + of_padding
 
     def is_equal(self, other: "Block") -> bool:
         """Whether another one holds the same, bit for bit."""
