@@ -5,7 +5,7 @@ Values are dropped if too much waits, or if they cannot be written. They are off
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
@@ -172,9 +172,9 @@ class WriteBehind:
                     self._changed.wait(self.reads.left_s if self.reads.is_open else None)
                 if self.is_closed and not self._jobs:
                     return
-                jobs, self._jobs, self._is_busy = list(self._jobs), deque(), True
-            for some in _portions(jobs):
-                self._write(some)
+                jobs, self._is_busy = self._take(), True
+            if jobs:
+                self._write(jobs)
             if self.reads.is_open and not self.reads.left_s:
                 try:
                     self.store.numbers([])
@@ -182,6 +182,14 @@ class WriteBehind:
                     self.reads.failed()
                 else:
                     self.reads.succeeded()
+
+    def _take(self) -> list[Job]:
+        """Take the jobs that are sealed and put together next. The caller holds the lock."""
+        jobs, nbytes = list[Job](), 0
+        while self._jobs and nbytes < _AT_ONCE_BYTES:
+            jobs.append(self._jobs.popleft())
+            nbytes += jobs[-1].nbytes
+        return jobs
 
     def _write(self, jobs: Sequence[Job]) -> None:
         """Write jobs together; tried again a moment later where that fails, and dropped where it goes on to fail."""
@@ -227,17 +235,3 @@ class WriteBehind:
             self._dropped[job.key] = None
         for key in list(islice(self._dropped, max(0, len(self._dropped) - _MOST_DROPPED))):
             del self._dropped[key]
-
-
-def _portions(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Jobs in their order, as many together as are sealed at once."""
-    some: list[Job] = []
-    nbytes = 0
-    for job in jobs:
-        some.append(job)
-        nbytes += job.nbytes
-        if nbytes >= _AT_ONCE_BYTES:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some
