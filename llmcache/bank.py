@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from llmcache.heap import TRIM_EVERY, trim
+from llmcache.heap import Trimmer
 from llmcache.models.weights import Mark
 from llmcache.policies import Policy
 from llmcache.policies.shares import Shares
@@ -103,7 +103,7 @@ class Bank:
         self.nbytes = 0
         self.n_evicted = 0
         self.n_expelled = 0
-        self._n_untrimmed = 0  # entries stored since the heap was last trimmed
+        self._trimmer = Trimmer()
         self._n_hits = self._n_unused = 0  # entries that were hit; entries evicted without a hit
         self._has_warned = False
         #: Called under the lock with the key of each removed entry that was not pinned.
@@ -217,10 +217,7 @@ class Bank:
                 n_stored += 1
                 if cost is not None and self.heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
-        self._n_untrimmed += n_stored
-        if self._n_untrimmed >= max(TRIM_EVERY, len(self) // 8):
-            self._n_untrimmed = 0
-            trim()
+        self._trimmer.stored(n_stored, len(self))
         self._make_way()
         return n_too_large
 

@@ -12,18 +12,18 @@ stays. Links are never written through: the folder may be one, the files that ar
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from llmcache.errors import StoreError
@@ -32,23 +32,36 @@ MANIFEST = "manifest.json"
 JOURNAL = ".llmcache.journal"
 _LOCK = ".llmcache.lock"
 _PATIENCE_S = 600.0  # a save of this length has probably hung
-_MARK = "llmcache.journal"  # by which a journal of ours is known
-_DATA = re.compile(r"[a-z]{1,24}-[0-9a-f]{12}\.safetensors")
-_DRAFTS = re.compile(r"\.llmcache-[0-9a-f]{12}")
-_SHA = re.compile(r"[0-9a-f]{64}")
+_DATA = r"[a-z]{1,24}-[0-9a-f]{12}\.safetensors"
+_DRAFTS = r"\.llmcache-[0-9a-f]{12}"
+_DataName: TypeAlias = Annotated[str, Field(pattern=f"^{_DATA}$")]
+
+
+class _Listed(BaseModel):
+    """The fields that every manifest of ours has, whatever its format."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: int
+    weights: str
+    files: dict[_DataName, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+
+
+class _Journal(BaseModel):
+    """The fields of a journal of ours."""
+
+    model_config = ConfigDict(strict=True)
+
+    mark: Literal["llmcache.journal"]
+    names: list[Annotated[str, Field(pattern=f"^({_DATA}|{_DRAFTS})$")]]
+
+
+_T = TypeVar("_T", _Listed, _Journal)
 
 
 def is_data_name(name: str) -> bool:
     """Whether a data file of ours may be called so: nothing outside the folder."""
-    return _DATA.fullmatch(name) is not None
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file in UTF-8; `ValueError` where it is none, or is nested too deeply."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    return re.fullmatch(_DATA, name) is not None
 
 
 @contextmanager
@@ -104,8 +117,8 @@ def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: C
     _tidy(folder)
     tag = uuid.uuid4().hex[:12]
     drafts, names = f".llmcache-{tag}", {part: f"{part}-{tag}.safetensors" for part in parts}
-    journal = {"mark": _MARK, "names": [drafts, *names.values(), *_listed(folder)]}
-    _write(folder / JOURNAL, json.dumps(journal))
+    journal = _Journal(mark="llmcache.journal", names=[drafts, *names.values(), *_listed(folder)])
+    _write(folder / JOURNAL, journal.model_dump_json())
     try:
         (folder / drafts).mkdir()
         files = {name: _write_data(folder / drafts / name, parts[part]) for part, name in names.items()}
@@ -139,35 +152,18 @@ def _tidy(folder: Path) -> None:
     (folder / JOURNAL).unlink(missing_ok=True)
 
 
-def _listed(folder: Path) -> tuple[str, ...]:
+def _listed(folder: Path) -> Sequence[str]:
     """Data files of the version that is read now."""
     path = folder / MANIFEST
-    if not _check_file(path):
-        return ()
-    found = _read_ours(path)
-    files = found.get("files")
-    if (
-        isinstance(found.get("format"), int)
-        and isinstance(found.get("weights"), str)
-        and isinstance(files, dict)
-        and all(_DATA.fullmatch(name) and _SHA.fullmatch(str(sha)) for name, sha in files.items())
-    ):
-        return tuple(files)
-    raise _foreign(path)
+    return [*_read(path, _Listed).files] if _check_file(path) else ()
 
 
-def _journaled(folder: Path) -> tuple[str, ...]:
-    """What the journal of a save that was cut short names."""
+def _journaled(folder: Path) -> Sequence[str]:
+    """Names in the journal of a save that was cut short."""
     path = folder / JOURNAL
     if not _check_file(path) or not path.stat().st_size:  # cut short before the first byte: nothing else was written
         return ()
-    found = _read_ours(path)
-    names = found.get("names")
-    if found.get("mark") != _MARK or not isinstance(names, list):
-        raise _foreign(path)
-    if not all(_DATA.fullmatch(str(name)) or _DRAFTS.fullmatch(str(name)) for name in names):
-        raise _foreign(path)
-    return tuple(map(str, names))
+    return _read(path, _Journal).names
 
 
 def _check_file(path: Path) -> bool:
@@ -181,13 +177,12 @@ def _check_file(path: Path) -> bool:
     return True
 
 
-def _read_ours(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where the file holds anything else."""
+def _read(path: Path, kind: type[_T]) -> _T:
+    """Read one of our files; a file that holds anything else is refused."""
     try:
-        found = read_json(path)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise _foreign(path) from error
 
 
 def _foreign(path: Path) -> StoreError:

@@ -11,13 +11,22 @@ from contextlib import suppress
 from functools import cache
 from typing import cast
 
-TRIM_EVERY = 1024  # stored entries, or an eighth of those held if that is more: a trim visits as many gaps as entries
+_TRIM_EVERY = 1024  # stored entries, or an eighth of those held if that is more: a trim visits as many gaps as entries
 
 
-def trim() -> None:
-    """Return free pages to the system. Call it without a lock: it takes milliseconds."""
-    if (own := _malloc_trim()) is not None:
-        own(0)
+class Trimmer:
+    """Trims the heap now and then, as entries are stored."""
+
+    def __init__(self) -> None:
+        self._n_untrimmed = 0  # entries stored since the last time
+
+    def stored(self, n_new: int, n_held: int) -> None:
+        """Count new entries, and return free pages to the system if it is time. Call it without a lock."""
+        self._n_untrimmed += n_new
+        if self._n_untrimmed >= max(_TRIM_EVERY, n_held // 8):
+            self._n_untrimmed = 0
+            if (trim := _malloc_trim()) is not None:
+                trim(0)
 
 
 @cache

@@ -73,11 +73,15 @@ class Registry(dict[str, type[T]], Generic[T]):
 
     def _check(self, made: type) -> None:
         """Refuse a class that does not do what its base says."""
-        base, members = self._base, members_of(self._base)
+        base = self._base
+        # Its public names, and what is abstract or only annotated in it.
+        annotated = {name for cls in base.__mro__ for name in inspect.get_annotations(cls)}
+        public = {name for name in {*dir(base), *annotated} if not name.startswith("_")}
+        members = public | getattr(base, "__abstractmethods__", set())
         missing = {name for name in members if not hasattr(made, name)} | getattr(made, "__abstractmethods__", set())
         if missing:
             raise ConfigError(f"{self.kind}: {made.__name__} lacks {', '.join(sorted(missing))} of {base.__name__}")
-        for name in members:
+        for name in sorted(members):
             asked = getattr(base, name, None)
             if callable(getattr(made, name)) != callable(asked):
                 should = "a method" if callable(asked) else "an attribute or a property"
@@ -88,15 +92,8 @@ class Registry(dict[str, type[T]], Generic[T]):
             raise ConfigError(f"{self.kind}: {made.__name__}{wrong} and its settings")
 
 
-def members_of(base: type) -> list[str]:
-    """What a base asks for: its public names, and what is abstract or only annotated in it."""
-    annotated = {name for cls in base.__mro__ for name in inspect.get_annotations(cls)}
-    public = {name for name in {*dir(base), *annotated} if not name.startswith("_")}
-    return sorted(public | getattr(base, "__abstractmethods__", set()))
-
-
 def misfit(made: type, name: str, passed: Sequence[str]) -> str:
-    """How a method, or without a name the constructor, cannot be called with what is passed; "" where it can."""
+    """Say how a method, or without a name the constructor, cannot be called with these arguments; "" if it can."""
     try:
         signature = inspect.signature(getattr(made, name) if name else made)
     except ValueError:  # written in C, without a signature

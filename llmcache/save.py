@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from llmcache import __version__
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, ConfigError, StoreError, UnfitBankError
-from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
+from llmcache.folder import MANIFEST, is_data_name, locked, replace, sha256
 from llmcache.models.adapters import Trunk, locate, special_ids
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
@@ -38,7 +38,7 @@ class Section(Protocol):
     """A part of a cache that is saved."""
 
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
-        """What it holds for a trunk of these weights, at one moment: what JSON can hold, and tensors by name."""
+        """Return what it holds for a trunk of these weights, at one moment: JSON data, and tensors by name."""
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take up what `state` returned; the tensors are given away."""
@@ -141,7 +141,7 @@ class Saved:
         return set(self._parts)
 
     def settings(self, given: CacheConfig | None) -> CacheConfig:
-        """With which a cache is loaded: those of the save, or others that what it holds can be served with.
+        """Return the settings for loading: those of the save, or `given` ones if the save can be served with them.
 
         Raises:
             UnfitBankError: This version does not know the saved ones.
@@ -174,7 +174,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """The manifest of a save; see `Saved`."""
     path = Path(folder) / MANIFEST
     try:
-        found = read_json(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
         number = found.get("format") if isinstance(found, dict) else None
         if isinstance(number, int) and number != FORMAT:
             by = f", written by llmcache {found['written_by']}" if found.get("written_by") else ""
@@ -191,7 +191,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise BankFileError(f"{folder}: no {MANIFEST} here; give a folder that cache.save() wrote") from error
     except ValidationError as error:
         raise UnfitBankError(f"{path}: not as this version ({__version__}) writes it: {_first_line(error)}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BankFileError(f"{path}: not a readable manifest: {_first_line(error)}") from error
 
 

@@ -37,7 +37,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """What a YAML text of one document says; `name`, of where it comes from, is for errors."""
+    """Parse a YAML text of one document; `name` tells in errors where it comes from."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"{name}: more than {_MOST_CHARACTERS:,} characters: too large for settings")
     try:

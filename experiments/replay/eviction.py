@@ -92,7 +92,7 @@ def _tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=_NOWHERE)
 
 
-@cache
 def _block(nbytes: int) -> Block:
-    nothing = torch.empty(0, device=_NOWHERE)
-    return Block(b"", _SCOPE, _tensor(nbytes), nothing, nothing)
+    nothing = _tensor(0)[None]
+    tensors = {"keys": _tensor(nbytes)[None], "values": nothing, "states": nothing}
+    return Block.of(b"", _SCOPE, tensors, is_tail=False, layout=b"")

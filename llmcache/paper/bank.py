@@ -1,6 +1,7 @@
 """(2, 3, 5) A layer's cache bank: stored states, the index of their fingerprints, and the policy of who leaves.
 
-Sizes: B rows, R rows of a payload, D hidden width, F fingerprint width; K/V: S layers, H heads, n tokens, D_h width.
+Sizes: B rows, R rows of a payload, D hidden width, F0 features, F fingerprint width; of K/V: S layers, H heads,
+n tokens, D_h width.
 """
 
 import math
@@ -24,7 +25,7 @@ from llmcache.request.rows import Scope
 
 
 class Kind(NamedTuple):
-    """What requests must have in common to find each other."""
+    """What requests must share to find each other."""
 
     scope: Scope
     length: int  # valid tokens; 0 where the payload fits any length
@@ -33,14 +34,14 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What one request left behind in one layer.
+    """The stored output of one layer for one request.
 
     Attributes:
-        key: Of the request, see `Row.key`.
-        kind: What others must have in common with it.
+        key: The request's key, see `Row.key`.
+        kind: What other requests must share with it.
         tensors: Packed: `hidden` (R, D); of a decoder that keeps K/V also `keys` and `values` (S, H, n, D_h).
-        dtypes: Of the tensors before they were packed; under autocast those of K/V differ.
-        number: Under which the index knows its fingerprint; None until that is fitted.
+        dtypes: Types of the tensors before they were packed; under autocast those of K/V differ.
+        number: Its fingerprint's id in the index; None until the fingerprint is fitted.
     """
 
     key: str
@@ -53,6 +54,26 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class State(NamedTuple):
+    """The output of one layer that a call computed for one request, to be stored.
+
+    Attributes:
+        layer: Its number.
+        key: See `Entry`.
+        kind: See `Entry`.
+        tensors: See `Entry`; not packed.
+        vector: Fingerprint (F,); None until that is fitted.
+        features: What it will be made of (F0,); None once it is fitted.
+    """
+
+    layer: int
+    key: str
+    kind: Kind
+    tensors: dict[str, Tensor]
+    vector: Floats | None
+    features: Floats | None
 
 
 class LayerBank:
@@ -68,12 +89,8 @@ class LayerBank:
     ) -> None:
         """Begin empty.
 
-        Args:
-            policy: Who leaves; of this bank alone.
-            make_codec: Makes the codec for one state of the weights.
-            make_index: Makes an index for fingerprints of a width.
-            max_bytes: Budget of all entries' tensors.
-            max_entries: Most entries; None: no limit.
+        The policy is of this bank alone. `make_codec` makes the codec for one state of the weights, `make_index` an
+        index for fingerprints of a width. `max_bytes` is the budget of all entries' tensors.
         """
         self.policy = policy
         self.max_bytes, self.max_entries = max_bytes, max_entries
@@ -111,9 +128,9 @@ class LayerBank:
         """Store a state, making room for it first; False if it is larger than the bank.
 
         Args:
-            key: Of the request; an earlier entry is replaced.
+            key: See `Entry`; an earlier entry is replaced.
             kind: See `Entry`.
-            tensors: Likewise, not packed; given away.
+            tensors: See `Entry`; not packed, given away.
             vector: Fingerprint (F,); None until that is fitted, see `point`.
         """
         packer = self._packer(kind.scope.weights)

@@ -1,23 +1,47 @@
-"""The banks of all layers under one lock, and what they share: generations, and the fingerprint's fit.
+"""The banks of all layers under one lock, and what they share: purges, and the fingerprint's fit.
 
 Sizes: B rows, F0 features, F fingerprint width, R rows of a payload.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
-from llmcache.heap import TRIM_EVERY, trim
-from llmcache.paper.bank import Entry, Kind, LayerBank
+from llmcache.heap import Trimmer
+from llmcache.paper.bank import Entry, Kind, LayerBank, State
 from llmcache.paper.fingerprints import Fingerprint
 from llmcache.policies import Policy
 from llmcache.threads import forkable
+
+
+class Near(NamedTuple):
+    """The nearest entry of a request.
+
+    Attributes:
+        entry: The entry.
+        similarity: Of both fingerprints.
+        may_serve: It is similar enough.
+        is_checked: It does not serve: the request is computed all the same, and compared.
+    """
+
+    entry: Entry
+    similarity: float
+    may_serve: bool
+    is_checked: bool
+
+
+class Check(NamedTuple):
+    """Two states (R, D) of a layer to be compared: the one computed, and an entry's as it came back."""
+
+    layer: int
+    entry: Entry
+    fresh: Tensor
+    stored: Tensor
 
 
 class Banks(dict[int, LayerBank]):
@@ -26,91 +50,60 @@ class Banks(dict[int, LayerBank]):
     def __init__(
         self, banks: Mapping[int, LayerBank], tau: Mapping[int, float], fingerprint: Fingerprint, device: torch.device
     ) -> None:
-        """Begin empty.
-
-        Args:
-            banks: By layer.
-            tau: Least similarity of a hit, by the same layers.
-            fingerprint: By which they are searched; fitted here, if it has to be.
-            device: Of entries.
-        """
+        """Begin empty; `tau` is the least similarity of a hit, by layer. The fingerprint is fitted here."""
         super().__init__(sorted(banks.items()))
         self._tau, self._fingerprint, self._device = tau, fingerprint, device
         self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
         self._waiting: dict[str, tuple[str, Floats]] = {}  # by key: namespace, features (F0,) that wait for the fit
-        self._n_clears = Counter[str]()
-        self._n_clears_of_all = 0
-        self._n_untrimmed = 0  # entries stored since the heap was last trimmed
+        self._trimmer = Trimmer()
+        self.n_purges = 0  # so far; calls that began before one store nothing
         self._heeds_costs = any(type(bank.policy).on_cost is not Policy.on_cost for bank in banks.values())
 
-    def generation(self, namespace: str) -> int:
-        """How often a namespace was cleared, alone or with all others."""
-        return self._n_clears_of_all + self._n_clears[namespace]
-
-    def search(
-        self, layer: int, kinds: Sequence[Kind], vectors: Floats, keys: Sequence[str]
-    ) -> tuple[list[tuple[Entry, float] | None], list[bool], list[float | None]]:
-        """Search a layer's bank.
+    def search(self, layer: int, kinds: Sequence[Kind], vectors: Floats, keys: Sequence[str]) -> list[Near | None]:
+        """The nearest entry of each request in a layer's bank; None where there is none.
 
         Args:
             layer: Its number.
             kinds: Of the requests, B.
             vectors: Their fingerprints (B, F).
-            keys: Of those that may be computed all the same, to be compared with what they would get; else "". A
-                repeat of the entry's own request is not: it would show nothing.
-
-        Returns:
-            Of each request: the entry that is similar enough, with its similarity, or None; whether it is to be
-            checked; and the similarity of the nearest entry, None where there is none.
+            keys: Of those that may be checked; else "". A repeat of the entry's own request is not checked: it would
+                show nothing.
         """
-        bank, checks = self[layer], [False] * len(kinds)
+        bank, nearest = self[layer], list[Near | None]()
         with self._lock:
-            found = bank.search(kinds, vectors)
-            nearest = [None if near is None else near[1] for near in found]
-            for row, near in enumerate(found):
-                if near is None or round(near[1], 6) < self._tau[layer]:  # a repeat's own may be off by rounding
-                    found[row] = None
-                elif keys[row] not in ("", near[0].key) and bank.policy.should_check(near[0].key):
-                    checks[row] = True
-                else:
-                    bank.policy.on_hit(near[0].key)
-        return found, checks, nearest
+            for key, found in zip(keys, bank.search(kinds, vectors), strict=True):
+                if found is None:
+                    nearest.append(None)
+                    continue
+                entry, similarity = found
+                may_serve = round(similarity, 6) >= self._tau[layer]  # a repeat's own may be off by rounding
+                is_checked = may_serve and key not in ("", entry.key) and bank.policy.should_check(entry.key)
+                if may_serve and not is_checked:
+                    bank.policy.on_hit(entry.key)
+                nearest.append(Near(entry, similarity, may_serve, is_checked))
+        return nearest
 
-    def put(
-        self,
-        states: Sequence[tuple[int, str, Kind, dict[str, Tensor], Floats | None, Floats | None]],
-        checks: Sequence[tuple[int, Entry, Tensor, Tensor]],
-        generation: int,
-    ) -> int:
-        """Store what a call computed, unless its namespace was cleared since; returns how many are too large.
-
-        Args:
-            states: Layer, key, kind and tensors (see `Entry`), fingerprint (F,), and its features (F0,) if it waits.
-            checks: Layer, entry, and two states (R, D): the one computed, and the entry's as it came back.
-            generation: Of the namespace, when the call began.
-        """
-        computed = [one for _, _, _, tensors, _, _ in states for one in tensors.values()]
-        moved = _move([*computed, *(fresh for _, _, fresh, _ in checks)], self._device)
+    def put(self, states: Sequence[State], checks: Sequence[Check], n_purges: int) -> int:
+        """Store what a call computed, unless anything was purged since `n_purges`; returns how many are too large."""
+        computed = [one for state in states for one in state.tensors.values()]
+        moved = _move([*computed, *(check.fresh for check in checks)], self._device)
         n_too_large, seen = 0, set[tuple[int, str]]()
         with self._lock:
-            if states and generation != self.generation(states[0][2].scope.namespace):
+            if n_purges != self.n_purges:
                 return 0
-            for layer, key, kind, named, vector, features in states:
-                tensors = {name: next(moved) for name in named}
-                if (layer, key) in seen:  # the same request, twice in a call
+            for state in states:
+                tensors = {name: next(moved) for name in state.tensors}
+                if (state.layer, state.key) in seen:  # the same request, twice in a call
                     continue
-                seen.add((layer, key))
-                if not self[layer].put(key, kind, tensors, vector):
+                seen.add((state.layer, state.key))
+                if not self[state.layer].put(state.key, state.kind, tensors, state.vector):
                     n_too_large += 1
-                elif vector is None and features is not None:
-                    self._wait(key, kind.scope.namespace, features)
-            for layer, entry, _, stored in checks:
-                self[layer].check(entry, next(moved), stored)
+                elif state.vector is None and state.features is not None:
+                    self._wait(state.key, state.kind.scope.namespace, state.features)
+            for check in checks:
+                self[check.layer].check(check.entry, next(moved), check.stored)
             n_held = sum(len(bank.entries) for bank in self.values())
-        self._n_untrimmed += len(seen)
-        if self._n_untrimmed >= max(TRIM_EVERY, n_held // 8):
-            self._n_untrimmed = 0
-            trim()
+        self._trimmer.stored(len(seen), n_held)
         return n_too_large
 
     def tell_costs(self, cost_ms: Mapping[str, float]) -> None:
@@ -124,10 +117,7 @@ class Banks(dict[int, LayerBank]):
     def drop(self, namespace: str | None = None) -> int:
         """Forget a namespace, None: all; returns how many requests they were."""
         with self._lock:
-            if namespace is None:
-                self._n_clears_of_all += 1
-            else:
-                self._n_clears[namespace] += 1
+            self.n_purges += 1
             before = self._keys()
             for bank in self.values():
                 bank.clear(namespace)
@@ -146,7 +136,7 @@ class Banks(dict[int, LayerBank]):
             return len(found)
 
     def held(self) -> dict[str, Any]:
-        """What is held, by the names of `Stats`."""
+        """The figures of `Stats` about what is held, by name."""
         with self._lock:
             banks = self.items()
             return {
@@ -163,7 +153,7 @@ class Banks(dict[int, LayerBank]):
             }
 
     def state(self, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What `restore` needs, of entries of these weights: metadata that JSON holds, and tensors by name."""
+        """Return the entries for these weights, for `restore`: metadata that JSON holds, and tensors by name."""
         with self._lock:
             learned = self._fingerprint.state().items()
             tensors = {f"fingerprint.{name}": torch.from_numpy(array) for name, array in learned}

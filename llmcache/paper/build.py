@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
-from llmcache.index import INDEXES, Index
-from llmcache.models.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
+from llmcache.core import inspect_model
+from llmcache.errors import ConfigError, UnsafeReuseError
+from llmcache.index import INDEXES
+from llmcache.models.adapters import Trunk, device_of, first_attention, locate
 from llmcache.models.coupling import Coupling
-from llmcache.models.heads import Head, find_head
-from llmcache.models.packing import PAYLOADS, Payload
+from llmcache.models.heads import Head
+from llmcache.models.packing import Payload
 from llmcache.models.weights import Weights
 from llmcache.paper.bank import LayerBank
 from llmcache.paper.banks import Banks
-from llmcache.paper.codecs import CODECS, Codec
+from llmcache.paper.codecs import CODECS
 from llmcache.paper.fingerprints import FINGERPRINTS
 from llmcache.paper.layerwise import Layerwise
 from llmcache.paper.opening import Opener
@@ -39,16 +40,11 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
         UnsupportedModelError: The layers were not found, or a decoder runs one of them several times.
         WrapError: The model is wrapped already.
     """
-    trunk = locate(model, config.adapter)
-    vocabulary_size(trunk)  # each call reads tokens by it
-    head = find_head(model, trunk)
+    last = locate(model, config.adapter).depth - 1
+    if config.payload == "auto" and config.layers not in ("last", [-1], [last]):
+        config = config.model_copy(update={"payload": "sequence"})  # from which further layers are computed
+    trunk, head, payload = inspect_model(model, config)
     _refuse_unsafe(head, config)
-    payload = _choose_payload(trunk, head, config)
-    if len(set(trunk.layers)) < trunk.depth and trunk.makes_kv and not payload.fits_any_length:
-        raise UnsupportedModelError(
-            f"{type(trunk.module).__name__}: one layer is run at several places, so its K/V cannot be told apart; "
-            "encoders that share layers, and classifiers, can be wrapped"
-        )
     tau = _choose_layers(trunk, payload, config)
     is_ahead = config.layers not in ("auto", "all")
     fingerprint = config.fingerprint_component.build(FINGERPRINTS)
@@ -72,15 +68,14 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
     config.index_component.build(INDEXES, 8)  # a wrong option is told now
     max_bytes = max(1, config.max_bytes // len(tau))
 
-    def make_codec() -> Codec:
-        return config.compression.build(CODECS)
-
-    def make_index(dim: int) -> Index:
-        return config.index_component.build(INDEXES, dim)
-
     def make_bank() -> LayerBank:
-        policy = config.policy.build(POLICIES)
-        return LayerBank(policy, make_codec, make_index, max_bytes, config.max_entries)
+        return LayerBank(
+            config.policy.build(POLICIES),
+            lambda: config.compression.build(CODECS),
+            lambda dim: config.index_component.build(INDEXES, dim),
+            max_bytes,
+            config.max_entries,
+        )
 
     device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
     banks = Banks({layer: make_bank() for layer in tau}, tau, fingerprint, device)
@@ -98,25 +93,6 @@ def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
             f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
             "served), or set allow_unsafe=True to measure what that costs."
         )
-
-
-def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
-    """What entries keep of a state: all of it where further layers are computed from it, else what the head reads."""
-    name: str = config.payload
-    if name == "auto":
-        is_last = config.layers == "last" or config.layers in ([-1], [trunk.depth - 1])
-        name = head.payload if is_last and not trunk.adapter.is_guess else "sequence"
-    if name == "mean" and trunk.adapter.is_guess:
-        raise ConfigError(
-            f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "
-            "last layer is unknown; register an adapter for it, or use payload='sequence'"
-        )
-    if not (name in ("sequence", head.payload) or head.reads == "states" or config.allow_unsafe):
-        raise ConfigError(
-            f"payload={name!r}: this model's {head.name} reads more than that; use payload={head.payload!r}, "
-            "'sequence' or 'auto'"
-        )
-    return PAYLOADS[name]()
 
 
 def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> dict[int, float]:

@@ -18,16 +18,18 @@ from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk, repack, unpack
-from llmcache.models.arguments import count_rows
+from llmcache.models.arguments import can_select_rows, count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, listen
 from llmcache.models.packing import Payload, last_valid
 from llmcache.models.pooling import Veil
 from llmcache.models.weights import Weights
-from llmcache.paper.banks import Banks
+from llmcache.paper.bank import State
+from llmcache.paper.banks import Banks, Check
+from llmcache.paper.call import Call, Reuse
 from llmcache.paper.fingerprints import Fingerprint
-from llmcache.paper.forwards import LayerForward, Reuse, Runner, TrunkForward, can_take_rows, copy_kv, install
-from llmcache.paper.opening import Call, Opener
+from llmcache.paper.forwards import LayerForward, Runner, TrunkForward, copy_kv, install
+from llmcache.paper.opening import Opener
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row
 from llmcache.request.variables import Switches
@@ -55,26 +57,20 @@ class Layerwise(Switches):
     ) -> None:
         """Take the place of the trunk's forward and of those of its layers.
 
-        Args:
-            trunk: Of the model.
-            head: Reads its output.
-            payload: What entries keep of states.
-            fingerprint: Compares requests.
-            banks: By layer.
-            is_ahead: All banks are searched before layer 0, the deepest first; else each when its layer is reached.
-            weights: Of the trunk.
-            opener: Reads calls.
-            attention: Self-attention of layer 0, if the fingerprint reads its output.
+        With `is_ahead` all banks are searched before layer 0, the deepest first; else each when its layer is reached.
+        `attention` is the self-attention of layer 0, if the fingerprint reads its output.
 
         Raises:
             WrapError: The trunk carries a cache already.
         """
+        super().__init__()
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
         self._weights, self._opener, self._depth = weights, opener, trunk.depth
+        #: The banks to search when a layer is reached.
+        self._searched = {0: [*reversed(banks)]} if is_ahead else {layer: [layer] for layer in banks}
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
         self._is_veiled = head.pooled is not None and payload.name == "mean"
-        Switches.__init__(self)
         self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
@@ -102,7 +98,7 @@ class Layerwise(Switches):
         if torch.compiler.is_compiling():
             self._count_compiled(swap.arguments.bind(args, kwargs))
             return swap.original(*args, **kwargs)
-        call, outer, self._local.last = self._open(swap, args, kwargs), self.way(), ()
+        call, outer, self._local.last = self._open(swap, args, kwargs), self.call_under_way(), ()
         started, self._local.call = perf_counter() - call.lookup_s, call
         try:
             if call.is_only_if_cached and call.reason is not None:
@@ -112,7 +108,7 @@ class Layerwise(Switches):
             output = swap.original(*args, **kwargs)
             # The norm may be one more step.
             if call.reason is None and call.turn != self._depth + self._is_after_norm:
-                call.is_closed, call.reason = True, "unwrapped" if self._is_retired else "other_layers"
+                call.reason = "unwrapped" if self._is_retired else "other_layers"
                 if call.reused:  # layers were skipped, and what stands for them was not put in
                     if call.kv_cache is not None:
                         call.kv_cache.reset()
@@ -122,9 +118,9 @@ class Layerwise(Switches):
         self._close(call, output, perf_counter() - started)
         return output
 
-    def way(self) -> Call | None:
-        """This thread's innermost call of the trunk."""
-        return getattr(self._local, "call", None)
+    def call_under_way(self) -> Call | None:
+        """This thread's innermost call of the trunk; None within a compiled graph."""
+        return None if torch.compiler.is_compiling() else getattr(self._local, "call", None)
 
     def layer(self, swap: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Algorithm 1 for one layer: search its bank; take h'_l where it hits, else compute h_l, and store it."""
@@ -133,19 +129,19 @@ class Layerwise(Switches):
         if number == 0:
             call.reason = self._begin(call, swap, args, kwargs)
             if call.reason is not None:
-                call.is_closed = True
                 return swap.original(*args, **kwargs)
         if number == 0 or (self._fingerprint.per_layer and number in self._banks):
             self._take_fingerprint(call, hidden)  # line 1
-        if not self._is_ahead and number in self._banks:
-            self._search(call, number)  # lines 3 and 4
-        elif self._is_ahead and number == 0:
-            for layer in reversed(self._banks):
-                self._search(call, layer)
+        for layer in self._searched.get(number, ()):
+            self._search(call, layer)  # lines 3 and 4
         if call.is_only_if_cached and (number == 0 or number in self._banks):
-            self._require_hits(call, 0 if self._is_ahead else number)
-        activated = self._weights.activated is not None  # PEFT's hooks expect all rows of the batch
-        call.takes_all_rows = bool(call.reused) and (activated or not can_take_rows(call, swap, args, kwargs))
+            least = 0 if self._is_ahead else number
+            if missing := tuple(row.number for row in call.rows if not call.skips(row.number, least)):
+                raise NotCachedError(missing)
+        if call.reused:
+            is_activated = self._weights.activated is not None  # PEFT's hooks expect all rows of the batch
+            can_select = not is_activated and can_select_rows(swap.arguments, args, kwargs, len(call.rows))
+            call.takes_all_rows = not can_select
         output = self._runner.run(call, swap, number, args, kwargs)  # line 7, for rows that need it
         if number not in self._banks or self._is_after_norm:
             return output
@@ -170,26 +166,24 @@ class Layerwise(Switches):
         call.lookup_s += perf_counter() - started
 
     def _find(self, call: Call, number: int) -> dict[int, Reuse]:
-        """What serves rows at a layer, by row; what is to be checked is noted."""
-        rows = [row for row in call.active_rows if not row.is_misread and row.number not in call.checked]
-        if self._is_ahead:
-            rows = [row for row in rows if row.number not in call.reused]
+        """Return the stored states that serve rows at a layer, by row; note those to be checked."""
+        done = {*call.checked, *(call.reused if self._is_ahead else ())}
+        rows = [row for row in call.active_rows if not row.is_misread and row.number not in done]
         if call.vectors is None or not (call.may_search and rows):
             return {}
         kinds, vectors = [self._opener.kind_of(call, row) for row in rows], call.vectors[[row.number for row in rows]]
         # A row that stands on another request's state would compute nothing to compare with.
         keys = ["" if row.number in call.reused else row.key for row in rows]
         reused = {}
-        found = zip(rows, *self._banks.search(number, kinds, vectors, keys), strict=True)
-        for row, near, is_checked, similarity in found:
-            if similarity is not None:
-                call.near[row.number] = max(similarity, call.near.get(row.number, -1.0))
+        for row, near in zip(rows, self._banks.search(number, kinds, vectors, keys), strict=True):
             if near is None:
                 continue
-            entry, similarity = near
-            kept = self._banks[number].unpack(entry)
-            reuse = Reuse(number, kept["hidden"], kept.get("keys"), kept.get("values"), entry.key, similarity)
-            if is_checked:
+            call.near[row.number] = max(near.similarity, call.near.get(row.number, -1.0))
+            if not near.may_serve:
+                continue
+            kept, entry = self._banks[number].unpack(near.entry), near.entry
+            reuse = Reuse(number, kept["hidden"], kept.get("keys"), kept.get("values"), entry.key, near.similarity)
+            if near.is_checked:
                 call.checked[row.number] = reuse, entry
             else:
                 reused[row.number] = reuse
@@ -200,14 +194,15 @@ class Layerwise(Switches):
         started = perf_counter()
         with self.counters.guard("keep a state"), torch.inference_mode(False), torch.no_grad():
             for row in call.active_rows:
-                reuse = call.reused.get(row.number)
-                if reuse is not None and reuse.layer >= number:
+                if call.skips(row.number, number):
                     continue
                 tensors = {"hidden": self.payload.take(states[row.number], row.valid).clone()}
                 if call.kv_cache is not None:
                     tensors |= copy_kv(call.kv_cache, row, 0 if self._is_ahead else number, number)
                 vector = None if call.vectors is None else call.vectors[row.number]
-                call.computed.append((number, row, tensors, vector))
+                features = None if call.features is None else call.features[row.number]
+                state = State(number, row.key, self._opener.kind_of(call, row), tensors, vector, features)
+                call.computed.append((row.number, state))
         call.storing_s += perf_counter() - started
 
     def _store(self, call: Call) -> None:
@@ -222,23 +217,22 @@ class Layerwise(Switches):
         if call.reason is not None:
             return
         states, checks = [], []
-        for number, row, tensors, vector in call.computed:
-            if row.number in call.checked:
-                reuse, entry = call.checked[row.number]
-                if reuse.layer == number:
-                    checks.append((number, entry, tensors["hidden"], reuse.hidden))
-            else:
-                features = None if call.features is None else call.features[row.number]
-                states.append((number, row.key, self._opener.kind_of(call, row), tensors, vector, features))
-        for _ in range(self._banks.put(states, checks, call.generation)):
+        for number, state in call.computed:
+            if number not in call.checked:
+                states.append(state)
+                continue
+            reuse, entry = call.checked[number]
+            if reuse.layer == state.layer:
+                checks.append(Check(state.layer, entry, state.tensors["hidden"], reuse.hidden))
+        for _ in range(self._banks.put(states, checks, call.n_purges)):
             self.counters.too_large()
 
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def _open(self, swap: TrunkForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Read a call: its rows with their keys, or the reason for a bypass."""
-        started, call = perf_counter(), Call(namespace=self.namespace.get())
-        call.is_only_if_cached, call.generation = self.is_only_if_cached.get(), self._banks.generation(call.namespace)
+        started, call = perf_counter(), Call(self.namespace.get(), self.is_only_if_cached.get())
+        call.n_purges = self._banks.n_purges
         call.arguments = swap.arguments.bind(args, kwargs)
         if torch.is_grad_enabled():
             self._weights.suspect()  # an optimizer may write them from now on
@@ -248,12 +242,11 @@ class Layerwise(Switches):
             call.reason = "unknown_output"
         else:
             call.reason = self.counters.find_reason("read a call", self._opener.open, call, swap.arguments)
-        call.is_closed = call.reason is not None
         call.lookup_s = perf_counter() - started
         return call
 
     def _begin(self, call: Call, swap: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """See what shows at layer 0 only; the reason for a bypass, or None."""
+        """Begin at layer 0; the reason for a bypass, or None."""
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         reason = self.counters.find_reason(
             "begin a call", self._opener.begin, call, hidden, swap.arguments.get(args, kwargs, CACHE)
@@ -264,16 +257,10 @@ class Layerwise(Switches):
             call.first_output = swap.original(*args, **kwargs)
         return reason
 
-    def _require_hits(self, call: Call, number: int) -> None:
-        """Raise unless all rows are served from a layer on."""
-        served = {row for row, reuse in call.reused.items() if reuse.layer >= number}
-        if missing := tuple(row.number for row in call.rows if row.number not in served):
-            raise NotCachedError(missing)
-
     def _normed(self, output: Any) -> Any:
         """After the final norm: states of a payload that is taken there are put in and kept."""
-        call = None if torch.compiler.is_compiling() else self.way()
-        if call is None or call.is_closed or call.turn != self._depth:
+        call = self.call_under_way()
+        if call is None or call.reason is not None or call.turn != self._depth:
             return None
         call.turn += 1
         states = self._runner.place(call, self._depth - 1, output)
@@ -282,24 +269,20 @@ class Layerwise(Switches):
 
     def _attended(self, output: Any) -> None:
         """After layer 0's self-attention."""
-        call = None if torch.compiler.is_compiling() else self.way()
-        if call is not None:
+        if (call := self.call_under_way()) is not None:
             call.attention = unpack(output)
 
     def _close(self, call: Call, output: Any, took_s: float) -> None:
         """Store and count what was done in a call that has succeeded; note what became of each row."""
         started = perf_counter()
         if call.reason is None:
+            if self._is_veiled and call.reused:
+                self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
             with self.counters.guard("store a call"):
                 self._store(call)
                 self._tell_costs(call, took_s - call.lookup_s - call.storing_s)
-        if self._is_veiled and call.reused and not call.is_closed:
-            self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
         if call.reason is not None:
-            n_rows = count_rows(call.arguments)
-            self.counters.bypass(call.reason, n_rows)
-            if call.reason != "decode":  # a step of a generation belongs to the request that its prefill was
-                self._local.last = (Outcome(bypassed=call.reason),) * n_rows
+            self._bypass(call.reason, call.arguments)
             return
         outcomes = tuple(self._outcome(call, row) for row in call.rows)
         self._local.last = outcomes
@@ -331,9 +314,13 @@ class Layerwise(Switches):
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         if torch.is_grad_enabled():
             self._weights.suspect()
+        self._bypass("compiled", arguments)
+
+    def _bypass(self, reason: str, arguments: dict[str, Any]) -> None:
         n_rows = count_rows(arguments)
-        self.counters.bypass("compiled", n_rows)
-        self._local.last = (Outcome(bypassed="compiled"),) * n_rows
+        self.counters.bypass(reason, n_rows)
+        if reason != "decode":  # a step of a generation belongs to the request that its prefill was
+            self._local.last = (Outcome(bypassed=reason),) * n_rows
 
     # -- what the facade asks ------------------------------------------------------------------------------------------
 

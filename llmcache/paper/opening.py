@@ -3,8 +3,6 @@
 Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.arrays import Floats
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
 from llmcache.models.coupling import Coupling
@@ -21,42 +18,14 @@ from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.intact import Layers
 from llmcache.models.masks import flatten
 from llmcache.models.packing import Payload
-from llmcache.models.weights import Mark, Weights
-from llmcache.paper.bank import Entry, Kind
+from llmcache.models.weights import Weights
+from llmcache.paper.bank import Kind
+from llmcache.paper.call import Call
 from llmcache.paper.fingerprints import Fingerprint, View
-from llmcache.paper.forwards import Reuse, Way
 from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv, is_plain_cache
 from llmcache.request.forms import find_reason_now
 from llmcache.request.reading import RequestReader, to_host
 from llmcache.request.rows import Row, Scope
-
-
-@dataclass(slots=True)
-class Call(Way):
-    """One call of the trunk."""
-
-    namespace: str = ""
-    is_only_if_cached: bool = False
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the trunk, by name
-    reason: str | None = None  # why it bypasses the cache: a key of `CURES`
-    scope: Scope | None = None
-    mark: Mark | None = None  # of the weights, when it was opened
-    generation: int = 0  # of the namespace, likewise
-    content: Tensor | None = None  # which tokens are neither special nor padding, bool (B, T)
-    may_search: bool = True
-    features: Floats | None = None  # (B, F0), until the fingerprint is fitted
-    vectors: Floats | None = None  # fingerprints (B, F)
-    near: dict[int, float] = field(default_factory=dict)  # by row: similarity of the nearest stored request
-    checked: dict[int, tuple[Reuse, Entry]] = field(default_factory=dict)  # by row: computed, to be compared with this
-    reuses: list[int] = field(default_factory=list)  # layers, one for each reuse
-    computed: list[tuple[int, Row, dict[str, Tensor], Floats | None]] = field(default_factory=list)
-    lookup_s: float = 0.0
-    storing_s: float = 0.0
-
-    @property
-    def active_rows(self) -> list[Row]:
-        """Rows that take part in caching."""
-        return [row for row in self.rows if not row.bypass_reason]
 
 
 class Opener:
@@ -86,22 +55,19 @@ class Opener:
     def open(self, call: Call, names: Arguments) -> str | None:
         """Read a call before the trunk runs; the reason for a bypass, or None."""
         call.arguments, mask_4d = flatten(call.arguments)
-        reason = _find_reason(call.arguments, self._trunk, names.defaults)
-        if reason is None and self.keeps_no_kv:
-            reason = find_reason_of_kv(call.arguments, self._trunk)
-        reason = reason or self._find_reason_of_model(call)
-        if reason is None:
-            assert call.scope is not None
-            tables = self._tables(call.scope.weights)
-            requests = self._reader.read(
-                call.arguments, mask_4d, call.scope, tables, self._weights.activated, is_whole=False
-            )
-            call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
-            call.may_search = not requests.may_be_refused()  # else the model is to say so
-        return reason
+        if reason := self._find_reason_of_arguments(call, names) or self._find_reason_of_model(call):
+            return reason
+        assert call.scope is not None
+        tables = self._tables(call.scope.weights)
+        requests = self._reader.read(
+            call.arguments, mask_4d, call.scope, tables, self._weights.activated, is_whole=False
+        )
+        call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
+        call.may_search = not requests.may_be_refused()  # else the model is to say so
+        return None
 
     def begin(self, call: Call, hidden: Tensor, kv_cache: Any) -> str | None:
-        """See what shows at layer 0 only, by the states that enter it (B, T, D); likewise."""
+        """Read what shows at layer 0 only, where states (B, T, D) enter; the reason for a bypass, or None."""
         call.kv_cache = kv_cache
         if kv_cache is not None and not is_plain_cache(kv_cache):
             return "kv_cache_kind"
@@ -125,9 +91,21 @@ class Opener:
             call.rows[number].bypass_reason = call.rows[number].bypass_reason or "not_finite"
 
     def kind_of(self, call: Call, row: Row) -> Kind:
-        """What a request must have in common with those that it is compared with."""
+        """What a request must share with those that it is compared with."""
         assert call.scope is not None
         return Kind(call.scope, 0 if self._payload.fits_any_length else row.n_valid, call.kv_cache is not None)
+
+    def _find_reason_of_arguments(self, call: Call, names: Arguments) -> str | None:
+        """Why a call with such arguments cannot be served; no tensor is read."""
+        if reason := find_reason_now(self._trunk):
+            return reason
+        if are_strange(call.arguments.values()):
+            return "traced"
+        if not self._trunk.runs_its_layers:
+            return "other_depth"
+        if reason := find_reason_of(call.arguments, self._trunk, names.defaults):
+            return reason
+        return find_reason_of_kv(call.arguments, self._trunk) if self.keeps_no_kv else None
 
     def _find_reason_of_model(self, call: Call) -> str | None:
         """Why calls of the model, as it is now, cannot be served."""
@@ -153,14 +131,3 @@ class Opener:
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)
         return None
-
-
-def _find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
-    """Return the reason why a call of the trunk bypasses the cache, or None; no tensor is read."""
-    if reason := find_reason_now(trunk):
-        return reason
-    if are_strange(arguments.values()):
-        return "traced"
-    if not trunk.runs_its_layers:
-        return "other_depth"
-    return find_reason_of(arguments, trunk, defaults)

@@ -1,4 +1,4 @@
-"""What a policy has to tell, and what most of them have in common."""
+"""The interface of policies, with the defaults that most of them share."""
 
 from abc import ABC, abstractmethod
 

@@ -1,13 +1,11 @@
 """Divergence: entries that no longer stand for what they are taken for leave first."""
 
 import random
-from itertools import count
 
-from llmcache.policies.base import Policy
-from llmcache.policies.ranking import Ranking
+from llmcache.policies.ranking import Ranked
 
 
-class Divergence(Policy):
+class Divergence(Ranked):
     """The entry whose checks diverged most leaves first, among equals the least recently used.
 
     An approximate reuse is checked with probability `check_rate`: the request is computed, which is its answer, and
@@ -40,9 +38,8 @@ class Divergence(Policy):
         self.check_rate = check_rate
         self.limit = limit
         self.weight = weight
+        super().__init__()  # ranked by average, highest first, then by use
         self._random = random.Random(seed)
-        self._ranking = Ranking()  # by average, highest first, then by use
-        self._uses = count()
         self._over: dict[str, None] = {}
 
     def on_put(self, key: str, nbytes: int) -> None:
@@ -54,11 +51,8 @@ class Divergence(Policy):
             self._ranking[key] = (self._ranking[key][0], next(self._uses))
 
     def on_remove(self, key: str) -> None:
-        self._ranking.discard(key)
+        super().on_remove(key)
         self._over.pop(key, None)
-
-    def victim(self) -> str:
-        return self._ranking.first()
 
     def expired(self) -> list[str]:
         """Name the keys whose average exceeds the limit, in the order in which it did."""

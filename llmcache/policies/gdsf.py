@@ -2,13 +2,11 @@
 
 import math
 from collections import OrderedDict
-from itertools import count
 
-from llmcache.policies.base import Policy
-from llmcache.policies.ranking import Ranking
+from llmcache.policies.ranking import Ranked
 
 
-class GDSF(Policy):
+class GDSF(Ranked):
     """The entry with the lowest value leaves first: uses times the cost of computing it anew, per byte, plus its age.
 
     Cherkasova (1998): value = clock + uses * cost / bytes, fixed at the last use; the clock is the value of the entry
@@ -21,8 +19,7 @@ class GDSF(Policy):
     """
 
     def __init__(self) -> None:
-        self._ranking = Ranking()  # by value, then by use
-        self._uses = count()
+        super().__init__()  # ranked by value, then by use
         self._clock = 0.0
         self._n_uses: dict[str, int] = {}
         self._n_uses_before: OrderedDict[str, int] = OrderedDict()  # of keys that left, the latest last
@@ -54,15 +51,12 @@ class GDSF(Policy):
             return
         if key == self._ranking.first():
             self._clock = self._ranking[key][0]
-        self._ranking.discard(key)
+        super().on_remove(key)
         self._costs.pop(key, None)
         del self._nbytes[key]
         self._n_uses_before[key] = self._n_uses.pop(key)
         while len(self._n_uses_before) > len(self._n_uses):
             self._n_uses_before.popitem(last=False)
-
-    def victim(self) -> str:
-        return self._ranking.first()
 
     def _use(self, key: str) -> None:
         n_uses = self._n_uses_before.pop(key, 0) or self._n_uses.get(key, 0)

@@ -1,6 +1,9 @@
-"""Keys in order of a rank that may change at any time."""
+"""Keys in order of a rank that may change at any time, and what policies that rank keys have in common."""
 
 import heapq
+from itertools import count
+
+from llmcache.policies.base import Policy
 
 Rank = tuple[float, int]
 
@@ -48,3 +51,17 @@ class Ranking:
             else:
                 heapq.heapreplace(self._heap, (now, key))
         raise KeyError("no key to evict: the policy is empty")
+
+
+class Ranked(Policy):
+    """The key of the least rank leaves first."""
+
+    def __init__(self) -> None:
+        self._ranking = Ranking()
+        self._uses = count()
+
+    def on_remove(self, key: str) -> None:
+        self._ranking.discard(key)
+
+    def victim(self) -> str:
+        return self._ranking.first()

@@ -27,7 +27,7 @@ class Shares:
         return iter(self._held)
 
     def keys(self, namespace: str | None) -> list[str]:
-        """What a namespace holds, None: all of them; of each the oldest first."""
+        """Keys of a namespace (None: of all), the oldest of each first."""
         names = list(self._held) if namespace is None else [namespace]
         return [key for name in names for key in self._held.get(name, ())]
 
@@ -48,7 +48,7 @@ class Shares:
         policy.on_remove(key)  # last: it may be of somebody else, and fail
 
     def victim(self, namespace: str, nbytes: int) -> str:
-        """Who leaves for an entry of a namespace that takes so many bytes.
+        """The key that leaves for an entry of a namespace that takes so many bytes.
 
         Raises:
             KeyError: Nothing is held.
@@ -59,7 +59,7 @@ class Shares:
         return self._first(largest)
 
     def victim_by_number(self, namespace: str) -> str:
-        """Likewise, where there are too many entries."""
+        """The key that leaves where there are too many entries."""
         held = {name: len(keys) + (name == namespace) for name, keys in self._held.items()}
         return self._first(max(held, key=held.__getitem__))
 
@@ -68,7 +68,7 @@ class Shares:
         return [key for policy in list(self.policies.values()) for key in policy.expired()]
 
     def _first(self, namespace: str) -> str:
-        """Who leaves a namespace: the oldest entry where its policy names one that it failed to let go of."""
+        """The key that leaves a namespace: the oldest one if its policy names one that is not held any more."""
         policy, held = self.policies[namespace], self._held[namespace]
         if (key := policy.victim()) in held:
             return key

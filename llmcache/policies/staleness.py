@@ -3,15 +3,13 @@
 import math
 import time
 from collections.abc import Callable
-from itertools import count
 
-from llmcache.policies.base import Policy
-from llmcache.policies.ranking import Ranking
+from llmcache.policies.ranking import Ranked
 
 LEAST_S = 1e-3  # with a shorter half-life, float64 would no longer tell single matches apart after years of service
 
 
-class Staleness(Policy):
+class Staleness(Ranked):
     """The entry with the lowest score leaves first, among equals the one put longest ago.
 
     The score is the number of matches, each of which counts half as much after every `half_life_s`. Storing an entry is
@@ -27,26 +25,19 @@ class Staleness(Policy):
         """Let a match count half after `half_life_s` seconds, at least 0.001, by a clock that never runs backwards."""
         if not LEAST_S <= half_life_s < math.inf:
             raise ValueError(f"half_life_s must be at least {LEAST_S} and finite, got {half_life_s}")
+        super().__init__()  # ranked by level, then by arrival
         self.half_life_s = half_life_s
         self._now = now
         self._start_s = now()
-        self._ranking = Ranking()  # by level, then by arrival
-        self._arrivals = count()
 
     def on_put(self, key: str, nbytes: int) -> None:
-        self._ranking[key] = (self._half_lives(), next(self._arrivals))
+        self._ranking[key] = (self._half_lives(), next(self._uses))
 
     def on_hit(self, key: str) -> None:
         if key in self._ranking:
             level, arrival = self._ranking[key]
             low, high = sorted((level, self._half_lives()))
             self._ranking[key] = (high + math.log2(1 + 2 ** (low - high)), arrival)
-
-    def on_remove(self, key: str) -> None:
-        self._ranking.discard(key)
-
-    def victim(self) -> str:
-        return self._ranking.first()
 
     def _half_lives(self) -> float:
         """Half-lives since the start: the level of a score of 1 now."""

@@ -3,17 +3,21 @@
 What is stored of a prompt is copied into slabs, and a hit joins slabs: blocks in tensors of their own would be many
 small copies.
 
+A block's key covers all that its states depend on, so also every block before it. As in vLLM's automatic prefix caching
+(block hash of parent hash, tokens and extra keys), but that the root, not each block, takes in what is not tokens.
+
 Sizes: L layers, H K/V heads, n tokens of a slab, b of a block, D_h width of a head, D hidden width.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from llmcache.request.rows import Scope
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Row, Scope, key_of
 
 NAMES = ("keys", "values", "states")
 PADDING = "padding."  # begins the names of what lies at places that are not valid, in files
@@ -36,64 +40,43 @@ class Slab:
         places = slice(begin, end)
         return self.keys[..., places, :], self.values[..., places, :], self.states[..., places, :]
 
-    def block(self, ids: bytes, scope: Scope, begin: int, n_tokens: int) -> "Block":
-        """A block that lies here."""
-        end = begin + n_tokens
-        return Block(ids, scope, *self.cut(begin, end), slab=self, begin=begin, end=end)
-
-    def place(self, block: "Block", begin: int) -> "Block":
-        """A block that is copied here, with what it has besides."""
-        end = begin + block.n_tokens
-        keys, values, states = self.cut(begin, end)
-        return replace(block, keys=keys, values=values, states=states, slab=self, begin=begin, end=end)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """What was computed for b tokens. Normal tensors that nobody writes to."""
+    """What was computed for b tokens: a part of a slab."""
 
     ids: bytes  # packed
     scope: Scope
-    keys: Tensor  # (L, H, b, D_h)
-    values: Tensor  # (L, H, b, D_h)
-    states: Tensor  # the trunk's output (1, b, D)
+    slab: Slab
+    begin: int  # its first token's place in the slab
+    end: int  # after its last token
     is_tail: bool = False  # it ends a request; b is then any number
     padding: Mapping[str, Tensor] = field(default_factory=dict)  # likewise, of a tail's places that are not valid
     layout: bytes = b""  # of that padding; see `Row.layout`
-    slab: Slab | None = None  # that its tensors lie in; None: in none
-    begin: int = 0  # its first token's place there
-    end: int = 0  # after its last token
 
     @classmethod
     def of(cls, ids: bytes, scope: Scope, tensors: Mapping[str, Tensor], is_tail: bool, layout: bytes) -> "Block":
-        """The block that has these tensors; see `tensors`."""
+        """The block that has these tensors, in a slab of its own; see `tensors`."""
         padding = {n.removeprefix(PADDING): one for n, one in tensors.items() if n.startswith(PADDING)}
-        keys, values, states = (tensors[name] for name in NAMES)
-        return cls(ids, scope, keys, values, states, is_tail, padding, layout)
+        slab = Slab(*(tensors[name] for name in NAMES))
+        return cls(ids, scope, slab, 0, slab.n_tokens, is_tail, padding, layout)
 
     @property
     def n_tokens(self) -> int:
-        return self.states.shape[-2] if self.slab is None else self.end - self.begin
+        return self.end - self.begin
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        padding = {f"{PADDING}{name}": tensor for name, tensor in self.padding.items()}
-        return {"keys": self.keys, "values": self.values, "states": self.states, **padding}
+        """Its keys, values and states (..., b, width), not copied, and its padding."""
+        own = dict(zip(NAMES, self.slab.cut(self.begin, self.end), strict=True))
+        return own | {f"{PADDING}{name}": tensor for name, tensor in self.padding.items()}
 
     @property
     def nbytes(self) -> int:
-        """Its own share of a slab alone."""
+        """Bytes of its own share of the slab, and of its padding."""
+        of_slab = self.slab.keys.nbytes + self.slab.values.nbytes + self.slab.states.nbytes
         of_padding = sum(tensor.nbytes for tensor in self.padding.values())
-        return self.keys.nbytes + self.values.nbytes + self.states.nbytes + of_padding
-
-    def first(self, n_tokens: int) -> "Block":
-        """What it has of its first tokens, not copied."""
-        keys, values, states = (x[..., :n_tokens, :] for x in (self.keys, self.values, self.states))
-        return replace(self, keys=keys, values=values, states=states, end=self.begin + n_tokens)
-
-    def lies_before(self, other: "Block") -> bool:
-        """Whether another one lies in the same slab, right after it."""
-        return self.slab is not None and self.slab is other.slab and self.end == other.begin
+        return of_slab * self.n_tokens // max(1, self.slab.n_tokens) + of_padding
 
     def is_equal(self, other: "Block") -> bool:
         """Whether another one holds the same, bit for bit."""
@@ -102,13 +85,29 @@ class Block:
         return is_alike and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
+def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
+    """The full blocks of a request, first to last; tokens that do not fill a block are left out.
+
+    The first n are those of another request exactly where both have the same root (scope, block size, first position)
+    and the same first n * size tokens.
+    """
+    key = hashlib.sha256(f"{row.start}:{size}:".encode() + scope.key).digest()
+    width = len(row.ids) // row.n_valid * size
+    found = []
+    for begin in range(0, len(row.ids) - width + 1, width):
+        ids = row.ids[begin : begin + width]
+        key = hashlib.sha256(key + ids).digest()
+        found.append(Link(key_of(key), ids))
+    return tuple(found)
+
+
 def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
-    """Of blocks, those that hold so many tokens; the last is cut, not copied."""
+    """The first blocks, with so many tokens together; the last one is cut, not copied."""
     found: list[Block] = []
     for block in blocks:
         if n_tokens < block.n_tokens:
             if n_tokens:
-                found.append(block.first(n_tokens))
+                found.append(replace(block, end=block.begin + n_tokens))
             break
         found.append(block)
         n_tokens -= block.n_tokens
@@ -117,25 +116,21 @@ def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
 
 def runs(blocks: Sequence[Block]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Keys, values and states of blocks that follow one another; what lies side by side in a slab is one piece."""
-    joined: list[list[Block]] = []
+    joined: list[tuple[Slab, int, int]] = []
     for block in blocks:
-        if joined and joined[-1][-1].lies_before(block):
-            joined[-1].append(block)
+        if joined and joined[-1][0] is block.slab and joined[-1][2] == block.begin:
+            joined[-1] = block.slab, joined[-1][1], block.end
         else:
-            joined.append([block])
-    return [_piece(run[0], run[-1]) for run in joined]
+            joined.append((block.slab, block.begin, block.end))
+    return [slab.cut(begin, end) for slab, begin, end in joined]
 
 
-def lay_together(blocks: Sequence[Block]) -> tuple[Slab, list[Block]]:
-    """A slab of their own for blocks that follow one another, and the same blocks in it."""
+def lay_together(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks that follow one another, side by side in a slab of their own."""
     with torch.inference_mode(False), torch.no_grad():
         slab = Slab(*(torch.cat(pieces, dim=-2) for pieces in zip(*runs(blocks), strict=True)))
-    ends = accumulate(block.n_tokens for block in blocks)
-    return slab, [slab.place(block, end - block.n_tokens) for block, end in zip(blocks, ends, strict=True)]
-
-
-def _piece(first: Block, last: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and states of blocks of one slab, from the first to the last; or of one alone."""
-    if first is last or first.slab is None:
-        return first.keys, first.values, first.states
-    return first.slab.cut(first.begin, last.end)
+    laid, begin = list[Block](), 0
+    for block in blocks:
+        laid.append(replace(block, slab=slab, begin=begin, end=begin + block.n_tokens))
+        begin = laid[-1].end
+    return laid

@@ -49,10 +49,10 @@ class BlockPool:
         make_policy: Callable[[], Policy],
         spent: Callable[[], int] = int,
     ) -> None:
-        """Start empty.
+        """Start empty, with blocks of `size` tokens on a device.
 
-        The budget `max_bytes` is of tensors; bookkeeping comes on top, some 2 kB a block on CPU. Those that make blocks
-        put them on `device`. `spent` is what others hold of the budget, or are about to: see `make_way`.
+        The budget `max_bytes` is of tensors; bookkeeping comes on top, some 2 kB a block on CPU. `spent` is what others
+        hold of the budget, or are about to: see `make_way`.
         """
         self.size = size
         self.max_bytes = max_bytes
@@ -138,11 +138,11 @@ class BlockPool:
             # Now the newest, they do not leave for what follows them.
             known = [link.key for link in chain[:held]]
             self._use(reversed(known))
-            own, max_bytes = {link.key for link in chain}, self._max_bytes
+            own = {link.key for link in chain}
             added: dict[str, int] = {}
             for link in chain[held:]:
                 block = made.get(link.key)
-                if block is None or not self._make_room(nbytes := block.nbytes, own, max_bytes, block.scope.namespace):
+                if block is None or not self._make_room(nbytes := block.nbytes, own, block.scope.namespace):
                     break
                 self._add(link.key, block, nbytes, chain[held - 1].key if held else None)
                 added[link.key] = nbytes
@@ -157,11 +157,11 @@ class BlockPool:
     def make_way(self) -> None:
         """Let blocks leave for what others are about to hold, so that the budget of all is kept at every moment."""
         with self._lock:
-            self._make_room(0, set(), self._max_bytes, "")
+            self._make_room(0, set(), "")
             self._slabs.settle()
 
     def namespaces(self) -> list[str]:
-        """Those of which anything is held."""
+        """Namespaces with blocks."""
         with self._lock:
             return list(self._shares)
 
@@ -180,18 +180,21 @@ class BlockPool:
         with self._lock:
             n_tails = self.n_tails
             for key in keys:
-                while key in self._held:
-                    self._drop(self._last_after(key))
+                self._drop_from(key)
             self._slabs.settle()
             return n_tails - self.n_tails
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """What is saved of a trunk's requests: of each block what it is and what follows what, and its tensors."""
+        """Return the blocks for these weights, each with the key of the block before it, and their tensors."""
         with self._lock:
             self._expire()
-            of_weights = [(key, block) for key, block in self._held.items() if block.scope.weights == weights]
-            held = [(key, block, self._before.get(key)) for key, block in of_weights]
-        return pack([(block.tensors, _about(key, block, before)) for key, block, before in held])
+            held = [(key, self._before.get(key), block) for key, block in self._held.items()]
+        records = []
+        for key, before, block in held:
+            if block.scope.weights == weights:
+                about = [key, astuple(block.scope), block.ids.hex(), block.layout.hex(), block.is_tail, before]
+                records.append((block.tensors, about))
+        return pack(records)
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
         """Hold what was saved, as far as it fits."""
@@ -199,16 +202,12 @@ class BlockPool:
             on_device = {name: one.to(self.device) for name, one in own.items()}
             block = Block.of(bytes.fromhex(ids), Scope(*scope), on_device, is_tail, bytes.fromhex(layout))
             with self._lock:
-                has_place, ours, nbytes = before is None or before in self._held, {before or ""}, block.nbytes
-                namespace = block.scope.namespace
-                if has_place and self._make_room(nbytes, ours, self._max_bytes, namespace):
+                has_place, nbytes = before is None or before in self._held, block.nbytes
+                if has_place and self._make_room(nbytes, {before or ""}, block.scope.namespace):
                     self._add(key, block, nbytes, before)
                     self._policy_of(key).on_put(key, nbytes)
-        self.gather()
-
-    def gather(self) -> None:
-        """Lay blocks that follow one another side by side, where they do not: saved blocks lie each for itself."""
         with self._lock:
+            self._slabs.settle()
             self._slabs.gather(self._before, self.size)
 
     def _match(self, chain: Sequence[Link]) -> list[Block]:
@@ -229,9 +228,7 @@ class BlockPool:
     def _expire(self) -> None:
         """Drop blocks that their policy sends away, with all that follow them."""
         for key in self._shares.expired():
-            while key in self._held:
-                self._drop(self._last_after(key))
-                self.n_evicted += 1
+            self.n_evicted += self._drop_from(key)
         self._slabs.settle()
 
     def _last_after(self, key: str) -> str:
@@ -239,6 +236,14 @@ class BlockPool:
         while key in self._after:
             key = next(iter(self._after[key]))
         return key
+
+    def _drop_from(self, key: str) -> int:
+        """Drop a block, if it is held, with all that follow it; returns how many they were."""
+        n_dropped = 0
+        while key in self._held:
+            self._drop(self._last_after(key))
+            n_dropped += 1
+        return n_dropped
 
     def _add(self, key: str, block: Block, nbytes: int, before: str | None) -> None:
         self._held[key] = block
@@ -263,16 +268,13 @@ class BlockPool:
         if not siblings:
             self._after.pop(before, None)
 
-    @property
-    def _max_bytes(self) -> int:
-        """What others leave. It holds as long as the lock is held: they ask blocks to make way first."""
-        return self.max_bytes - self._spent()
-
     def _policy_of(self, key: str) -> Policy:
         return self._shares.policies[self._held[key].scope.namespace]
 
-    def _make_room(self, nbytes: int, own: set[str], max_bytes: int, namespace: str) -> bool:
+    def _make_room(self, nbytes: int, own: set[str], namespace: str) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
+        # What others leave is the same as long as the lock is held: they ask blocks to make way first.
+        max_bytes = self.max_bytes - self._spent()
         if nbytes > max_bytes:
             return False
         while self.nbytes + nbytes > max_bytes:
@@ -285,10 +287,6 @@ class BlockPool:
             self._drop(leaving)
             self.n_evicted += 1
         return True
-
-
-def _about(key: str, block: Block, before: str | None) -> list[Any]:
-    return [key, astuple(block.scope), block.ids.hex(), block.layout.hex(), block.is_tail, before]
 
 
 def _n_alike(one: bytes, other: bytes) -> int:

@@ -18,7 +18,7 @@ from llmcache.request.bypass import is_plain_cache
 
 @dataclass(slots=True)
 class Chunks:
-    """How long prompts are run; see `LLMCache.chunked`."""
+    """Runs long prompts in chunks; see `LLMCache.chunked`."""
 
     n_tokens: int
     between: Callable[[], None]

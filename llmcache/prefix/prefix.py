@@ -26,8 +26,7 @@ from llmcache.models.hooks import are_hooked
 from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
 from llmcache.models.packing import padding_of
-from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
-from llmcache.prefix.block_hash import links
+from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, links, runs
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.kv_fill import Pieces, empty, fill, join, lay, put
 from llmcache.prefix.slabs import slab_blocks
@@ -58,17 +57,7 @@ class Prefix:
         stored: StoredBlocks | None,
         is_exact: bool,
     ) -> None:
-        """Serve from `blocks`.
-
-        Args:
-            trunk: Of the model.
-            blocks: What is held.
-            counters: Told what is too large.
-            arguments: Of the trunk.
-            cuts: Beginnings are served; else whole requests alone.
-            stored: Blocks beyond memory; None: there are none.
-            is_exact: Whole requests are served.
-        """
+        """Serve from `blocks`, and from `stored` beyond memory: beginnings (`cuts`) and whole requests (`is_exact`)."""
         self._cuts, self._stored, self._is_exact = cuts, stored, is_exact
         self._trunk, self.blocks, self._counters, self._arguments = trunk, blocks, counters, arguments
         self._is_grown = False  # layers of the trunk's K/V caches all hold all K/V
@@ -172,7 +161,7 @@ class Prefix:
             prefill.served = {number: n for number, n in enumerate(used) if n}
 
     def _reach(self, prefill: Prefill, row: Row, shared: str | None) -> tuple[list[Block], int]:
-        """`BlockPool.reach` for a row, in its own namespace or, where that reaches further, in one that it may read."""
+        """`BlockPool.reach` of a row, in its own namespace or in one that it may read if that reaches further."""
         own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
         if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
             return own
@@ -266,51 +255,46 @@ class Prefix:
         ids = call.arguments["input_ids"]
         n_rows, n_tokens = ids.shape
         rest = [row.number for row in prefill.rows if row.number not in prefill.whole]
-        output, scratch = None, None
-        if rest:
-            scratch = self._new_cache()
-            index = torch.tensor(rest, device=ids.device)
-            args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, scratch)
-            for name in DECIDING:  # a 4-D mask is for the caller's K/V: here the 2-D one says the same
-                value = call.arguments.get(name)
-                if value is not None:
-                    value = value.index_select(0, index) if len(value) == n_rows else value
-                    args, kwargs = self._arguments.replace(args, kwargs, name, value)
-                elif name == "attention_mask":
-                    args, kwargs = self._arguments.replace(args, kwargs, name, None)
-            output = run(args, kwargs)
+        output, kv_cache = self._run_rows(call, rest, run) if rest else (None, None)
         held = {number: _gather(blocks) for number, (_, blocks) in prefill.whole.items()}
-        sample = next(iter(held.values()))[2]
-        states = sample.new_zeros((n_rows, n_tokens, sample.shape[-1]), device=ids.device)
-        if output is not None:
-            states[rest] = output[0]
-        for number, (_, _, own) in held.items():
-            self._place(prefill, number, "states", own[0], states[number])
+
+        def lay_rows(name: str, layer: int, computed: Tensor | None) -> Tensor:
+            """Tensors of all rows (B, ..., T, D): as they are held, or as they were computed of the rest."""
+            own = {number: pieces[name][layer] for number, pieces in held.items()}
+            like = next(iter(own.values()))
+            laid = like.new_zeros((n_rows, *like.shape[:-2], n_tokens, like.shape[-1]), device=ids.device)
+            if computed is not None:
+                laid[rest] = computed
+            for number, tensor in own.items():
+                row, tail = prefill.rows[number], prefill.whole[number][1][-1]
+                valid = row.valid if isinstance(row.valid, slice) else torch.from_numpy(row.valid)
+                laid[number][..., valid, :] = tensor.to(ids.device)
+                if tail.padding and tail.layout == row.layout:
+                    padding = torch.from_numpy(padding_of(row.valid, n_tokens))
+                    laid[number][..., padding, :] = tail.padding[name][layer].to(ids.device)
+            return laid
+
+        states = lay_rows("states", 0, None if output is None else output[0])
         for layer in range(self._trunk.depth):
-            both = []
-            for which, name in enumerate(("keys", "values")):
-                like = next(iter(held.values()))[which]
-                whole = like.new_zeros((n_rows, like.shape[1], n_tokens, like.shape[3]), device=ids.device)
-                if scratch is not None:
-                    whole[rest] = getattr(scratch.layers[layer], name)
-                for number, pieces in held.items():
-                    self._place(prefill, number, name, pieces[which][layer], whole[number], layer)
-                both.append(whole)
-            put(prefill.kv_cache, layer, *both)
+            computed = None if kv_cache is None else kv_cache.layers[layer]
+            keys, values = (lay_rows(name, layer, getattr(computed, name, None)) for name in ("keys", "values"))
+            put(prefill.kv_cache, layer, keys, values)
         of, names = kind
         made = {name: states if name == _STATES else prefill.kv_cache for name in names}
         return tuple(made.values()) if of is tuple else of(**made)
 
-    def _place(
-        self, prefill: Prefill, number: int, name: str, own: Tensor, whole: Tensor, layer: int | None = None
-    ) -> None:
-        """Write what is held of a row (..., n, D) into its place (..., T, D), padding included where it is alike."""
-        row, tail = prefill.rows[number], prefill.whole[number][1][-1]
-        valid = row.valid if isinstance(row.valid, slice) else torch.from_numpy(row.valid)
-        whole[..., valid, :] = own.to(whole.device)
-        if tail.padding and tail.layout == row.layout:
-            padding = tail.padding[name][0 if layer is None else layer]
-            whole[..., torch.from_numpy(padding_of(row.valid, whole.shape[-2])), :] = padding.to(whole.device)
+    def _run_rows(self, call: "Call", rows: Sequence[int], run: Run) -> tuple[Any, Any]:
+        """Run the trunk on some rows alone; returns its output, and the K/V cache that it filled."""
+        index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), self._new_cache()
+        args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, kv_cache)
+        for name in DECIDING:  # a 4-D mask is for the caller's K/V: here the 2-D one says the same
+            value = call.arguments.get(name)
+            if value is not None:
+                value = value.index_select(0, index) if len(value) == len(call.arguments["input_ids"]) else value
+                args, kwargs = self._arguments.replace(args, kwargs, name, value)
+            elif name == "attention_mask":
+                args, kwargs = self._arguments.replace(args, kwargs, name, None)
+        return run(args, kwargs), kv_cache
 
     # -- store ---------------------------------------------------------------------------------------------------------
 
@@ -376,22 +360,22 @@ class Prefix:
         for first in range(n_before, len(chain), slab_blocks(size)):
             held = chain[first : first + slab_blocks(size)]
             begin = _first(row) + first * size
-            slab = Slab(*self._take(prefill, row, states, slice(begin, begin + len(held) * size)))
-            made += [slab.block(link.ids, prefill.scope, i * size, size) for i, link in enumerate(held)]
+            slab = self._take(prefill, row, states, slice(begin, begin + len(held) * size))
+            made += [Block(link.ids, prefill.scope, slab, i * size, (i + 1) * size) for i, link in enumerate(held)]
         return made
 
     def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
-        """What a row has after so many tokens, with its padding where that is to be served as well."""
+        """The tail of a row after so many tokens, with its padding if that is served as well."""
         places = row.valid if row.start is None else slice(_first(row) + n_before, _valid(row).stop)
         rest = self._take(prefill, row, states, places)
         padding = {}
         if row.has_layout or row.layout:
             taken = self._take(prefill, row, states, padding_of(row.valid, len(states)))
-            padding = dict(zip(NAMES, taken, strict=True))
+            padding = dict(zip(NAMES, taken.cut(0, taken.n_tokens), strict=True))
         ids = row.ids[n_before * _id_width(row) :]
-        return Block(ids, prefill.scope, *rest, is_tail=True, padding=padding, layout=row.layout)
+        return Block(ids, prefill.scope, rest, 0, rest.n_tokens, is_tail=True, padding=padding, layout=row.layout)
 
-    def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> Slab:
         """K/V and states of places of a row, copied, and fit to be kept."""
         device = self.blocks.device
         with torch.inference_mode(False), torch.no_grad():
@@ -400,7 +384,7 @@ class Prefix:
             keys = torch.cat([layer.keys[only, :, places] for layer in layers])
             values = torch.cat([layer.values[only, :, places] for layer in layers])
             taken = states[None, places].clone()
-            return keys.to(device), values.to(device), taken.to(device)
+            return Slab(keys.to(device), values.to(device), taken.to(device))
 
 
 def _read_kind(told: Any) -> tuple[type, tuple[str, ...]] | None:
@@ -431,10 +415,9 @@ def with_states(output: Any, states: Tensor) -> Any:
     return output
 
 
-def _gather(blocks: Sequence[Block]) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values (L, H, n, D_h) and states (1, n, D) of blocks that follow one another."""
-    keys, values, states = (torch.cat(pieces, dim=-2) for pieces in zip(*runs(blocks), strict=True))
-    return keys, values, states
+def _gather(blocks: Sequence[Block]) -> dict[str, Tensor]:
+    """`keys`, `values` (L, H, n, D_h) and `states` (1, n, D) of blocks that follow one another."""
+    return dict(zip(NAMES, (torch.cat(pieces, dim=-2) for pieces in zip(*runs(blocks), strict=True)), strict=True))
 
 
 def _first_padding(rows: Sequence[Row]) -> int:

@@ -27,32 +27,30 @@ class Slabs:
 
     def add(self, key: str, block: Block) -> None:
         """Note a block that is held from now on."""
-        if block.slab is not None:
-            self._keys.setdefault(block.slab, []).append(key)
-            self._changed.add(block.slab)
+        self._keys.setdefault(block.slab, []).append(key)
+        self._changed.add(block.slab)
 
     def remove(self, key: str, block: Block) -> None:
         """Note a block that is held no longer."""
-        if block.slab is not None:
-            self._keys[block.slab].remove(key)
-            self._changed.add(block.slab)
+        self._keys[block.slab].remove(key)
+        self._changed.add(block.slab)
 
     def settle(self) -> None:
         """Make slabs anew that hold more than the blocks that are held."""
         while self._changed:
             slab = next(iter(self._changed))
             keys = self._keys[slab]
-            if sum(self._held[key].n_tokens for key in keys) < slab.n_tokens:
+            if not keys or sum(self._held[key].n_tokens for key in keys) < slab.n_tokens:
                 self._lay(keys)
                 del self._keys[slab]
             self._changed.remove(slab)
 
     def gather(self, before: Mapping[str, str], size: int) -> None:
-        """Lay blocks of a size into slabs that lie in none, each after the one before it, as those of a file do."""
+        """Lay blocks that lie alone, as those of a save do, side by side, each after the one before it."""
         groups: list[list[str]] = []
         going_on: dict[str, list[str]] = {}  # by the last block of each
         for key, block in self._held.items():
-            if block.is_tail or block.slab is not None:
+            if block.is_tail or block.slab.n_tokens > size:
                 continue
             group = going_on.pop(before.get(key, ""), [])
             if not group or len(group) >= slab_blocks(size):
@@ -61,11 +59,15 @@ class Slabs:
             group.append(key)
             going_on[key] = group
         for group in groups:
-            self._lay(group)
+            if len(group) > 1:
+                alone = [self._held[key].slab for key in group]
+                self._lay(group)
+                for slab in alone:
+                    del self._keys[slab]
 
     def _lay(self, keys: Sequence[str]) -> None:
         """Lay blocks that follow one another side by side."""
         if keys:
-            slab, laid = lay_together([self._held[key] for key in keys])
+            laid = lay_together([self._held[key] for key in keys])
             self._held.update(zip(keys, laid, strict=True))
-            self._keys[slab] = list(keys)
+            self._keys[laid[0].slab] = list(keys)

@@ -15,7 +15,7 @@ from llmcache.stores.tier import Tier
 
 @dataclass(slots=True)
 class Wanted:
-    """What is asked for of one row in one scope: blocks that follow those in memory, and tails that may end it."""
+    """What a store is asked for one row: the blocks that follow those in memory, and tails that may end the row."""
 
     scope: Scope
     row: Row
@@ -25,10 +25,9 @@ class Wanted:
 
 
 class StoredBlocks:
-    """What a pool asks of a store. Thread-safe."""
+    """Reads and writes the blocks of a pool in a store. Thread-safe."""
 
     def __init__(self, tier: Tier, pool: BlockPool) -> None:
-        """Keep the blocks of a pool beyond its memory."""
         self.tier, self._pool = tier, pool
 
     def put(self, key: str, block: Block, before: str | None, number: int, kind: Any) -> None:
@@ -38,10 +37,9 @@ class StoredBlocks:
 
     def offer_again(self, keys: Sequence[str], blocks: Sequence[Block], number: int, kind: Any) -> None:
         """Have blocks of one chain, which serve now, written that were dropped when they were put."""
-        if self.tier.has_dropped:
-            for before, key, block in zip([None, *keys], keys, blocks, strict=False):
-                if self.tier.lacks(block.scope, block_name(key)):
-                    self.put(key, block, before, number, kind)
+        for before, key, block in zip([None, *keys], keys, blocks, strict=False):
+            if self.tier.lacks(block.scope, block_name(key)):
+                self.put(key, block, before, number, kind)
 
     def recall(self, wanted: Sequence[Wanted], n_purges: int) -> list[Any]:
         """Hold in memory what the store has of rows, in one read; returns how outputs of their tails are made up."""
@@ -63,7 +61,7 @@ class StoredBlocks:
                 break
             blocks.append(self._block(scope, value, is_tail=False))
         n = slab_blocks(size)
-        laid = [one for i in range(0, len(blocks), n) for one in lay_together(blocks[i : i + n])[1]]
+        laid = [one for i in range(0, len(blocks), n) for one in lay_together(blocks[i : i + n])]
         held = wanted.chain[: wanted.n_held + len(laid)]
         self._pool.put(
             held, {link.key: one for link, one in zip(held[wanted.n_held :], laid, strict=True)}, n_purges=n_purges
@@ -86,5 +84,5 @@ class StoredBlocks:
 
 
 def block_name(key: str) -> str:
-    """Under which a block lies."""
+    """The name of a block in a store."""
     return f"b.{key}"

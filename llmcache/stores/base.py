@@ -1,4 +1,4 @@
-"""What a store does, and the types that it is passed."""
+"""The interface of stores, and the types that they are passed."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -9,13 +9,13 @@ from typing import TypeAlias
 #: Bytes of a value. What a store returns may lie in memory that it mapped.
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-#: Of names, values and indexes. Raised with each change of what a value means: versions never share values.
+#: The format of names, values and indexes. Each change of what a value means raises it: versions never share values.
 FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StoreKey:
-    """Under which a value lies. Equal keys stand for equal values, so a value is never updated.
+    """The key of a value. Equal keys stand for equal values, so a value is never updated.
 
     Attributes:
         namespace: The caller's partition (tenant): any Unicode text.
@@ -36,12 +36,12 @@ class StoreKey:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A value that is to be stored.
+    """A value to be stored.
 
     Attributes:
-        key: Under which it lies.
-        value: What `seal.Seal` made of it.
-        number: Of its namespace, from before the value was computed; see `Store.numbers`.
+        key: Its key.
+        value: Its bytes, as `seal.Seal` makes them.
+        number: The number that its namespace had before the value was computed; see `Store.numbers`.
     """
 
     key: StoreKey
@@ -51,7 +51,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """What is to be forgotten.
+    """A purge: values of one namespace, a whole namespace, or everything.
 
     Attributes:
         namespace: The namespace; None: all.
@@ -64,12 +64,12 @@ class Purge:
 
 @dataclass(frozen=True, slots=True)
 class Purges:
-    """What was purged since a cursor.
+    """The purges since a cursor.
 
     Attributes:
-        found: In order.
-        cursor: To go on with.
-        is_complete: None in between is missing. If not, compare the numbers of all namespaces that you hold.
+        found: The purges, in order.
+        cursor: The cursor to go on with.
+        is_complete: No purge is missing. If one may be, compare the numbers of all namespaces that you hold.
     """
 
     found: Sequence[Purge] = field(default=())
@@ -79,12 +79,12 @@ class Purges:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds.
+    """The size of a store.
 
     Attributes:
         n_values: Values held.
         nbytes: Bytes of these.
-        max_bytes: Its budget; None: it is not this store's to set.
+        max_bytes: Its budget; None: others set it.
         n_evicted: Values that left for lack of room, since this store was opened.
     """
 
@@ -95,28 +95,28 @@ class StoreStats:
 
 
 class Store(ABC):
-    """Where sealed values of many caches lie, by key, behind the memory of their banks.
+    """Holds sealed values of many caches, by key, behind the memory of their banks.
 
-    Each cache opens its own. All that are opened with the same settings, in one process or several, share what they
-    hold. Values are sealed and checked by `seal`: a store moves bytes. What comes back damaged, or under another key,
-    is found out and is a miss.
+    Each cache opens its own. All that are opened with the same settings, in one process or several, share their values.
+    Values are sealed and checked by `seal`: a store moves bytes. A value that comes back damaged, or under another key,
+    is a miss.
 
-    Thread-safe: reads come from many threads, beside one call that writes. What fails raises `StoreError`: it is
-    counted and logged, and the request is computed. A key without a value is None, never an error. The store decides
-    who leaves for lack of room.
+    Thread-safe: reads come from many threads, beside one call that writes. A failure raises `StoreError`: it is
+    counted and logged, and the request is computed. A key without a value gives None, never an error. The store decides
+    which values leave for lack of room.
 
     Each namespace has a number. A value belongs to the number it was put with, and is returned only while that is the
     namespace's number. A purge gives another number. Numbers never come again, whatever the store lost.
 
-    The constructor takes the setting's options as keyword arguments, checked against its annotations. What cannot be
-    opened raises `ValueError`, with the cure.
+    The constructor takes the setting's options as keyword arguments, checked against its annotations. It raises
+    `ValueError`, with the cure, if the store cannot be opened.
     """
 
     @abstractmethod
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
         """Return a value for each key, in their order; None where there is none, or it was not there by the deadline.
 
-        What is returned stays as it is whatever becomes of the value, also after `close`. It counts as used. Of the
+        The bytes stay as they are whatever becomes of the value, also after `close`. The value counts as used; of the
         keys of one call the first count as used last.
 
         Args:
@@ -128,8 +128,8 @@ class Store(ABC):
     def put_many(self, puts: Sequence[Put]) -> None:
         """Store values; all stores find them when this returns. Called behind the answers, so it may take its time.
 
-        Left out without a word is what does not fit the budget, and what was put with another number than the namespace
-        has by now. Where a key has a value, either of the two stays.
+        Values that do not fit the budget are left out without a word, and so are those with another number than their
+        namespace has by now. Where a key has a value, either of the two stays.
         """
 
     @abstractmethod
@@ -147,8 +147,8 @@ class Store(ABC):
     def purge(self, namespace: str | None) -> int:
         """Give a namespace, or all of them (None), another number, and return how many values that made unreachable.
 
-        When this returns, no store returns any of them, none accepts what was put with a number from before, and
-        `purges` tells of it. Their bytes may go later. Returned are those that can be told at once; 0 where none can.
+        When this returns, no store returns any of them, none accepts a value with a number from before, and `purges`
+        tells of it. Their bytes may go later. The count is of those that can be told at once; 0 where none can.
         """
 
     @abstractmethod
@@ -159,15 +159,15 @@ class Store(ABC):
     def purges(self, since: str | None) -> Purges:
         """Return what all stores purged after a cursor; None: nothing, and the cursor of now.
 
-        Called in every call of the model, so it does not wait for a server. A cursor is one that this store gave. One
-        that is too old or unknown makes the answer incomplete: it then holds no purge, and the cursor of now. A purge
-        is told by the time that it returns.
+        Called in every call of the model, so it does not wait for a server. A cursor that is too old, or that this
+        store did not give, makes the answer incomplete: it then holds no purge, and the cursor of now. A purge is told
+        by the time that it returns.
         """
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Return what is held, by all that share it."""
+        """Return what all stores that share these values hold together."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held open. Calls that come later raise `StoreError`; closing again does nothing."""
+        """Release files and connections. Calls that come later raise `StoreError`; closing again does nothing."""

@@ -10,7 +10,6 @@ loses power files may be damaged; that is found out when they are read.
 """
 
 import logging
-import os
 import threading
 import time
 import uuid
@@ -34,7 +33,7 @@ _PART = ".part"
 _PART_AGE_S = 60.0  # since it was written to, after which a file has lost its writer
 _PATIENCE_S = 60.0  # for others who open the store
 _INDEX, _DAMAGED, _LOCK = "index.sqlite", ".damaged", ".lock"
-_LOGS = "-wal", "-shm", "-journal"  # beside the index
+_INDEX_FILES = [f"{_INDEX}{log}" for log in ("", "-wal", "-shm", "-journal")]
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre", "afs", "beegfs")
 
 
@@ -58,31 +57,31 @@ class DiskStore(Store):
         self._opened: DiskIndex | None = self._open()
 
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
-        if time.monotonic() >= deadline:
-            self._index.totals()
-            return [None] * len(keys)
         digests = [key.digest for key in keys]
-        found = self._index.find(digests, with_bodies=True)
+        found = self._index.find(digests, with_bodies=True) if time.monotonic() < deadline else {}
         values: list[Bytes | None] = []
         for digest in digests:
-            held = found.get(digest) if time.monotonic() < deadline else None
-            if held is None or held.file is None:
-                values.append(None if held is None else held.body)
-                continue
-            value = self._map(held.file, held.nbytes)
-            values.append(value)
-            if value is None or len(value) < held.nbytes:
-                self._lost.add((digest, held.file))
+            held = found.get(digest)
+            if held is None or time.monotonic() >= deadline:
+                values.append(None)
+            elif held.file is None:
+                values.append(held.body)
+            else:
+                value = self._map(held.file, held.nbytes)
+                values.append(value)
+                if value is None or len(value) < held.nbytes:
+                    self._lost.add((digest, held.file))
         self._index.use([digest for digest, value in zip(digests, values, strict=True) if value is not None])
         return values
 
     def put_many(self, puts: Sequence[Put]) -> None:
         fitting = [put for put in puts if len(put.value) <= self._max_bytes]
-        parts = {i: self._values / f"{uuid.uuid4().hex}{_PART}" for i, put in enumerate(fitting) if _is_large(put)}
+        large = [i for i, put in enumerate(fitting) if len(put.value) > LARGE_BYTES]
+        parts = {i: self._values / f"{uuid.uuid4().hex}{_PART}" for i in large}
         named: list[Path] = []
         try:
             for i, part in parts.items():
-                _write(part, fitting[i].value)
+                part.write_bytes(fitting[i].value)
             with self._index.writing() as changes:
                 lost, self._lost = self._lost, set()
                 useless = changes.lose(lost)
@@ -105,7 +104,8 @@ class DiskStore(Store):
                 part.unlink(missing_ok=True)
 
     def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
-        whole = self._whole([key.digest for key in keys])
+        found = self._index.find([key.digest for key in keys], with_bodies=False)
+        whole = {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
         return [key for key in keys if key.digest not in whole]
 
     def numbers(self, namespaces: Sequence[str]) -> list[int]:
@@ -159,11 +159,6 @@ class DiskStore(Store):
             raise StoreError(f"{self._folder}: the store is closed")
         return index
 
-    def _whole(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those keys that have a value, as far as that was seen."""
-        found = self._index.find(digests, with_bodies=False)
-        return {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
-
     def _open(self) -> DiskIndex:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -172,8 +167,7 @@ class DiskStore(Store):
                     f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
                     "folder on a local disk"
                 )
-            names = [f"{_INDEX}{log}" for log in ("", *_LOGS)]
-            known = {_LOCK, self._values.name, *names, *(f"{name}{_DAMAGED}" for name in names)}
+            known = {_LOCK, self._values.name, *_INDEX_FILES, *(f"{name}{_DAMAGED}" for name in _INDEX_FILES)}
             if foreign := {path.name for path in self._folder.iterdir()} - known:
                 raise ValueError(f"{self._folder}: holds something else ({min(foreign)}): name a folder of its own")
             with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S):
@@ -201,10 +195,9 @@ class DiskStore(Store):
 
     def _put_aside(self, error: DamagedError) -> None:
         """Keep a damaged index, in place of one from before; its values have no row any more, and are removed."""
-        for log in ("", *_LOGS):
-            path = self._folder / f"{_INDEX}{log}"
+        for name in _INDEX_FILES:
             with suppress(FileNotFoundError):
-                path.replace(f"{path}{_DAMAGED}")
+                (self._folder / name).replace(self._folder / f"{name}{_DAMAGED}")
         logger.warning("llmcache: %s; the store begins empty, and the file is kept as %s", error, f"{_INDEX}{_DAMAGED}")
 
     def _tidy(self, index: DiskIndex) -> None:
@@ -238,20 +231,6 @@ class DiskStore(Store):
                 return memoryview(b"")
             return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8).numpy().data
         return None
-
-
-def _is_large(put: Put) -> bool:
-    return len(put.value) > LARGE_BYTES
-
-
-def _write(path: Path, value: Bytes) -> None:
-    number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        rest = memoryview(value)
-        while rest:
-            rest = rest[os.write(number, rest) :]
-    finally:
-        os.close(number)
 
 
 def _file_system(folder: Path) -> str:

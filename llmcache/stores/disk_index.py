@@ -60,7 +60,7 @@ class DamagedError(StoreError):
 
 
 class Held(NamedTuple):
-    """Where a value lies: in a file, or here."""
+    """The place of a value: a file, or the index itself."""
 
     file: str | None
     nbytes: int
@@ -124,7 +124,7 @@ class DiskIndex:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], with_bodies: bool) -> dict[bytes, Held]:
-        """Where values lie that may be returned, by key."""
+        """Return the places of valid values, by key."""
         body = "(SELECT body FROM bodies WHERE bodies.id = held.id)" if with_bodies else "NULL"
         found: dict[bytes, Held] = {}
         for begin in range(0, len(keys), _AT_ONCE):
@@ -236,7 +236,7 @@ class DiskIndex:
 
 
 class Changes:
-    """What is written in one transaction."""
+    """The changes of one transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._do = connection.execute
@@ -320,7 +320,7 @@ def _as_store_error() -> Iterator[None]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """By which a file is told from another one of its name; None where there is none."""
+    """Device and inode, which tell a file from another one of its name; None where there is no file."""
     try:
         found = os.stat(path)
     except OSError:

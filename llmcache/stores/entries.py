@@ -11,14 +11,13 @@ from llmcache.stores.tier import Tier
 
 
 class StoredEntries:
-    """What a bank asks of a store. Thread-safe."""
+    """Reads and writes the entries of a bank in a store. Thread-safe."""
 
     def __init__(self, tier: Tier, bank: Bank, packings: Kinds[Packing]) -> None:
-        """Keep the entries of a bank beyond its memory."""
         self.tier, self._bank, self._packings = tier, bank, packings
 
     def recall(self, call: Call, rows: Sequence[Row]) -> None:
-        """Hold in memory what the store has of requests; all in one read."""
+        """Bring the stored entries of requests into the bank, in one read."""
         assert call.scope is not None and call.requests is not None
         lacking = [row for row in rows if row.key not in self._bank and row.again not in self._bank]
         wanted = [key for row in lacking for key in (row.again, row.key) if key]
@@ -35,7 +34,7 @@ class StoredEntries:
         self._bank.put(found, call.generation)
 
     def put(self, call: Call, entries: Iterable[Entry]) -> None:
-        """Have entries of a call written."""
+        """Write entries of a call, behind the answer."""
         kind = self._packings.describe(call.kind)
         for one in entries:
             self.tier.write(
@@ -43,11 +42,11 @@ class StoredEntries:
             )
 
     def offer_again(self, call: Call, entries: Iterable[Entry]) -> None:
-        """Have entries written that were dropped when they were put; they serve this call."""
+        """Write entries, which serve this call, that were dropped when they were put."""
         if self.tier.has_dropped and self._packings.are_known(call.kind):
             self.put(call, [one for one in entries if self.tier.lacks(one.scope, entry_name(one.key))])
 
 
 def entry_name(key: str) -> str:
-    """Under which the entry of a request lies."""
+    """The name of a request's entry in a store."""
     return f"e.{key}"

@@ -9,6 +9,7 @@ the values, in one exchange. The server evicts as it is configured to; whatever 
 
 import logging
 import re
+import secrets
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,11 +19,12 @@ from typing import Any, NamedTuple
 from llmcache.errors import StoreError
 from llmcache.stores.base import FORMAT, Bytes, Purges, Put, Store, StoreKey, StoreStats
 from llmcache.stores.redis_follower import AWAY, LEASE_S, PATIENCE_S, Follower, tell
-from llmcache.stores.redis_server import ALL, Command, Names, Server, UnusableError, field_of, new_number, told
+from llmcache.stores.redis_server import ALL, Command, Run, Server, UnusableError, field_of, told
 from llmcache.threads import at_fork, forkable
 
 logger = logging.getLogger("llmcache")
 
+_NUMBER_BITS = 62  # of a number that is drawn: it was never given before
 _NUMBER_S = 0.1  # for the number of a namespace that is new to this process
 _LARGEST = 512 << 20  # bytes of a value that Redis takes
 _MOST_NAMESPACES = 10_000  # with a number of their own; beyond, all get a new one
@@ -33,7 +35,7 @@ _LOOKED_AT = 100_000  # at the start, for those of others
 
 
 class _Links(NamedTuple):
-    """What one process has open: clients for reads, for numbers, for what may take its time; and the follower."""
+    """The connections of one process: clients for reads, for numbers and for slow commands, and the follower."""
 
     reading: Any
     numbering: Any
@@ -77,74 +79,71 @@ class RedisStore(Store):
         for begin in range(0, len(keys), _AT_ONCE):
             if monotonic() >= deadline:
                 break
-            found += self._get(client, keys[begin : begin + _AT_ONCE])
+            with self._server.exchange(client) as at:
+                found += self._get(at, keys[begin : begin + _AT_ONCE])
         return [*found, *[None] * (len(keys) - len(found))]
 
     def put_many(self, puts: Sequence[Put]) -> None:
         names = list(dict.fromkeys(put.key.namespace for put in puts))
-        client = self._links.patient
-        with self._server.exchange(client) as at:
-            now = self._now(client, at, names)
+        with self._server.exchange(self._links.patient) as at:
+            now = self._now(at, names)
             kept = [p for p in puts if p.number == now[p.key.namespace] and len(p.value) <= _LARGEST]
             named = {at.value(put.key, put.number): put for put in kept}
             sets: list[Command] = [("SET", name, memoryview(p.value), "EX", self._ttl_s) for name, p in named.items()]
-            self._server.ask(client, [*sets, *at.live_on(self._ttl_s)])
-            after = self._now(client, at, names)
+            at.ask(*sets, *at.live_on(self._ttl_s))
+            after = self._now(at, names)
             if gone := [name for name, put in named.items() if put.number != after[put.key.namespace]]:
                 # A purge came between, which may have looked for what to remove before.
-                self._server.ask(client, [("UNLINK", *gone)])
+                at.ask(("UNLINK", *gone))
 
     def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
-        client = self._links.patient
-        with self._server.exchange(client) as at:
-            now = self._now(client, at, list(dict.fromkeys(key.namespace for key in keys)))
-            found = self._server.ask(client, [("TOUCH", at.value(key, now[key.namespace])) for key in keys])
+        with self._server.exchange(self._links.patient) as at:
+            now = self._now(at, list(dict.fromkeys(key.namespace for key in keys)))
+            found = at.ask(*(("TOUCH", at.value(key, now[key.namespace])) for key in keys))
         return [key for key, n in zip(keys, found, strict=True) if n != 1]
 
     def numbers(self, namespaces: Sequence[str]) -> list[int]:
-        """Likewise; the server may be silent for longer than in a read: nothing is written without a number."""
-        client = self._links.numbering
-        with self._server.exchange(client) as at:
-            now = self._now(client, at, namespaces)
+        """As `Store.numbers`. Waits longer for the server than a read: nothing is written without a number."""
+        with self._server.exchange(self._links.numbering) as at:
+            now = self._now(at, namespaces)
         return [now[namespace] for namespace in namespaces]
 
     def purge(self, namespace: str | None) -> int:
-        """Likewise; a server that is out of memory gives all namespaces another number.
+        """As `Store.purge`; a server that is out of memory gives all namespaces another number.
 
         Waits for a second, after which no process serves from its memory what was purged.
         """
         client = self._links.patient
         with self._server.exchange(client) as at:
-            namespace, number = self._renew(client, at, namespace)
+            namespace, number = self._renew(at, namespace)
         self._closing.wait(LEASE_S)
         n_removed, cursor = 0, "0"
         with suppress(StoreError), self._server.exchange(client) as at:  # what is left leaves at the end of its time
             while cursor:
-                cursor, names = self._scan(client, cursor, at.values(namespace))
+                cursor, names = _scan(at, cursor, at.values(namespace))
                 if stale := [name for name in names if at.number_of(name) not in (None, number)]:
-                    n_removed += self._server.ask(client, [("UNLINK", *stale)])[0]
+                    n_removed += at.ask(("UNLINK", *stale))[0]
         return n_removed
 
     def forget(self, keys: Sequence[StoreKey]) -> None:
-        """Likewise. Waits for a second, after which no process serves from its memory what was forgotten."""
-        client, namespace = self._links.patient, keys[0].namespace
-        with self._server.exchange(client) as at:
-            number = self._now(client, at, [namespace])[namespace]
+        """As `Store.forget`. Waits for a second, after which no process serves from its memory what was forgotten."""
+        namespace = keys[0].namespace
+        with self._server.exchange(self._links.patient) as at:
+            number = self._now(at, [namespace])[namespace]
             remove: Command = ("UNLINK", *(at.value(key, number) for key in keys))
-            self._server.ask(client, [remove, tell(at, namespace, [key.name for key in keys])])
+            at.ask(remove, tell(at, namespace, [key.name for key in keys]))
         self._closing.wait(LEASE_S)
 
     def purges(self, since: str | None) -> Purges:
         return self._links.follower.purges(since)
 
     def stats(self) -> StoreStats:
-        """Likewise, of values under this prefix; in a large database estimated from a part of it."""
-        client = self._links.patient
-        with self._server.exchange(client) as at:
-            n_names, memory, counts = self._server.ask(client, [("DBSIZE",), ("INFO", "memory"), ("INFO", "stats")])
-            found, n_seen = self._names(client, at.values(), _COUNTED)
+        """As `Store.stats`, of values under this prefix; estimated from a part of a large database."""
+        with self._server.exchange(self._links.patient) as at:
+            n_names, memory, counts = at.ask(("DBSIZE",), ("INFO", "memory"), ("INFO", "stats"))
+            found, n_seen = _names(at, at.values(), _COUNTED)
             values = [name for name in found if at.number_of(name) is not None]
-            sizes = self._server.ask(client, [("STRLEN", name) for name in values[:_SCANNED]])
+            sizes = at.ask(*(("STRLEN", name) for name in values[:_SCANNED]))
         n_values = len(values) if n_seen is None else round(len(values) * max(1.0, n_names / n_seen))
         return StoreStats(
             n_values,
@@ -163,7 +162,7 @@ class RedisStore(Store):
 
     @property
     def _links(self) -> _Links:
-        """What is open; a forked process opens its own when it first needs it."""
+        """The open connections; a forked process opens its own when it first needs them."""
         if self._closing.is_set():
             raise StoreError(f"{self._server.name}: the store is closed")
         if (links := self._opened) is None:
@@ -182,9 +181,9 @@ class RedisStore(Store):
         is_away = False
         try:
             with self._server.exchange(patient) as at:
-                self._refuse_others(patient)
-                self._now(patient, at, [])
-                (counts,) = self._server.ask(patient, [("INFO", "stats")])
+                self._refuse_others(at)
+                self._now(at, [])
+                (counts,) = at.ask(("INFO", "stats"))
                 self._n_evicted_before = counts.get("evicted_keys", 0)
         except UnusableError as error:
             raise ValueError(f"{error}") from error
@@ -193,10 +192,10 @@ class RedisStore(Store):
             logger.warning(AWAY, error)
         return _Links(reading, numbering, patient, Follower(self._server, self._ttl_s, is_away))
 
-    def _refuse_others(self, client: Any) -> None:
+    def _refuse_others(self, at: Run) -> None:
         """Refuse a prefix under which something else is kept, as far as a look at part of a large database tells."""
         ours = rf"{re.escape(self._prefix)}:{FORMAT}:[0-9a-f]+:(numbers|purges|[0-9a-f]{{32}}:[0-9a-f]+:[0-9a-f]{{64}})"
-        found, _ = self._names(client, f"{self._prefix}:*", _LOOKED_AT)
+        found, _ = _names(at, f"{self._prefix}:*", _LOOKED_AT)
         if others := [name for name in found if not re.fullmatch(ours.encode(), name)]:
             older = rf"{re.escape(self._prefix)}:(\d+:)?[0-9a-f]{{40}}:".encode()
             kind = "something else is" if not re.match(older, min(others)) else "values of another version are"
@@ -205,68 +204,68 @@ class RedisStore(Store):
                 f"({min(others).decode(errors='replace')!r}): name another prefix"
             )
 
-    def _get(self, client: Any, keys: Sequence[StoreKey]) -> list[Bytes | None]:
+    def _get(self, at: Run, keys: Sequence[StoreKey]) -> list[Bytes | None]:
         """Values that have the number which their namespace has when they are read; none where the server lost all."""
         names = list(dict.fromkeys(key.namespace for key in keys))
-        with self._server.exchange(client) as at:
-            while True:
-                known = {name: self._known[name] for name in names if name in self._known}
-                commands = [at.ask_numbers(names)]
-                if len(known) == len(names):
-                    commands += [("GET", at.value(key, known[key.namespace])) for key in keys]
-                first, *answers = self._server.ask(client, commands)
-                now = told(names, first)
-                if not now:
-                    return [None] * len(keys)
-                if now == known:
-                    return answers
-                if len(self._known) > _MOST_NAMESPACES:
-                    self._known.clear()
-                self._known |= now
+        while True:
+            known = {name: self._known[name] for name in names if name in self._known}
+            is_known = len(known) == len(names)
+            gets: list[Command] = [("GET", at.value(key, known[key.namespace])) for key in keys] if is_known else []
+            first, *answers = at.ask(at.ask_numbers(names), *gets)
+            now = told(names, first)
+            if not now:
+                return [None] * len(keys)
+            if now == known:
+                return answers
+            if len(self._known) > _MOST_NAMESPACES:
+                self._known.clear()
+            self._known |= now
 
-    def _now(self, client: Any, at: Names, names: Sequence[str]) -> dict[str, int]:
+    def _now(self, at: Run, names: Sequence[str]) -> dict[str, int]:
         """The number of each namespace; where the server lost them, all get one anew."""
         asked = at.ask_numbers(names)
-        (answer,) = self._server.ask(client, [asked])
+        (answer,) = at.ask(asked)
         if answer[0] is None:
-            begin: list[Command] = [
-                ("HSETNX", at.numbers, ALL, new_number()),
+            *_, answer = at.ask(
+                ("HSETNX", at.numbers, ALL, secrets.randbits(_NUMBER_BITS)),
                 ("XTRIM", at.purges, "MAXLEN", 0),  # so that all who follow it ask for the numbers again
                 *at.live_on(self._ttl_s),
-            ]
-            *_, answer = self._server.ask(client, [*begin, asked])
+                asked,
+            )
         return told(names, answer)
 
-    def _renew(self, client: Any, at: Names, namespace: str | None) -> tuple[str | None, int]:
+    def _renew(self, at: Run, namespace: str | None) -> tuple[str | None, int]:
         """Give a namespace another number, or all of them where that is not possible; returns which, and the number."""
         from redis.exceptions import OutOfMemoryError
 
-        number = new_number()
+        number = secrets.randbits(_NUMBER_BITS)
         try:
-            self._now(client, at, [])
-            if self._server.ask(client, [("HLEN", at.numbers)])[0] > _MOST_NAMESPACES:
+            self._now(at, [])
+            if at.ask(("HLEN", at.numbers))[0] > _MOST_NAMESPACES:
                 namespace = None
             field = ALL if namespace is None else field_of(namespace)
             changes: list[Command] = [("DEL", at.numbers)] * (namespace is None)
             changes += [("HSET", at.numbers, field, number), tell(at, namespace)]
-            self._server.ask(client, [("MULTI",), *changes, *at.live_on(self._ttl_s), ("EXEC",)])
+            at.ask(("MULTI",), *changes, *at.live_on(self._ttl_s), ("EXEC",))
         except StoreError as error:
             if not isinstance(error.__cause__, OutOfMemoryError):
                 raise
             namespace = None
-            self._server.ask(client, [("DEL", at.numbers), ("XTRIM", at.purges, "MAXLEN", 0)])
+            at.ask(("DEL", at.numbers), ("XTRIM", at.purges, "MAXLEN", 0))
         return namespace, number
 
-    def _scan(self, client: Any, cursor: str, matching: str) -> tuple[str, list[bytes]]:
-        """A step of a search for names: where to go on, "" at the end, and names that it found."""
-        ((after, names),) = self._server.ask(client, [("SCAN", cursor, "MATCH", matching, "COUNT", _SCANNED)])
-        return str(after or ""), names
 
-    def _names(self, client: Any, matching: str, most: int) -> tuple[set[bytes], int | None]:
-        """Names in the database; and among how many they were found, None if that were all, `most` being enough."""
-        cursor, found, n_seen = "0", set[bytes](), 0
-        while cursor and n_seen < most:
-            cursor, names = self._scan(client, cursor, matching)
-            found.update(names)
-            n_seen += _SCANNED
-        return found, n_seen if cursor else None
+def _scan(at: Run, cursor: str, matching: str) -> tuple[str, list[bytes]]:
+    """A step of a search for names: where to go on, "" at the end, and names that it found."""
+    ((after, names),) = at.ask(("SCAN", cursor, "MATCH", matching, "COUNT", _SCANNED))
+    return str(after or ""), names
+
+
+def _names(at: Run, matching: str, most: int) -> tuple[set[bytes], int | None]:
+    """Names in the database; and among how many they were found, None if that were all, `most` being enough."""
+    cursor, found, n_seen = "0", set[bytes](), 0
+    while cursor and n_seen < most:
+        cursor, names = _scan(at, cursor, matching)
+        found.update(names)
+        n_seen += _SCANNED
+    return found, n_seen if cursor else None

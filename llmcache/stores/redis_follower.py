@@ -15,7 +15,7 @@ from typing import Any
 
 from llmcache.errors import StoreError
 from llmcache.stores.base import Purge, Purges
-from llmcache.stores.redis_server import Command, Names, Server
+from llmcache.stores.redis_server import Command, Run, Server
 from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
@@ -29,7 +29,7 @@ _RETRY_S = 0.1
 _AT_ONCE = 1_000  # entries of the stream that are read together
 
 
-def tell(at: Names, namespace: str | None, names: Sequence[str] = ()) -> Command:
+def tell(at: Run, namespace: str | None, names: Sequence[str] = ()) -> Command:
     """Add a purge to the stream."""
     return _add(at, "purged", json.dumps([namespace, *names]))
 
@@ -43,7 +43,7 @@ class Follower:
         self._client = server.client(PATIENCE_S)
         self._log: deque[Purge] = deque(maxlen=_MOST_PURGES)
         self._name, self._n = "", 0  # of the log since it began anew, and how many it has heard since
-        self._run_of_server = ""
+        self._root = ""  # of the run of the server
         self._entry: bytes = b""  # of the stream, the last that was read
         self._current_until = 0.0
         self._is_away = is_away
@@ -53,7 +53,7 @@ class Follower:
         self._thread.start()
 
     def purges(self, since: str | None) -> Purges:
-        """What was purged after a cursor, but for what is less than `LEASE_S` old; see `Store.purges`.
+        """The purges after a cursor that are at least `LEASE_S` old, and maybe later ones; see `Store.purges`.
 
         Raises:
             StoreError: The server has not been heard for longer, or never, and nothing before that is new.
@@ -62,7 +62,7 @@ class Follower:
             # It waits only where the thread was kept from running: a server that is lost is away by then.
             self._changed.wait_for(lambda: self._is_away or self._is_current, LEASE_S)
             cursor = f"{self._name}:{self._n}"
-            if not self._is_current and (not self._run_of_server or since in (None, cursor)):
+            if not self._is_current and (not self._root or since in (None, cursor)):
                 raise StoreError("Redis: it has not been heard for a while")
             name, _, number = (since or "").partition(":")
             n_after = self._n - int(number) if name == self._name and number.isdigit() else -1
@@ -93,21 +93,20 @@ class Follower:
                     self._changed.notify_all()
                 self._closing.wait(_RETRY_S)
 
-    def _read(self, at: Names) -> None:
+    def _read(self, at: Run) -> None:
         """Read what came after the last entry, and see that nothing is missing."""
-        if at.run != self._run_of_server or not self._entry:
+        if at.root != self._root or not self._entry:
             self._begin(at)
             if not self._entry:
                 self._closing.wait(_BLOCK_S)
                 return
         began = monotonic()
         block = ("BLOCK", int(1e3 * _BLOCK_S)) if self._is_current else ()
-        commands: list[Command] = [
+        *_, found, last = at.ask(
             *at.live_on(self._ttl_s),
             ("XREAD", "COUNT", _AT_ONCE, *block, "STREAMS", at.purges, self._entry),
             ("XRANGE", at.purges, self._entry, self._entry),
-        ]
-        *_, found, last = self._server.ask(self._client, commands)
+        )
         entries = found[0][1] if found else []
         with self._changed:
             for self._entry, fields in entries:
@@ -119,7 +118,7 @@ class Follower:
             elif len(entries) < _AT_ONCE:
                 self._hear(began)
 
-    def _begin(self, at: Names) -> None:
+    def _begin(self, at: Run) -> None:
         """Go on from the last entry that there is, and make one where there is none.
 
         A server without memory takes none, and may have been purged all the same. Until it does, something is taken to
@@ -128,33 +127,33 @@ class Follower:
         from redis.exceptions import OutOfMemoryError
 
         began = monotonic()
-        (last,) = self._server.ask(self._client, [("XREVRANGE", at.purges, "+", "-", "COUNT", 1)])
+        (last,) = at.ask(("XREVRANGE", at.purges, "+", "-", "COUNT", 1))
         if not last:
             try:
-                last = [self._server.ask(self._client, [_add(at, "begun", "")])]
+                last = [at.ask(_add(at, "begun", ""))]
             except StoreError as error:
                 if not isinstance(error.__cause__, OutOfMemoryError):
                     raise
         with self._changed:
-            self._run_of_server, self._entry = at.run, last[0][0] if last else b""
+            self._root, self._entry = at.root, last[0][0] if last else b""
             self._name, self._n = secrets.token_hex(8), 0
             self._log.clear()
             self._hear(began)
 
     def _hear(self, began: float) -> None:
-        """All purges are known that were there when an answer was asked for."""
+        """Note that all purges from before an answer was asked for are known."""
         if self._is_away:
             logger.warning("llmcache: Redis answers again")
         self._current_until, self._is_away = began + LEASE_S, False
         self._changed.notify_all()
 
 
-def _add(at: Names, kind: str, what: str) -> Command:
+def _add(at: Run, kind: str, what: str) -> Command:
     return ("XADD", at.purges, "MAXLEN", "~", _MOST_PURGES, "*", kind, what)
 
 
 def _read_purge(fields: Mapping[bytes, Any]) -> Purge | None:
-    """What an entry of the stream says; None of the one it begins with. What cannot be read may be anything: all."""
+    """Read a purge from an entry of the stream; None of its first entry. An unreadable entry purges everything."""
     if b"begun" in fields:
         return None
     try:

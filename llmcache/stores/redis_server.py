@@ -12,7 +12,6 @@ comes again.
 import hashlib
 import os
 import re
-import secrets
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -41,15 +40,16 @@ class UnusableError(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What is called how, in one run of a server."""
+class Run:
+    """One run of a server: sends commands there, and knows what is called how."""
 
-    prefix: str
-    run: str
+    server: "Server"
+    client: Any
+    root: str  # what all names begin with
 
-    @property
-    def root(self) -> str:
-        return f"{self.prefix}:{FORMAT}:{self.run}"
+    def ask(self, *commands: Command) -> list[Any]:
+        """See `Server.ask`."""
+        return self.server.ask(self.client, commands)
 
     @property
     def numbers(self) -> str:
@@ -86,18 +86,13 @@ def told(namespaces: Sequence[str], answer: Sequence[bytes | None]) -> dict[str,
     return {} if every is None else {n: int(one or every) for n, one in zip(namespaces, own, strict=True)}
 
 
-def new_number() -> int:
-    """A number that was never given."""
-    return secrets.randbits(62)
-
-
 def field_of(namespace: str) -> str:
     """A name of fixed length for any text."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:32]
 
 
 class Server:
-    """Where a server is, and which run it is in. Thread-safe."""
+    """The address of a server, and the run that it is in. Thread-safe."""
 
     def __init__(self, url: str, prefix: str) -> None:
         """Take `redis://`, `rediss://` (TLS) or `unix://`; its password may be in `LLMCACHE_REDIS_PASSWORD` instead.
@@ -138,8 +133,8 @@ class Server:
         return Redis(connection_pool=BlockingConnectionPool(**self._settings, **more))  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def exchange(self, client: Any) -> Iterator[Names]:
-        """Within: the names of the run that the server is in.
+    def exchange(self, client: Any) -> Iterator[Run]:
+        """Within: the run that the server is in.
 
         Raises:
             UnusableError: The server cannot be used.
@@ -148,7 +143,7 @@ class Server:
         if not self._run:
             self.ask(client, [("PING",)])
         run = self._run
-        yield Names(self._prefix, run)
+        yield Run(self, client, f"{self._prefix}:{FORMAT}:{run}")
         if self._run != run:
             raise StoreError(f"{self.name}: it has started again")
 
@@ -190,7 +185,7 @@ class Server:
 
 
 def _cure(error: Exception) -> str | None:
-    """What to do about an error of redis-py that would come again; None of others."""
+    """The cure of an error of redis-py that would come again; None of other errors."""
     from redis import exceptions as known
 
     said, cause = str(error), error.__context__

@@ -1,4 +1,4 @@
-"""How tensors become the bytes that stores hold, and back. Every value is checked before anything of it is used.
+"""Turns tensors into the bytes that stores hold, and back. Every value is checked before anything of it is used.
 
     magic, format, flags, SHA-256 of the key          a head of fixed size
     SHA-256, or HMAC-SHA-256 where a secret is set    of all but itself
@@ -46,11 +46,11 @@ class MismatchError(ValueError):
 
 
 class Opened(NamedTuple):
-    """What a value holds.
+    """The content of a value.
 
     Attributes:
-        tensors: By name, on the host, each in memory of its own.
-        about: What was sealed with them.
+        tensors: Tensors by name, on the host, each in memory of its own.
+        about: The data that was sealed with them.
     """
 
     tensors: dict[str, Tensor]
@@ -63,8 +63,16 @@ class Seal:
     def __init__(self, secret: bytes = b"", key: bytes = b"") -> None:
         """Sign with a secret of any length, and encrypt with a key of 32 bytes; empty: not."""
         self._secret = secret
-        self._cipher: Any = _cipher(key) if key else None
         self._flags = _SIGNED * bool(secret) | _ENCRYPTED * bool(key)
+        self._cipher: Any = None
+        if key:
+            try:
+                from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            except ImportError as error:
+                raise ConfigError(
+                    f"{KEY} is set, but cryptography is not installed: pip install 'llmcache-torch[stores]'"
+                ) from error
+            self._cipher = AESGCM(key)
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -122,11 +130,10 @@ class Seal:
     def _checksum(self, head: Bytes, body: Bytes) -> bytes:
         made: Any = hmac.new(self._secret, head, "sha256") if self._secret else hashlib.sha256(head)
         made.update(body)
-        checksum: bytes = made.digest()
-        return checksum
+        return bytes(made.digest())
 
     def _checked(self, head: memoryview, rest: memoryview) -> bytes | None:
-        """What follows the head, decrypted; None where it is not what was made."""
+        """Check and decrypt the part after the head; None if it was changed."""
         if self._cipher is None:
             checksum, body = rest[:_CHECKSUM_BYTES], bytes(rest[_CHECKSUM_BYTES:])
             return body if hmac.compare_digest(checksum, self._checksum(head, body)) else None
@@ -138,13 +145,3 @@ class Seal:
         except (InvalidTag, ValueError):  # a nonce that was cut
             return None
         return bytes(body)
-
-
-def _cipher(key: bytes) -> Any:
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError as error:
-        raise ConfigError(
-            f"{KEY} is set, but cryptography is not installed: pip install 'llmcache-torch[stores]'"
-        ) from error
-    return AESGCM(key)

@@ -36,10 +36,10 @@ _MOST_NAMES = 10_000  # of namespaces and scopes that are known
 
 
 class Memory(Protocol):
-    """What a store lies behind."""
+    """The memory that a store lies behind."""
 
     def namespaces(self) -> Iterable[str]:
-        """Those of which anything is held."""
+        """Namespaces with anything in memory."""
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace, None: all; also what calls that are under way would put. Returns how many requests."""
@@ -62,13 +62,7 @@ class Tier:
     ) -> None:
         """Use an open store, which is closed when this is gone.
 
-        Args:
-            store: It may hold what others stored.
-            seal: Makes and checks its values.
-            settings: All that decides values beside a scope and the tokens.
-            counters: Told what fails.
-            memory: Forgets what is purged.
-            least_tokens: See `BreakEven`.
+        `settings` say all that decides values beside a scope and the tokens. `memory` forgets what is purged.
         """
         self._store, self._seal, self._settings = store, seal, settings
         self._behind = WriteBehind(store, seal, counters)
@@ -77,8 +71,8 @@ class Tier:
         self._memory = memory
         self._following = forkable(threading.RLock())
         self._cursor: str | None = None
-        self._numbers: dict[str, int] = {}  # of all namespaces of which memory holds anything, but for
-        self._unnumbered: set[str] = set()  # those for which the store did not answer
+        #: Of all namespaces that memory holds anything of; `NO_NUMBER` where the store did not tell.
+        self._numbers: dict[str, int] = {}
         self._n_changes = 0  # of these, by purges
         self._ask_again_s = 0.0
         self._scopes: dict[Scope, str] = {}
@@ -109,50 +103,42 @@ class Tier:
             self._cursor = told.cursor
 
     def number(self, namespace: str) -> int:
-        """With which values of a namespace are put from now on; `NO_NUMBER` where the store does not tell."""
-        if (known := self._numbers.get(namespace)) is not None:
+        """The number with which values of a namespace are put; `NO_NUMBER` where the store does not tell."""
+        if (known := self._numbers.get(namespace, NO_NUMBER)) != NO_NUMBER:
             return known
-        for _ in range(3):  # a purge that comes while the store is asked makes the answer worthless
-            n_changes, found = self._n_changes, self._ask_number(namespace)
-            with self._following:
-                if found is None:
-                    break
-                if n_changes != self._n_changes:
-                    continue
-                if namespace in self._unnumbered:  # nobody knows whether what is held came before a purge
-                    self._forget(namespace)
-                if len(self._numbers) >= _MOST_NAMES:
-                    held = {*self._memory.namespaces()}
-                    self._numbers = {name: number for name, number in self._numbers.items() if name in held}
-                self._numbers[namespace] = found
-                return found
+        n_changes, found = self._n_changes, self._ask_number(namespace)
         with self._following:
-            if len(self._unnumbered) >= _MOST_NAMES:
-                self._unnumbered &= {*self._memory.namespaces()}
-            self._unnumbered.add(namespace)
-        return NO_NUMBER
+            if n_changes != self._n_changes:  # a purge that came while the store was asked makes the answer worthless
+                found = NO_NUMBER
+            elif found != NO_NUMBER and self._numbers.get(namespace) == NO_NUMBER:
+                self._forget(namespace)  # nobody knows whether what is held came before a purge
+            if len(self._numbers) >= _MOST_NAMES:
+                held = {*self._memory.namespaces()}
+                self._numbers = {name: number for name, number in self._numbers.items() if name in held}
+            self._numbers[namespace] = found
+            return found
 
-    def _ask_number(self, namespace: str) -> int | None:
-        """Also where reads are late and writes are not: nothing is written of a namespace without its number."""
+    def _ask_number(self, namespace: str) -> int:
+        """Ask the store for a number, even while reads fail: without it no value of the namespace is written."""
         if monotonic() < self._ask_again_s or (self._behind.reads.is_open and self._behind.is_resting):
-            return None
+            return NO_NUMBER
         said = self._ask("ask the store for a number", lambda: self._store.numbers([namespace]), is_urgent=True)
         self._ask_again_s = 0.0 if said else monotonic() + _REST_S
-        return said[0] if said else None
+        return said[0] if said else NO_NUMBER
 
     def numbers(self) -> Mapping[str, int]:
-        """The numbers of the namespaces of which memory may hold anything, as far as they are known."""
+        """The known numbers of all namespaces that memory may hold."""
         with self._following:
-            return dict(self._numbers)
+            return {name: number for name, number in self._numbers.items() if number != NO_NUMBER}
 
     def expect(self, numbers: Mapping[str, int]) -> None:
-        """Memory was filled from a save, when namespaces had these numbers; the next `follow` compares them."""
+        """Note the numbers from when a save was made, now that it fills the memory; the next `follow` compares them."""
         with self._following:
             self._numbers |= numbers
             self._cursor = ""
 
     def purge(self, namespace: str | None) -> int:
-        """Purge a namespace, None: all, from the store and from memory; returns how many requests memory held.
+        """Purge a namespace (None: all) in the store and in memory; returns how many requests memory held.
 
         Raises:
             StoreError: The store could not, and may still serve what it holds. It is gone from memory.
@@ -166,7 +152,7 @@ class Tier:
         return n_requests
 
     def forget(self, scope: Scope, names: Sequence[str]) -> int:
-        """Forget single values, in the store and in memory; likewise."""
+        """Forget single values in the store and in memory; returns how many requests memory held."""
         self._behind.drain()  # what waits is not to be put afterwards
         try:
             self._store.forget([self._key(scope, name) for name in names])
@@ -180,19 +166,20 @@ class Tier:
         self._n_changes += 1
         if names:
             return self._memory.drop_keys([name.partition(".")[2] for name in names])
-        for name in list({*self._numbers, *self._unnumbered}) if namespace is None else [namespace]:
-            self._numbers.pop(name, None)
-            self._unnumbered.discard(name)
+        if namespace is None:
+            self._numbers.clear()
+        else:
+            self._numbers.pop(namespace, None)
         n_requests = self._memory.drop(namespace)
         self._n_changes += 1  # for who asked meanwhile
         return n_requests
 
     def _compare(self) -> None:
-        """Purges may be missing: forget the namespaces whose numbers are others by now, or are not told."""
+        """Forget the namespaces whose numbers have changed, or are not told: purges may be missing."""
         known = dict(self._numbers)
         said = self._ask("ask the store for numbers", lambda: self._store.numbers(list(known)), is_urgent=True)
         now = dict(zip(known, said or (), strict=False))
-        gone = [*(name for name, number in known.items() if now.get(name) != number), *self._unnumbered]
+        gone = [name for name, number in known.items() if now.get(name) != number]
         for name in gone:
             self._forget(name)
         if gone:
@@ -202,18 +189,13 @@ class Tier:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def read(self, asked: Sequence[tuple[Scope, str]], n_tokens: int) -> list[Opened | None]:
-        """Values by scope and name, in their order, in one read; `n_tokens` of computing are saved by all."""
+        """Read values by scope and name, in their order, at once; together they save computing `n_tokens`."""
         if not (asked and self.break_even.pays(n_tokens)):
             return [None] * len(asked)
-        started, deadline = perf_counter(), monotonic() + self.break_even.patience_s(n_tokens)
-        keys = [self._key(*one) for one in asked]
-        values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
-        found = [
-            None if value is None or monotonic() >= deadline else self._opened(key, value)
-            for key, value in zip(keys, values or [None] * len(keys), strict=True)
-        ]
+        started = perf_counter()
+        found = self.peek(asked, self.break_even.patience_s(n_tokens))
         took_s, n_found = perf_counter() - started, sum(one is not None for one in found)
-        self._counts["asked"] += len(keys)
+        self._counts["asked"] += len(asked)
         self._counts["found"] += n_found
         self._read_s += took_s
         if n_found:
@@ -226,25 +208,27 @@ class Tier:
             self.break_even.computed(n_tokens, call.computing_s)
 
     def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
-        """Likewise of values that are no entries: whatever they save, and not counted."""
-        keys = [self._key(*one) for one in asked]
-        values = self._ask("read from the store", lambda: self._store.get_many(keys, monotonic() + patience_s))
-        found = zip(keys, values or [None] * len(keys), strict=True)
-        return [None if value is None else self._opened(key, value) for key, value in found]
+        """Read values likewise, but however much they save, and uncounted."""
+        keys, deadline = [self._key(*one) for one in asked], monotonic() + patience_s
+        values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
+        return [
+            None if value is None or monotonic() >= deadline else self._opened(key, value)
+            for key, value in zip(keys, values or [None] * len(keys), strict=True)
+        ]
 
     def write(
         self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int
     ) -> None:
-        """Have a value written behind, unless the store has one. Nobody writes to its tensors any more."""
+        """Write a value behind the answers, unless the store has it. Nobody writes to its tensors any more."""
         self._behind.add(Job(self._key(scope, name), number, tensors, about))
 
     @property
     def has_dropped(self) -> bool:
-        """Whether values were dropped that may be put again; see `lacks`."""
+        """Whether values were dropped, which may be written again; see `lacks`."""
         return self._behind.has_dropped
 
     def lacks(self, scope: Scope, name: str) -> bool:
-        """Whether a value that was put was dropped; who asks puts it again."""
+        """Whether a value was dropped; the caller writes it again."""
         return self._behind.take_dropped(self._key(scope, name))
 
     def _opened(self, key: StoreKey, value: Bytes) -> Opened | None:
@@ -263,7 +247,7 @@ class Tier:
         return StoreKey(scope.namespace, digest, name)
 
     def _ask(self, what: str, act: Callable[[], _T], is_urgent: bool = False, is_of_call: bool = True) -> _T | None:
-        """What the store says; None where it fails, or failed so often that it is not asked unless it is urgent."""
+        """The store's answer; None if it fails, or failed so often that only urgent questions are asked."""
         if (self._behind.reads.is_open and not is_urgent) or self._behind.is_closed:
             return None
         try:
@@ -287,7 +271,7 @@ class Tier:
         self._behind.close()
 
     def stats(self) -> TierStats:
-        """What was read and written by this cache, and what the store holds."""
+        """Count what this cache read and wrote, and what the store holds."""
         held = self._ask("ask the store what it holds", self._store.stats, is_of_call=False)
         return TierStats(
             n_asked=self._counts["asked"],

@@ -1,11 +1,11 @@
-"""What is to lie in a store is written behind the answers, by a thread of its own, which tries again where that fails.
+"""Writes values to a store behind the answers, in a thread of its own, which tries again where that fails.
 
-What is too much, or could not be written, is dropped; who uses it next offers it again.
+Values are dropped if too much waits, or if they cannot be written. They are offered again when they are next used.
 """
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
@@ -29,7 +29,7 @@ _MOST_DROPPED = 65_536  # that are known to have been dropped
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A value that is to be made and put; see `Put`. Nobody writes to its tensors."""
+    """A value to be sealed and put; see `Put`. Nobody writes to its tensors."""
 
     key: StoreKey
     number: int
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(slots=True)
 class Breaker:
-    """Whether a store may be asked: not after some failures in a row, and then again after a rest, longer each time."""
+    """Keeps a store from being asked after some failures in a row, for a rest that is longer each time."""
 
     n_failed: int = 0
     _rest_s: float = 0.0
@@ -51,7 +51,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether it failed that often."""
+        """Whether it failed so often."""
         return self.n_failed >= _FAILURES
 
     @property
@@ -96,13 +96,14 @@ class WriteBehind:
         at_fork(self._begin_anew)
 
     def add(self, job: Job) -> None:
-        """Have a value written later. It is dropped, and counted, where too much waits or the store takes no writes.
+        """Queue a value to be written.
 
-        So is one of a namespace whose number is not known: no store would take it.
+        It is dropped, and counted, if too much waits, if writes fail, or if the number of its namespace is not known:
+        no store would take it.
         """
         with self._changed:
             is_too_much = self._nbytes + job.nbytes > MAX_WAITING_BYTES
-            if self.is_closed or self.is_resting or is_too_much or job.number <= NO_NUMBER:
+            if self.is_closed or self.is_resting or is_too_much or job.number == NO_NUMBER:
                 self._drop([job])
                 return
             self._jobs.append(job)
@@ -111,11 +112,11 @@ class WriteBehind:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether something is to be offered again."""
+        """Whether values were dropped that may be offered again."""
         return bool(self._dropped)
 
     def take_dropped(self, key: StoreKey) -> bool:
-        """Whether a value was dropped; it counts as offered again."""
+        """Whether a value was dropped; it counts as offered again from now on."""
         with self._changed:
             return self._dropped.pop(key, self) is None
 
@@ -151,7 +152,7 @@ class WriteBehind:
         self.store.close()
 
     def _begin_anew(self) -> None:
-        """In a forked process: what waits is written by the parent."""
+        """In a forked process, begin empty: the parent writes what waits."""
         self._jobs.clear()
         self._nbytes, self._is_busy, self._thread = 0, False, None
 
@@ -171,9 +172,9 @@ class WriteBehind:
                     self._changed.wait(self.reads.left_s if self.reads.is_open else None)
                 if self.is_closed and not self._jobs:
                     return
-                jobs, self._jobs, self._is_busy = list(self._jobs), deque(), True
-            for some in _portions(jobs):
-                self._write(some)
+                jobs, self._is_busy = self._take(), True
+            if jobs:
+                self._write(jobs)
             if self.reads.is_open and not self.reads.left_s:
                 try:
                     self.store.numbers([])
@@ -181,6 +182,14 @@ class WriteBehind:
                     self.reads.failed()
                 else:
                     self.reads.succeeded()
+
+    def _take(self) -> list[Job]:
+        """Take the jobs that are sealed and put together next. The caller holds the lock."""
+        jobs, nbytes = list[Job](), 0
+        while self._jobs and nbytes < _AT_ONCE_BYTES:
+            jobs.append(self._jobs.popleft())
+            nbytes += jobs[-1].nbytes
+        return jobs
 
     def _write(self, jobs: Sequence[Job]) -> None:
         """Write jobs together; tried again a moment later where that fails, and dropped where it goes on to fail."""
@@ -207,7 +216,7 @@ class WriteBehind:
             return self._changed.wait_for(lambda: self.is_closed, seconds)
 
     def _put(self, jobs: Sequence[Job]) -> int:
-        """Have the store hold values; how many it did not hold."""
+        """Put values that the store does not hold; returns how many they were."""
         absent = {*self.store.absent([job.key for job in jobs])}
         puts = []
         for job in jobs:
@@ -226,17 +235,3 @@ class WriteBehind:
             self._dropped[job.key] = None
         for key in list(islice(self._dropped, max(0, len(self._dropped) - _MOST_DROPPED))):
             del self._dropped[key]
-
-
-def _portions(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Jobs in their order, as many together as are sealed at once."""
-    some: list[Job] = []
-    nbytes = 0
-    for job in jobs:
-        some.append(job)
-        nbytes += job.nbytes
-        if nbytes >= _AT_ONCE_BYTES:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcache import CODECS, FINGERPRINTS, POLICIES, ConfigError, LLMCache, UnsafeReuseError
-from tests.conformance.outside import MostRecent, Scan
+from llmcache import ConfigError, LLMCache
 from tests.paper.reference import assert_close, plain, run, served, wrapped
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, states, tokens
 
@@ -61,26 +60,6 @@ def test_a_fingerprint_that_is_fitted_finds_also_what_came_before(layers: str) -
         cache(input_ids=ids)
         assert served(cache) == [number > 4] * 2  # fitted with the sixth request that was stored
     assert cache.stats().errors == 0
-
-
-def test_registered_components_are_used_as_the_librarys_own() -> None:
-    class Length(FINGERPRINTS["mean"]):  # type: ignore[misc]
-        def project(self, features: Any) -> Any:
-            return np.ones((len(features), 8), np.float32) / np.float32(8**0.5)
-
-    for registry, name, made in ((FINGERPRINTS, "length", Length), (POLICIES, "recent", MostRecent)):
-        registry.register(name, made)
-    from llmcache import INDEXES
-
-    INDEXES.register("scan", Scan)
-    try:
-        cache = wrapped("bert", tau=1.0, fingerprint="length", policy="recent", index="scan", max_entries=1)
-        for ids, hit in ((ONE, False), (TWO, True), (tokens(1, 5), False), (TWO, False)):
-            cache(input_ids=ids)
-            assert served(cache) == [hit]
-        assert cache.stats().errors == 0
-    finally:
-        del FINGERPRINTS["length"], POLICIES["recent"], INDEXES["scan"]
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
@@ -297,33 +276,6 @@ def test_what_tau_does_not_do_is_refused_with_its_cure(setting: dict[str, Any]) 
     with pytest.raises(ConfigError, match=f"{next(iter(setting))}.*leave .*out") as raised:
         wrapped("bert", tau=0.9, **setting)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mode": "paper"}, "mode: unknown setting"),
-        ({"fingerprint_per_layer": True}, "fingerprint_per_layer: unknown setting"),
-        ({"decide": "risk"}, "decide: unknown setting"),
-        ({"fingerprint": "simhash", "index": "flat"}, "go together"),
-        ({"fingerprint": "minhash", "tau": -0.5}, "Jaccard"),
-        ({"tau": 1.5}, "tau"),
-        ({"tau": {}}, "no layer is named"),
-        ({"index": {"name": "flat", "probes": 3}}, "index"),
-        ({"compression": "zip"}, f"known: .*{'.*'.join(sorted(CODECS))}"),
-        ({"policy": "ttl"}, "ttl_s"),
-    ],
-)
-def test_settings_that_are_wrong_are_told(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        wrapped("bert", **{"tau": 0.9, **settings})
-
-
-@pytest.mark.parametrize("head", TOKEN_HEADS)
-def test_heads_that_answer_token_by_token_are_refused(head: str) -> None:
-    with pytest.raises(UnsafeReuseError, match=r"tau=0\.9"):
-        LLMCache.wrap(build(TOKEN_HEADS[head]), tau=0.9)
-    LLMCache.wrap(build(TOKEN_HEADS[head]), tau=0.9, allow_unsafe=True).unwrap()
 
 
 def test_what_a_calibrated_cache_does_is_refused() -> None:

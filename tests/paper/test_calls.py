@@ -2,9 +2,9 @@
 
 import copy
 import functools
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -219,29 +219,19 @@ def test_unwrap_leaves_the_model_exactly_as_before(settings: dict[str, Any]) -> 
 def test_threads_get_their_own_answers_also_while_the_cache_is_taken_off(settings: dict[str, Any]) -> None:
     cache, alone = wrapped("bert", tau=0.9999, max_entries=20, **settings), build(CLASSIFIERS["bert"])
     asked = [padded([6, 4, 6], seed=seed) for seed in range(12)]
-    expected, wrong, errors = [run(alone, **inputs) for inputs in asked], list[int](), list[Exception]()
+    expected = [run(alone, **inputs) for inputs in asked]
 
-    def work(first: int) -> None:
-        try:
-            for number in range(40):
-                which = (first + number) % len(asked)
-                with torch.inference_mode():
-                    found = cache.model(**asked[which]).logits
-                if not torch.allclose(found, expected[which], atol=1e-4):
-                    wrong.append(which)
-        except Exception as error:
-            errors.append(error)
+    def n_right(first: int) -> int:
+        found = [(run(cache.model, **asked[n % 12]), expected[n % 12]) for n in range(first, first + 40)]
+        return sum(torch.allclose(*pair, atol=1e-4) for pair in found)
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    while cache.stats().n_requests < 200 and any(thread.is_alive() for thread in threads):
-        time.sleep(0.01)
-    assert cache.stats().errors == 0 and cache.stats().n_hits > 0
-    cache.unwrap()
-    for thread in threads:
-        thread.join()
-    assert (wrong, errors) == ([], [])
+    with ThreadPoolExecutor(4) as pool:
+        threads = [pool.submit(n_right, first) for first in range(4)]
+        while cache.stats().n_requests < 200 and not all(thread.done() for thread in threads):
+            time.sleep(0.01)
+        assert cache.stats().errors == 0 and cache.stats().n_hits > 0
+        cache.unwrap()
+        assert [thread.result() for thread in threads] == [40] * 4
 
 
 def test_a_call_within_a_call_is_its_own(within_embeddings: Within) -> None:

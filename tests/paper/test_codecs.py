@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmcache.paper.codecs import CODECS, PCA, Codec, Half, Int8, Plain
 from llmcache.paper.packer import Loss, Packer
+from llmcache.testing import check_codec
 
 LEARNED = ["pca", "autoencoder"]
 WIDTH = 16
@@ -37,6 +38,12 @@ def there_and_back(codec: Codec, x: Tensor) -> Tensor:
 def relative_error(x: Tensor, back: Tensor) -> float:
     """The definition, straight away."""
     return float((x - back).square().sum() / (x - x.mean(dim=0)).square().sum())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_keeps_the_rules(name: str) -> None:
+    options = {"dim": 2, "fit_on": 20} if name in LEARNED else {}
+    check_codec(lambda: CODECS[name](**options))
 
 
 # -- what is learned ---------------------------------------------------------------------------------------------------

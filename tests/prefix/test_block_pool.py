@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
-from llmcache.prefix.block import Block
-from llmcache.prefix.block_hash import links
+from llmcache.prefix.block import Block, links
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
@@ -38,9 +37,10 @@ def n_shared(first: list[int], second: list[int]) -> int:
     return next(differing, min(len(first), len(second)))
 
 
-def block(link: Link, scope: Scope = SCOPE) -> Block:
-    """A block of 8 bytes."""
-    return Block(link.ids, scope, torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(0))
+def block(link: Link, scope: Scope = SCOPE, is_tail: bool = False, n_numbers: int = 2) -> Block:
+    """A block of 4 bytes a number."""
+    tensors = {"keys": torch.zeros(1, n_numbers), "values": torch.zeros(1, 0), "states": torch.zeros(1, 0)}
+    return Block.of(link.ids, scope, tensors, is_tail, b"")
 
 
 def pool(n_blocks: int = 100, policy: Callable[[], Policy] = LRU, size: int = 1) -> BlockPool:
@@ -108,7 +108,7 @@ def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[i
         packed, chain = row(ids).ids, chain_of(*ids, size=2)
         tail = Link(f"end of {ids}", packed[4 * len(chain) :])
         made = {link.key: block(link) for link in chain}
-        is_held = blocks.put((*chain, tail), made | {tail.key: replace(block(tail), is_tail=True)})
+        is_held = blocks.put((*chain, tail), made | {tail.key: block(tail, is_tail=True)})
         held = blocks.whole(tail.key, packed)
         assert bool(held) == is_held == (8 * (len(chain) + 1) <= max_bytes - spent[0])
         assert b"".join(one.ids for one in held) == (packed if held else b"")
@@ -189,7 +189,7 @@ def test_what_follows_a_block_that_left_is_not_held() -> None:
 def test_what_is_larger_than_the_budget_sends_nobody_away() -> None:
     blocks, held, (large,) = pool(1), chain_of(0), chain_of(1)
     put(blocks, held)
-    assert not blocks.put([large], {large.key: replace(block(large), states=torch.zeros(1))})
+    assert not blocks.put([large], {large.key: block(large, n_numbers=3)})
     assert n_found(blocks, held, [large]) == [1, 0]
 
 

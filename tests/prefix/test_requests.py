@@ -175,16 +175,6 @@ def test_rows_that_are_the_same_request_come_back_each_as_it_was(length: int, pr
     assert cache.stats().hits == {"exact": 8}
 
 
-def test_rows_that_came_out_alike_are_held_once(model: Any) -> None:
-    cache = wrapped(model)
-    ids = tokens(1, 10).expand(3, -1)
-    first = cache(ids)
-    kept = [x for layer in first.past_key_values.layers for x in (layer.keys, layer.values)]
-    if all(torch.equal(x[0], x[row]) for x in kept for row in (1, 2)):
-        assert (cache.stats().n_stored, cache.stats().held_nbytes) == (1, 10 * PER_TOKEN)
-    assert same(cache(ids), first)
-
-
 def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
     inputs = padded([10, 10])
     cache = wrapped(model)

@@ -4,13 +4,11 @@ Prints how many processes were killed, and how many of them left something behin
 """
 
 import multiprocessing
-import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -22,26 +20,14 @@ from tests.tiny_models import BARE, build, padded
 N_SAVERS, N_LOADS, N_KILLED = 2, 4, 6
 
 
-def fork(do: Callable[[], None]) -> int:
-    """Do something in a process of its own."""
-    number = os.fork()
-    if number == 0:
-        status = 1
-        try:
-            do()
-            status = 0
-        finally:
-            os._exit(status)
-    return number
-
-
-def save(folder: Path, n_requests: int, n_rounds: int) -> None:
-    """Save a cache of so many requests again and again."""
+def save(folder: Path, n_requests: int, n_rounds: int, may_end: Any = None) -> None:
+    """Save a cache of so many requests so many times, and on until it may end."""
     cache = LLMCache.wrap(build(BARE["bert"]))
     for seed in range(n_requests):
         cache(**padded([5], seed=seed))
-    for _ in range(n_rounds):
+    while n_rounds > 0 or not (may_end is None or may_end.is_set()):
         cache.save(folder)
+        n_rounds -= 1
 
 
 def load(folder: Path) -> int:
@@ -57,30 +43,30 @@ def load(folder: Path) -> int:
 def overlap(folder: Path) -> None:
     """Load while others save."""
     save(folder, 1, 1)
-    has_loaded = multiprocessing.Event()
-
-    def save_on(n: int) -> None:
-        while not has_loaded.is_set():
-            save(folder, n, 2)
-
-    savers = [fork(lambda n=n: save_on(n)) for n in range(1, N_SAVERS + 1)]
+    fork = multiprocessing.get_context("fork")
+    has_loaded = fork.Event()
+    savers = [fork.Process(target=save, args=(folder, n, 1, has_loaded)) for n in range(1, N_SAVERS + 1)]
+    for saver in savers:
+        saver.start()
     try:
         for _ in range(N_LOADS):
             assert load(folder) in range(1, N_SAVERS + 1)
     finally:
         has_loaded.set()
-        statuses = [os.waitpid(number, 0)[1] for number in savers]
-    assert statuses == [0] * N_SAVERS, statuses
+        for saver in savers:
+            saver.join()
+    assert [saver.exitcode for saver in savers] == [0] * N_SAVERS
 
 
 def kill(folder: Path) -> int:
     """Kill processes that save, and return how many left something behind."""
     rng, n_left = random.Random(0), 0
     for _ in range(N_KILLED):
-        saver = fork(lambda: save(folder, 2, 10_000))
+        saver = multiprocessing.get_context("fork").Process(target=save, args=(folder, 2, 10_000))
+        saver.start()
         time.sleep(0.6 + 0.3 * rng.random())  # it wraps a model first
-        os.kill(saver, signal.SIGKILL)
-        os.waitpid(saver, 0)
+        saver.kill()
+        saver.join()
         n_left += len(list(folder.iterdir())) > 3
         assert load(folder) in range(1, N_SAVERS + 1)
     save(folder, 1, 1)

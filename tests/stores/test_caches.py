@@ -1,11 +1,8 @@
 """Caches on a store: a restart serves what was there, processes share it, a purge reaches all, trouble costs speed."""
 
 import logging
-import shutil
-import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 
 from llmcache import ConfigError, LLMCache
 from llmcache.stores.disk import DiskStore
-from llmcache.stores.seal import SECRET
 from tests.contract.judge import check_same
 from tests.contract.test_stores import wide
 from tests.prefix.prompts import BLOCK, branch
@@ -119,19 +115,6 @@ def test_prefixes_that_another_namespace_shares_come_from_the_store(start: Start
         assert served(cache, branch(stem, 18, 26, 3)) == [None]
 
 
-def test_another_model_or_namespace_is_served_nothing(start: Start) -> None:
-    ids = tokens(1, 9)
-    first = start()
-    first(input_ids=ids)
-    first.drain()
-    with first.namespace("other"):
-        assert served(first, ids) == [None]
-    other = start()
-    with torch.no_grad():
-        next(other.model.parameters()).add_(1e-3)
-    assert served(other, ids) == [None]
-
-
 def test_what_leaves_memory_comes_back_from_the_store(start: Start) -> None:
     asked = [tokens(1, 9, seed) for seed in range(4)]
     cache = start(max_entries=1)
@@ -182,36 +165,6 @@ def test_what_one_process_computed_the_next_one_finds(folder: Path, server: Redi
     assert done.returncode == 0, done.stderr
     assert all(int(n_hits) >= N_TEXTS - 2 for n_hits in done.stdout.split())  # a read that takes a second is late
     assert len(done.stdout.split()) == len(stores)
-
-
-@pytest.mark.slow
-def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> None:
-    """Within ten seconds what one cache computes another one is served again, however long the server was away."""
-
-    def wrapped() -> LLMCache:
-        store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0, "least_tokens": 0}
-        return LLMCache.wrap(build(MODELS["bert"]), store=store)
-
-    with wrapped() as one, wrapped() as other:
-        one(input_ids=tokens(1, 9))
-        one.drain()
-        wait_until(lambda: served(other, tokens(1, 9)) == ["exact"])
-        server.kill()
-        end = time.monotonic() + 5  # long enough for the longest rest
-        while time.monotonic() < end:
-            for cache in (one, other):
-                served(cache, tokens(1, 9, int(end - time.monotonic())))
-            time.sleep(0.05)
-        server.start()
-        began, seed = time.monotonic(), 100
-        while True:
-            seed += 1
-            served(one, tokens(1, 9, seed))
-            one.drain()
-            if served(other, tokens(1, 9, seed)) == ["exact"]:
-                break
-            time.sleep(0.05)
-        assert time.monotonic() - began < 10
 
 
 def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,17 +230,6 @@ def test_damaged_values_are_computed_and_counted(start: Start, folder: Path, fam
     assert stats.store.n_mismatched == ({} if damage is None else {"damaged": 1})
 
 
-def test_values_of_another_secret_are_computed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = start()
-    first(input_ids=tokens(1, 9))
-    first.drain()
-    monkeypatch.setenv(SECRET, "another")
-    other = start()
-    assert served(other, tokens(1, 9)) == [None]
-    stats = other.stats().store
-    assert stats is not None and stats.n_mismatched == {"damaged": 1}
-
-
 def test_a_store_that_fails_costs_speed_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -320,15 +262,3 @@ def test_settings_that_could_serve_nothing_rightly_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         start(**settings)
-
-
-def test_a_folder_of_the_old_code_is_refused_in_one_line(start: Start, folder: Path) -> None:
-    start().unwrap()
-    index = sqlite3.connect(folder / "index.sqlite")
-    index.execute("PRAGMA user_version = 2")
-    index.close()
-    with pytest.raises(ConfigError, match="in format 2, this version of llmcache reads 3: name another folder") as told:
-        start()
-    assert "\n" not in str(told.value)
-    shutil.rmtree(folder)
-    start()

@@ -154,17 +154,6 @@ def test_a_folder_may_be_a_link_and_its_data_files_are_not_followed(tmp_path: Pa
     assert data.is_symlink() and set(load_file(elsewhere)["number"].tolist()) == {1}
 
 
-def test_many_threads_save_one_after_the_other(tmp_path: Path) -> None:
-    def save(number: int) -> None:
-        for _ in range(15):
-            put(tmp_path, number)
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(save, (1, 2, 3)))
-    assert get(tmp_path) in (1, 2, 3)
-    assert len(names(tmp_path)) == OURS
-
-
 def test_who_waits_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "_PATIENCE_S", 0.0)
     with folder.locked(tmp_path), ThreadPoolExecutor(1) as pool:
