@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
@@ -20,8 +19,8 @@ class Saves:
 
     Attributes:
         folder: None: nothing is saved.
-        is_kept: It holds a whole save that does not fit the server, or files of others, so nothing is saved there.
-        has_failed: The latest save did.
+        is_kept: Nothing is saved there, and what it holds stays.
+        has_failed: The latest save failed.
     """
 
     def __init__(self, folder: Path | None, is_kept: bool = False) -> None:
@@ -42,7 +41,7 @@ class Saves:
         return self.folder is not None and not self.is_kept
 
     def hang_cache(self, served: Served, config: CacheConfig | None) -> LLMCache:
-        """The cache of a model that is served: the one that was saved, if it fits; else a new one.
+        """Wrap a model in the cache that was saved, if it fits; else in a new one.
 
         Args:
             served: The model.
@@ -55,7 +54,8 @@ class Saves:
         restored = None if self.folder is None else self._restored(self.folder, served, given)
         if restored is not None:
             return restored
-        return LLMCache.wrap(served.model, config=given or _for_pooled(CacheConfig(), served), **_parts(served))
+        config = given or _for_pooled(CacheConfig(), served)
+        return LLMCache.wrap(served.model, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of)
 
     def save(self, cache: LLMCache) -> None:
         """Save, where anything is saved.
@@ -73,16 +73,15 @@ class Saves:
         self.has_failed = False
 
     def try_to_save(self, cache: LLMCache) -> None:
-        """Save, and log a failure."""
+        """Save, and log a failure, so that the next save is tried."""
         try:
             self.save(cache)
-        except (LLMCacheError, OSError) as error:
-            logger.error("the cache could not be saved: %s", error)
-        except Exception as error:  # or the next save would not be tried
-            logger.error("the cache could not be saved: %s", described(error))
+        except Exception as error:
+            told = error if isinstance(error, LLMCacheError | OSError) else described(error)
+            logger.error("the cache could not be saved: %s", told)
 
     def _restored(self, folder: Path, served: Served, config: CacheConfig | None) -> LLMCache | None:
-        """The cache that was saved; None: there is none, or it is of no use, of which the log tells."""
+        """Load the cache that was saved; None: there is none, or it cannot be used, which is logged."""
         try:
             if not self.is_kept:
                 check_ours(folder)
@@ -92,7 +91,9 @@ class Saves:
         if not (folder / MANIFEST).is_file():
             return None
         try:
-            return LLMCache.load(served.model, folder, config=config, **_parts(served))
+            return LLMCache.load(
+                served.model, folder, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of
+            )
         except UnfitBankError as error:
             self._keep(error)
         except BankFileError as error:
@@ -104,12 +105,8 @@ class Saves:
         logger.error("what lies there is not used and stays as it is, and nothing is saved: %s", error)
 
 
-def _parts(served: Served) -> dict[str, Any]:
-    return {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
-
-
 def _for_pooled(config: CacheConfig, served: Served) -> CacheConfig:
-    """Where a model pools its states, one vector is kept: states of all tokens are computed by their own route."""
+    """Keep one vector where a model pools its states: states of all tokens are computed by their own route."""
     pooled = find_pooled(served.model)
     if pooled is None or config.payload != "auto":
         return config
