@@ -5,10 +5,10 @@ An answer that the cache serves is made of the same tokens as one that is comput
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from time import time
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -17,7 +17,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 
 from llmcache.generation import StoppedBy, Token
 from llmcache.generation.detokenizer import Detokenizer
-from llmcache.serving.body_route import BodyRoute
+from llmcache.serving.bodies import BodyRoute, cache_headers
 from llmcache.serving.decoder import Decoder, Generating, Ids
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from llmcache.serving.front import unless_gone
@@ -28,7 +28,6 @@ from llmcache.serving.server import Server
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
-_T = TypeVar("_T")
 _SHORT: Final = 16  # tokens of a completion where none are asked for, as OpenAI has it
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -58,43 +57,47 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await _answered(server, body, request, [ids], [n_new], _Chat(server, body))
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What an answer has more of: text, the tokens since the last one, and at its end why it ended."""
+class Delta(NamedTuple):
+    """A piece of an answer: text, the tokens since the last piece, and at the end why it ended."""
 
     text: str
     tokens: Sequence[Token]
     finish_reason: StoppedBy | None
 
 
-class Shape(Protocol):
+class _Shape:
     """How a route's answers are shaped."""
 
     prefix: str
     whole: str
     chunk: str
 
+    def __init__(self, server: Server, body: GenerationRequest) -> None:
+        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
+
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a whole answer."""
+        raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What a stream begins an answer with."""
+        """Return what a stream begins an answer with, if anything."""
+        return None
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What a stream goes on with."""
+        """Return what a stream goes on with."""
+        return self.choice(index, delta)
 
 
-class _Completion:
+class _Completion(_Shape):
     """Shapes of `/v1/completions`."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, server: Server, body: CompletionRequest) -> None:
-        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
-        self._n_told: dict[int, int] = {}  # characters of the tokens so far, by answer
+        super().__init__(server, body)
+        self._n_told: Counter[int] = Counter()  # characters of the tokens so far, by answer
 
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """A whole answer, or a piece of one."""
         return {
             "index": index,
             "text": answer.text,
@@ -102,19 +105,14 @@ class _Completion:
             "finish_reason": answer.finish_reason,
         }
 
-    def opening(self, index: int) -> None:
-        """Nothing."""
-
-    piece = choice
-
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._texts is None:
             return None
         texts = [self._texts.text(token.id) for token in tokens]
         offsets = []
         for text in texts:
-            offsets.append(self._n_told.get(index, 0))
-            self._n_told[index] = offsets[-1] + len(text)
+            offsets.append(self._n_told[index])
+            self._n_told[index] += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
@@ -123,7 +121,7 @@ class _Completion:
         }
 
     def _top(self, token: Token) -> dict[str, float]:
-        """The likeliest, and the chosen one; of ids that have one text the likelier."""
+        """Return the likeliest tokens and the chosen one; of ids with the same text the likelier one."""
         assert self._texts is not None
         found: dict[str, float] = {}
         for one, logprob in (*token.top, (token.id, token.logprob)):
@@ -131,16 +129,12 @@ class _Completion:
         return found
 
 
-class _Chat:
+class _Chat(_Shape):
     """Shapes of `/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, server: Server, body: ChatRequest) -> None:
-        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
-
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """A whole answer."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
@@ -149,12 +143,10 @@ class _Chat:
         }
 
     def opening(self, index: int) -> dict[str, Any]:
-        """Who speaks."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What is said next."""
         return {
             "index": index,
             "delta": {"content": delta.text} if delta.text else {},
@@ -177,9 +169,9 @@ class _Chat:
 
 
 class _Asked:
-    """The answers of one request, of each prompt `n`, and what all its chunks have in common."""
+    """The answers of one request, `n` for each prompt, and what all its chunks have in common."""
 
-    def __init__(self, server: Server, body: GenerationRequest, shape: Shape, answers: Sequence[Generating]) -> None:
+    def __init__(self, server: Server, body: GenerationRequest, shape: _Shape, answers: Sequence[Generating]) -> None:
         self._server = server
         self._body = body
         self._shape = shape
@@ -190,15 +182,19 @@ class _Asked:
         self._reading: list[asyncio.Task[None]] = []
 
     async def whole(self) -> dict[str, Any]:
-        """All answers, once they are whole."""
+        """Return all answers, once they are whole."""
         parts: list[list[Delta]] = [[] for _ in self._answers]
         async for index, delta in self.deltas():
             parts[index].append(delta)
-        choices = [self._shape.choice(index, _joined(deltas)) for index, deltas in enumerate(parts)]
+        choices = []
+        for index, deltas in enumerate(parts):
+            tokens = [token for delta in deltas for token in delta.tokens]
+            answer = Delta("".join(delta.text for delta in deltas), tokens, deltas[-1].finish_reason)
+            choices.append(self._shape.choice(index, answer))
         return self._object(self._shape.whole, choices) | {"usage": self.usage()}
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
-        """What comes of each answer, as it comes."""
+        """Yield pieces of all answers, as they come, each with the number of its answer."""
         arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
         async def read(index: int, answer: Generating) -> None:
@@ -225,11 +221,10 @@ class _Asked:
             self.close()
 
     async def events(self, first: tuple[int, Delta], rest: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[bytes]:
-        """All as server-sent events."""
+        """Yield all answers as server-sent events."""
         try:
-            openings = [self._shape.opening(index) for index in range(len(self._answers))]
-            for opening in openings:
-                if opening is not None:
+            for index in range(len(self._answers)):
+                if (opening := self._shape.opening(index)) is not None:
                     yield self._event([opening])
             yield self._event([self._shape.piece(*first)])
             async for index, delta in rest:
@@ -241,7 +236,7 @@ class _Asked:
             yield format_sse_event(event="error", data_str=json.dumps(refusal.body("openai")))
 
     def usage(self) -> dict[str, Any]:
-        """Tokens; those of a prompt count once, however many answers it has."""
+        """Count tokens; those of a prompt count once, however many answers it has."""
         prompts = self._answers[:: self._body.n or 1]
         n_prompt = sum(answer.n_prompt for answer in prompts)
         details = {"prompt_tokens_details": {"cached_tokens": sum(answer.n_cached for answer in prompts)}}
@@ -253,22 +248,17 @@ class _Asked:
         }
 
     def close(self) -> None:
-        """Nobody reads any more. After the end it does nothing."""
+        """End all answers. After the end it does nothing."""
         for task in self._reading:
             task.cancel()
         for answer in self._answers:
             answer.close()
 
     def headers(self) -> dict[str, str]:
-        """What served the prompts, where the operator has it told."""
+        """Return headers that tell what served the prompts, if the operator reveals it."""
         if not self._server.settings.reveal_hits:
             return {}
-        rungs = [answer.rung for answer in self._answers[:: self._body.n or 1]]
-        found = [rung for rung in rungs if rung is not None]
-        return {
-            "X-Cache": "HIT" if len(found) == len(rungs) else "PARTIAL" if found else "MISS",
-            "X-Cache-Rung": ",".join(dict.fromkeys(found)) or "none",
-        }
+        return cache_headers([answer.rung for answer in self._answers[:: self._body.n or 1]])
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         told = {"usage": usage} if self._body.includes_usage else {}
@@ -279,7 +269,7 @@ class _Asked:
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._server.settings.model,
+            "model": self._server.name,
             "choices": choices,
         }
 
@@ -301,12 +291,9 @@ class _Events(EventSourceResponse):
 
 
 async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) -> AsyncIterator[Delta]:
-    """The text of an answer, as its tokens come; the last piece says why it is the last.
+    """Yield the text of an answer as its tokens come; the last piece says why it is the last.
 
-    Args:
-        answer: Its tokens. It is stopped where a stop text is found.
-        tokenizer: Of the model.
-        stops: Texts before which the answer ends, none of them empty.
+    The answer is stopped before the first of the `stops`, none of which is empty.
     """
     detokenizer, finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
     tokens: list[Token] = []
@@ -329,7 +316,7 @@ async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) ->
 
 
 def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder]:
-    """The server and its decoder, for a request that it can answer."""
+    """Return the server and its decoder, for a request that it can answer."""
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs("decoder")
@@ -341,11 +328,11 @@ def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder
 def _check_number(server: Server, body: GenerationRequest, n_prompts: int) -> None:
     most = server.settings.max_client_batch_size
     if n_prompts * (body.n or 1) > most:
-        raise Refusal("too_many_inputs", f"prompts and their answers (n) are at most {most} together", param="n")
+        raise Refusal("too_large", f"prompts and their answers (n) are at most {most} together", param="n")
 
 
 async def _answered(
-    server: Server, body: GenerationRequest, request: Request, ids: Sequence[Ids], n_new: Sequence[int], shape: Shape
+    server: Server, body: GenerationRequest, request: Request, ids: Sequence[Ids], n_new: Sequence[int], shape: _Shape
 ) -> Response:
     """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
     asked = _Asked(server, body, shape, _started(server, body, request.state.tenant, ids, n_new))
@@ -380,8 +367,3 @@ def _started(
             answer.close()
         raise
     return answers
-
-
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    tokens = [token for delta in deltas for token in delta.tokens]
-    return Delta("".join(delta.text for delta in deltas), tokens, deltas[-1].finish_reason)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from pydantic_core import to_json
 
-from llmcache.serving.body_route import BodyRoute
+from llmcache.serving.bodies import BodyRoute
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
@@ -97,7 +97,7 @@ async def model(name: str, request: Request) -> JSONResponse:
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-    """Embeddings as OpenAI shapes them, of norm 1."""
+    """Embeddings of norm 1, as OpenAI shapes them."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
     server, made = await _computed(body, request, "embedding", items_of(body.input), fields)
     rows = [embedding(server, one.values, True, body.dimensions) for one in made]
@@ -162,7 +162,7 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
 async def _computed(
     body: _Body, request: Request, kind: Kind, items: Sequence[Item], fields: Fields
 ) -> tuple[Server, list[Output]]:
-    """The server, and what its model, of this kind, makes of inputs."""
+    """Return the server, and its model's outputs for the inputs; the model has to be of this kind."""
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs(kind)

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
-from llmcache.serving.body_route import BodyRoute
+from llmcache.serving.bodies import BodyRoute, cache_headers, rendered
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.front import unless_gone
 from llmcache.serving.refusals import Refusal
-from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
-from llmcache.serving.tokenizing import Item, Prompted, Tokens
+from llmcache.serving.tokenizing import Item, Prompted
 
 router = APIRouter(tags=["text-embeddings-inference"], route_class=BodyRoute)
 
@@ -43,7 +42,7 @@ class _Body(BaseModel):
 
 
 class Cut(_Body):
-    """What is done about inputs that are too long."""
+    """Whether and where inputs are cut that are too long."""
 
     truncate: StrictBool | None = None
     truncation_direction: _Direction = "right"
@@ -137,7 +136,7 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     fields = Fields("inputs", not is_one(body.inputs))
     check_number(server, len(items))
     tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
-    states = await server.encoder.states(fields.all(tokens, Tokens), server.served.states)
+    states = await server.encoder.states(fields.all(tokens))
     return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 
@@ -245,7 +244,7 @@ async def info(request: Request) -> JSONResponse:
 async def computed(
     server: Server, items: Sequence[Item], request: Request, cut: Cut, fields: Fields, prompt_name: str | None = None
 ) -> list[Output]:
-    """What the model makes of inputs, which the request has in these fields; see `with_prompt`.
+    """Return the model's outputs for the inputs of a request; see `with_prompt`.
 
     Raises:
         Refusal: There are too many or none, or one of them is refused: the first one's reason.
@@ -255,21 +254,16 @@ async def computed(
     items = with_prompt(server, items, prompt_name)
     namespace, truncate = request.state.tenant.namespace, truncates(server, cut.truncate)
     work = server.encoder.run(items, namespace, truncate, cut.truncation_direction)
-    return fields.all(await unless_gone(request, work), Output)
+    return fields.all(await unless_gone(request, work))
 
 
 def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
-    """How many inputs were served from the cache, and where time went, if the operator has it told.
-
-    Who asks can tell by it what was asked before.
-    """
+    """Return headers that tell what the cache served, and where time went, if the operator reveals it."""
     if not server.settings.reveal_hits:
         return {}
-    rungs = [one.rung for one in outputs if one.rung is not None]
     return {
-        "X-Cache": "HIT" if len(rungs) == len(outputs) else "PARTIAL" if rungs else "MISS",
-        "X-Cache-Hits": str(len(rungs)),
-        "X-Cache-Rung": ",".join(dict.fromkeys(rungs)) or "none",
+        **cache_headers([one.rung for one in outputs]),
+        "X-Cache-Hits": str(sum(one.rung is not None for one in outputs)),
         "X-Compute-Tokens": str(sum(one.n_tokens for one in outputs)),
         "X-Queue-Time": f"{1e3 * max(one.queue_s for one in outputs):.3f}",
         "X-Inference-Time": f"{1e3 * max(one.compute_s for one in outputs):.3f}",
@@ -282,26 +276,26 @@ def check_number(server: Server, n: int, field: str = "inputs") -> None:
     if n == 0:
         raise Refusal("empty", f"`{field}` cannot be empty", param=field)
     if n > most:
-        raise Refusal("too_many_inputs", f"batch size {n} > maximum allowed batch size {most}")
+        raise Refusal("too_large", f"batch size {n} > maximum allowed batch size {most}")
 
 
 def truncates(server: Server, asked: bool | None) -> bool:
-    """Whether what is too long is cut."""
+    """Whether inputs that are too long are cut."""
     return server.settings.auto_truncate if asked is None else asked
 
 
 def items_of(inputs: Any) -> list[Any]:
-    """Inputs, one or several, as a list."""
+    """Return one input or several as a list."""
     return [inputs] if is_one(inputs) else list(inputs)
 
 
 def is_one(inputs: Any) -> bool:
-    """Whether inputs are one, a text or token ids, and no list of them."""
+    """Whether this is one input, a text or token ids, and no list of inputs."""
     return isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], int))
 
 
 def classified_of(inputs: Any) -> tuple[list[Item], bool]:
-    """What is to be classified, and whether the answer is a list of answers."""
+    """Return what is to be classified, and whether the answer is a list of answers."""
     if isinstance(inputs, str):
         return [inputs], False
     if inputs and isinstance(inputs[0], list):
@@ -310,7 +304,7 @@ def classified_of(inputs: Any) -> tuple[list[Item], bool]:
 
 
 def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
-    """Inputs with the prompt of this name before each; None: texts and pairs with the model's default prompt, if any.
+    """Put the prompt of this name before each input; None: the model's default prompt, if any, before texts and pairs.
 
     Raises:
         Refusal: The model has no such prompt, or an input is token ids although a prompt was named.
@@ -325,7 +319,7 @@ def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list
 
 
 def prompt_of(server: Server, name: str | None) -> str:
-    """The model's prompt of this name; None: its default prompt, or "".
+    """Return the model's prompt of this name; None: its default prompt, or "".
 
     Raises:
         Refusal: The model has no such prompt.
@@ -341,7 +335,7 @@ def prompt_of(server: Server, name: str | None) -> str:
 def embedding(
     server: Server, values: NDArray[np.float32], normalize: bool, dimensions: int | None
 ) -> NDArray[np.float32]:
-    """A vector as it is asked for: its first dimensions, by default those that the model's settings name, of norm 1.
+    """Return the first dimensions of a vector, by default as many as the model's settings name, of norm 1 if asked.
 
     Raises:
         Refusal: The model has fewer dimensions.
@@ -353,7 +347,7 @@ def embedding(
 
 
 def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of each label: together 1, or of each by itself where any number may hold."""
+    """Return the probability of each label; they sum to 1, unless any number of labels may hold."""
     wide = logits.astype(np.float64)
     if server.served.is_multi_label:
         each: NDArray[np.float64] = 1 / (1 + np.exp(-wide))
@@ -364,7 +358,7 @@ def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.flo
 
 
 def sigmoid(logit: float) -> float:
-    """Of a logit, 0 to 1."""
+    """Return the probability of a logit."""
     return float(1 / (1 + np.exp(-np.float64(logit))))
 
 
