@@ -36,14 +36,9 @@ class BodyRoute(APIRoute):
 
 
 async def rendered(rows: Sequence[Any], n_numbers: int, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response that is a list of rows; a large one is made in a thread.
+    """Return a list of rows of about `n_numbers` numbers; iterators in it become lists.
 
-    It is made in parts, since no other thread runs while a part is made.
-
-    Args:
-        rows: Of JSON's types, and iterators, which become lists.
-        n_numbers: How many numbers they have together, about.
-        headers: Of the response.
+    A large one is made in a thread, and in parts, since no other thread runs while a part is made.
     """
     text = await asyncio.to_thread(_render, rows) if n_numbers > _LARGE else _render(rows)
     return Response(text, headers=headers, media_type=_JSON)

@@ -56,11 +56,7 @@ class Decoder:
         metrics: Metrics,
         is_caching: Callable[[], bool],
     ) -> None:
-        """Begin with nothing to do; `is_caching` tells whether requests are looked up and stored.
-
-        Raises:
-            UnsupportedModelError: The cache is on no causal language model.
-        """
+        """Begin with nothing to do; `is_caching` tells whether requests are looked up and stored."""
         config = decoder_config(cache.model)
         self.context = context_length(config)
         self.vocabulary = int(config.vocab_size)
@@ -108,12 +104,7 @@ class Decoder:
         self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
     async def encode(self, prompt: Prompt, tenant: Tenant) -> Ids:
-        """Return the token ids of a prompt.
-
-        Raises:
-            Refusal: It is empty, has ids that are not of the vocabulary, is no Unicode, or the chat template does not
-                take it.
-        """
+        """Return the token ids of a prompt, or refuse it: it has none, or others than the vocabulary's."""
         param = "messages" if prompt and isinstance(prompt[0], Mapping) else "prompt"
         if not prompt:
             raise Refusal("invalid", "the prompt is empty: give at least one token", param=param)
@@ -129,41 +120,24 @@ class Decoder:
     def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, *, params: tuple[str, str]) -> int:
         """Return how many tokens an answer may have: `asked`, else `otherwise`, else all that the context holds.
 
-        Args:
-            n_prompt: Tokens of the prompt.
-            asked: Tokens, or None.
-            otherwise: Tokens, or None.
-            params: Names of the fields of prompt and `asked`, for errors.
-
-        Raises:
-            Refusal: The context has no room for the prompt and a token more, or not for what was asked.
+        The fields of prompt and `asked` are named in errors as `params`.
         """
-        room = _MOST_NEW if self.context is None else self.context - n_prompt
-        if room < 1:
+        if self.context is None:
+            return asked or otherwise or _MOST_NEW
+        room = self.context - n_prompt
+        if (asked or 1) > room:
             raise Refusal(
                 "invalid",
                 f"the prompt has {n_prompt} tokens, and the model's context of {self.context} holds prompt and answer: "
-                "shorten it",
-                param=params[0],
+                f"shorten it, or ask for fewer {params[1]}",
+                param=params[1] if room > 0 else params[0],
             )
-        if asked is None:
-            return room if otherwise is None else min(room, otherwise)
-        if self.context is not None and asked > room:
-            raise Refusal(
-                "invalid",
-                f"{params[1]} is over the {room} tokens that the model's context of {self.context} leaves after a "
-                f"prompt of {n_prompt}",
-                param=params[1],
-            )
-        return asked
+        return asked or min(room, otherwise or room)
 
     def start(self, ids: Ids, sampling: Sampling, tenant: Tenant) -> "Generating":
-        """Begin to answer a prompt from `encode` in the tenant's namespace, or join a request that is the same.
+        """Begin to answer a prompt from `encode`, or join a request of the tenant's namespace that is the same.
 
         Nothing is computed before the loop goes on.
-
-        Raises:
-            Refusal: Prompt or sampling do not suit the model.
         """
         key = (tenant.namespace, ids, sampling)
         flight = self._flights.get(key)
@@ -336,10 +310,7 @@ class _Flight:
 
 
 class Generating(AsyncIterator[Token]):
-    """The tokens of one request as they come; made by `Decoder.start`. One task at a time.
-
-    `stopped_by` says with the last token why it is the last; it is None before.
-    """
+    """The tokens of one request as they come; `stopped_by` is None but with the last one. One task at a time."""
 
     def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool) -> None:
         self._decoder = decoder
@@ -360,11 +331,7 @@ class Generating(AsyncIterator[Token]):
         return self
 
     async def __anext__(self) -> Token:
-        """Return the next token.
-
-        Raises:
-            Refusal: It waited for too long, or the model cannot go on.
-        """
+        """Return the next token; refused if it waited for too long, or the model cannot go on."""
         if self._is_over:
             raise StopAsyncIteration
         item = await self.items.get()

@@ -125,11 +125,7 @@ class Encoder:
     async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:
         """Return the model's output for each input, or why there is none; one does not spoil the others.
 
-        Args:
-            items: At least one.
-            namespace: Where they are looked for and stored; with keys, `public` is looked in as well.
-            truncate: Cut what is too long; else it is refused.
-            side: Where it is cut.
+        With keys, inputs are looked for in `public` as well. What is too long is refused, unless `truncate`.
         """
         asked_at, loop = perf_counter(), asyncio.get_running_loop()
         tokens = await self.tokens(items, truncate, side) if is_long(items) else None
@@ -162,11 +158,7 @@ class Encoder:
         return await asyncio.get_running_loop().run_in_executor(pool, self._tokenised, items, truncate, side)
 
     async def states(self, tokens: Sequence[Tokens]) -> list[list[list[float]]]:
-        """Compute the states of all tokens of each input (T, D), as if there were no cache.
-
-        Raises:
-            Refusal: The model failed.
-        """
+        """Compute the states of all tokens of each input (T, D), as if there were no cache."""
 
         def compute(one: Tokens) -> list[list[float]]:
             with torch.inference_mode(), self._cache.disabled():

@@ -32,11 +32,7 @@ class Fields:
         return Refusal(refusal.kind, text + more, param=self.name)
 
     def all(self, found: Sequence[_T | Refusal]) -> list[_T]:
-        """Return what was found for the inputs.
-
-        Raises:
-            Refusal: An input was refused: the first one's reason.
-        """
+        """Return what was found for the inputs, or raise the refusal of the first that was refused."""
         made: list[_T] = []
         for i, one in enumerate(found):
             if isinstance(one, Refusal):
@@ -45,11 +41,7 @@ class Fields:
         return made
 
     def each(self, work: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
-        """Return the result of `work` for each input.
-
-        Raises:
-            Refusal: An input is refused.
-        """
+        """Return the result of `work` for each input, or raise the refusal of the first that is refused."""
         made = []
         for i, item in enumerate(items):
             try:

@@ -109,12 +109,7 @@ class Front:
         return next((template for template, fits in self._routes.items() if fits.match(path)), UNKNOWN)
 
     async def _pass(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
-        """Pass a request on, if it may.
-
-        Raises:
-            Refusal: It may not.
-            ClientDisconnect: Its client has gone.
-        """
+        """Pass a request on, if it may; else raise a `Refusal`."""
         needed = scope_of(scope["method"], path)
         tenant = None if needed is None else self._tenant(scope, needed)
         scope["state"]["tenant"] = tenant
@@ -216,11 +211,7 @@ def route_path(scope: Scope) -> str:
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """Do work, and cancel it if the client goes.
-
-    Raises:
-        ClientDisconnect: It has gone.
-    """
+    """Do work; if the client goes meanwhile, cancel it and raise `ClientDisconnect`."""
     task, is_gone = asyncio.current_task(), False
     watching: asyncio.Task[None] | None = None
     assert task is not None

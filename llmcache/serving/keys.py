@@ -81,12 +81,7 @@ class KeyEntry(Tenant):
 
 
 def read_keys(path: Path) -> list[KeyEntry]:
-    """Read a file of keys. No error quotes a hash: it may be a key that was put in its place.
-
-    Raises:
-        ConfigError: It is no list of keys, an entry is wrong, or others than its owner may write it.
-        OSError: It cannot be read.
-    """
+    """Read a file of keys. No error quotes a hash: it may be a key that was put in its place."""
     with path.open("rb") as file:
         _check_owner(path, os.fstat(file.fileno()))
         content = file.read(_MOST_BYTES + 1)
@@ -102,11 +97,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_concurrent: int | None = None) -> str:
-    """Make a key, write its hash to the file, which is made if there is none, and return the key.
-
-    Raises:
-        ConfigError: The name is taken, or something given is wrong; or see `read_keys`.
-    """
+    """Make a key, write its hash to the file, which is made if there is none, and return the key."""
     key = _MARK + secrets.token_urlsafe(32)
     added = {
         "name": name,
@@ -122,11 +113,7 @@ def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a key out of the file.
-
-    Raises:
-        ConfigError: There is no key of this name; or see `read_keys`.
-    """
+    """Take a key out of the file."""
     with _changing(path):
         entries = read_keys(path)
         kept = [entry for entry in entries if entry.name != name]
@@ -143,12 +130,7 @@ class Keys:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: See `read_keys`.
-            OSError: It cannot be read.
-        """
+        """Read the file; errors are those of `read_keys`."""
         self.path = path
         self.n_failures = 0
         self._is_failing = False

@@ -73,9 +73,6 @@ def load_served(name: str, models_dir: Path | None = None) -> Served:
     `...ForSequenceClassification` a classifier, with one label a reranker; others are embedding models. A
     sentence-transformers model that ends in a `Dense` with as many outputs as its config has labels is a classifier,
     too.
-
-    Raises:
-        ConfigError: It could not be loaded, or is of another kind.
     """
     source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
     config = _config(name, source)

@@ -67,13 +67,7 @@ class Metrics:
     """Counters of one server, in a registry of their own. Thread-safe; each call takes a few microseconds."""
 
     def __init__(self, model_name: str, cache: LLMCache, n_waiting: Callable[[], int]) -> None:
-        """Begin at zero.
-
-        Args:
-            model_name: The label `model_name` of all figures.
-            cache: Its figures are read when Prometheus asks, once each time.
-            n_waiting: Tells how many requests wait; all others that are under way are running.
-        """
+        """Begin at zero. The cache's figures are read when Prometheus asks, once each time."""
         self.registry = CollectorRegistry()
         self.n_under_way = 0  # requests for inference that have not ended
         self.n_concurrent = 0  # of these, requests that `max_concurrent_requests` counts

@@ -291,10 +291,7 @@ class _Events(EventSourceResponse):
 
 
 async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) -> AsyncIterator[Delta]:
-    """Yield the text of an answer as its tokens come; the last piece says why it is the last.
-
-    The answer is stopped before the first of the `stops`, none of which is empty.
-    """
+    """Yield the text of an answer as its tokens come, and stop it before the first of the `stops`."""
     detokenizer, finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
     tokens: list[Token] = []
     async for token in answer:

@@ -92,11 +92,7 @@ class GenerationRequest(BaseModel):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse fields that contradict each other, or ask for what is not there.
-
-        Raises:
-            Refusal: Naming the field.
-        """
+        """Refuse fields that contradict each other, or ask for what is not there."""
         for name, value in (self.model_extra or {}).items():
             if value not in self.absent.get(name, (value,)):
                 raise Refusal("invalid", f"{name}: there is no such thing on this server; leave it out", param=name)
@@ -107,11 +103,7 @@ class GenerationRequest(BaseModel):
             raise Refusal("invalid", message, param="stop")
 
     def sampling(self, max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocabulary: int) -> Sampling:
-        """Return the settings of one answer of a model whose answers end with `eos_ids`.
-
-        Raises:
-            Refusal: A token that is to end an answer is not of the vocabulary.
-        """
+        """Return the settings of one answer of a model whose answers end with `eos_ids`."""
         more = self.stop_token_ids or []
         if max(more, default=0) >= vocabulary:
             raise Refusal("invalid", f"stop_token_ids are from 0 to {vocabulary - 1}", param="stop_token_ids")

@@ -1,4 +1,4 @@
-"""Why a request is not answered, and how each dialect says so."""
+"""Why a request is not answered, and how each dialect says so. What refuses raises a `Refusal`."""
 
 import traceback
 from typing import Any, Final, Literal, NamedTuple
@@ -56,11 +56,7 @@ class Refusal(LLMCacheError):
     def __init__(self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         """Say what was wrong and what to do about it.
 
-        Args:
-            kind: Decides status and error type.
-            message: Text for the client.
-            param: The field that was wrong, for OpenAI's error objects.
-            retry_after_s: When to try again, seconds.
+        OpenAI's error objects name the field that was wrong, `param`. Clients may try again after `retry_after_s`.
         """
         super().__init__(message)
         self.kind: Kind = kind

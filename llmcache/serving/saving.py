@@ -15,20 +15,10 @@ logger = logging.getLogger("llmcache.serving")
 
 
 class Saves:
-    """The folder of one server, or none.
-
-    Attributes:
-        folder: None: nothing is saved.
-        is_kept: Nothing is saved there, and what it holds stays.
-        has_failed: The latest save failed.
-    """
+    """The folder of one server, or none. What `is_kept` there stays, and nothing is saved."""
 
     def __init__(self, folder: Path | None, is_kept: bool = False) -> None:
-        """Make the folder if needed; one that `is_kept` is only restored from, and has to be there.
-
-        Raises:
-            StoreError: Nothing can be saved there.
-        """
+        """Make the folder if needed; one that `is_kept` is only restored from, and has to be there."""
         self.folder = folder
         self.is_kept = is_kept
         self.has_failed = False
@@ -43,12 +33,7 @@ class Saves:
     def hang_cache(self, served: Served, config: CacheConfig | None) -> LLMCache:
         """Wrap a model in the cache that was saved, if it fits; else in a new one.
 
-        Args:
-            served: The model.
-            config: Settings; None: those of the save, or the defaults.
-
-        Raises:
-            ConfigError: What was saved cannot be served with these settings, or the model with them.
+        `config` None: the settings of the save, or the defaults. Settings that contradict the save are refused.
         """
         given = None if config is None else _for_pooled(config, served)
         restored = None if self.folder is None else self._restored(self.folder, served, given)
@@ -58,11 +43,7 @@ class Saves:
         return LLMCache.wrap(served.model, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of)
 
     def save(self, cache: LLMCache) -> None:
-        """Save, where anything is saved.
-
-        Raises:
-            StoreError: It failed. An earlier save is still whole.
-        """
+        """Save, where anything is saved. If it fails, an earlier save is still whole."""
         if self.folder is None or self.is_kept:
             return
         try:

@@ -91,11 +91,7 @@ class Server:
             self.decoder.forget()
 
     def check_ready(self) -> None:
-        """Refuse a request unless the server is ready.
-
-        Raises:
-            Refusal: It is not ready yet, or drained, or stops.
-        """
+        """Refuse a request unless the server is ready."""
         if self.phase in ("stopping", "stopped"):
             raise stopping()
         if self.phase != "ready":
@@ -123,20 +119,12 @@ class Server:
             self.decoder.refuse_all()
 
     def check_name(self, name: str | None) -> None:
-        """Refuse a request that names another model than the one that is served; it may name none.
-
-        Raises:
-            Refusal: It names another one.
-        """
+        """Refuse a request that names another model than the one that is served; it may name none."""
         if name not in (None, "", self.name):
             raise Refusal("not_found", f"this server has one model: {self.name}", param="model")
 
     def needs(self, kind: Kind) -> None:
-        """Refuse a route that needs another kind of model.
-
-        Raises:
-            Refusal: The model is not of this kind.
-        """
+        """Refuse a route that needs another kind of model."""
         if self.served.kind != kind:
             text = f"this route needs {NAMES[kind]}; {self.name} is {NAMES[self.served.kind]}"
             raise Refusal("wrong_model", text)
@@ -164,10 +152,7 @@ class Server:
         self.phase = "stopped"
 
     def _warm_up(self) -> None:
-        """Run short and long inputs, so that the first request does not wait for what the first run does.
-
-        They do not count: figures begin afterwards.
-        """
+        """Run short and long inputs, which do not count, so that no request waits for what the first run does."""
         n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
         if not n_tokens:
             return

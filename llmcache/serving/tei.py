@@ -244,11 +244,7 @@ async def info(request: Request) -> JSONResponse:
 async def computed(
     server: Server, items: Sequence[Item], request: Request, cut: Cut, fields: Fields, prompt_name: str | None = None
 ) -> list[Output]:
-    """Return the model's outputs for the inputs of a request; see `with_prompt`.
-
-    Raises:
-        Refusal: There are too many or none, or one of them is refused: the first one's reason.
-    """
+    """Return the model's outputs for the inputs of a request, or refuse it for one of them."""
     assert server.encoder is not None
     check_number(server, len(items), fields.name)
     items = with_prompt(server, items, prompt_name)
@@ -304,11 +300,7 @@ def classified_of(inputs: Any) -> tuple[list[Item], bool]:
 
 
 def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
-    """Put the prompt of this name before each input; None: the model's default prompt, if any, before texts and pairs.
-
-    Raises:
-        Refusal: The model has no such prompt, or an input is token ids although a prompt was named.
-    """
+    """Put the prompt of this name before each input; None: the default prompt, if any, before texts and pairs."""
     prompt = prompt_of(server, name)
     if name is not None and any(isinstance(item, list) for item in items):
         raise Refusal("invalid", "`prompt_name` needs texts: token ids are taken as they are")
@@ -319,11 +311,7 @@ def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list
 
 
 def prompt_of(server: Server, name: str | None) -> str:
-    """Return the model's prompt of this name; None: its default prompt, or "".
-
-    Raises:
-        Refusal: The model has no such prompt.
-    """
+    """Return the model's prompt of this name; None: its default prompt, or ""."""
     prompts, name = server.served.prompts, server.served.default_prompt if name is None else name
     if name is None:
         return ""
@@ -335,11 +323,7 @@ def prompt_of(server: Server, name: str | None) -> str:
 def embedding(
     server: Server, values: NDArray[np.float32], normalize: bool, dimensions: int | None
 ) -> NDArray[np.float32]:
-    """Return the first dimensions of a vector, by default as many as the model's settings name, of norm 1 if asked.
-
-    Raises:
-        Refusal: The model has fewer dimensions.
-    """
+    """Return a vector's first dimensions, by default as many as the model's settings name, of norm 1 if asked."""
     if dimensions is not None and dimensions > len(values):
         raise Refusal("invalid", f"`dimensions`: the model has {len(values)}", param="dimensions")
     vector = values[: dimensions or server.served.dimensions]

@@ -36,17 +36,11 @@ Item = str | Prompted | tuple[str, str] | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One input in the model's tokens.
+    """One input in the model's tokens."""
 
-    Attributes:
-        ids: Special tokens included, at least one.
-        types: Token type ids, as many; () where the model takes none.
-        n_prompt: Tokens at the beginning that the model's pooling leaves out.
-    """
-
-    ids: tuple[int, ...]
-    types: tuple[int, ...] = ()
-    n_prompt: int = 0
+    ids: tuple[int, ...]  # special tokens included, at least one
+    types: tuple[int, ...] = ()  # token type ids, as many; none where the model takes none
+    n_prompt: int = 0  # tokens at the beginning that the model's pooling leaves out
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,14 +56,9 @@ class Tokenizing:
     def __init__(
         self, tokenizer: Any, max_length: int, vocabulary: int, prompts: Iterable[str] = (), is_pooled: bool = True
     ) -> None:
-        """Take a tokenizer.
+        """Take a tokenizer of transformers, for ids below `vocabulary`.
 
-        Args:
-            tokenizer: Of transformers.
-            max_length: Tokens of the longest input, special ones included.
-            vocabulary: Ids that the model knows are below this.
-            prompts: Texts that may go before an input.
-            is_pooled: Their tokens are pooled as those of inputs are.
+        The `prompts` may go before an input; if `is_pooled`, their tokens are pooled as those of inputs are.
         """
         self.max_length = max_length
         self._vocabulary = vocabulary
@@ -83,22 +72,14 @@ class Tokenizing:
         self._n_prompt = {prompt: 0 if is_pooled else self._length(prompt) for prompt in prompts}
 
     def encode(self, items: Sequence[Item], truncate: bool, side: Side = "right") -> list[Tokens | Refusal]:
-        """Tokens of each input, or why it has none.
-
-        Args:
-            items: What to encode.
-            truncate: Cut what is too long; else it is refused.
-            side: Where it is cut.
-        """
+        """Return the tokens of each input, or why it has none; what is too long is refused, unless `truncate`."""
         return [self._encode(item, truncate, side) for item in items]
 
     def pieces(self, text: str, add_special_tokens: bool) -> Iterator[dict[str, Any]]:
-        """Each token of a text: `id`, `text`, `special`, and `start` and `stop` in characters, None of special ones.
+        """Yield each token: `id`, `text`, `special`, and `start` and `stop` in characters, None of special ones.
 
-        They are made one by one as they are read: a million objects at once hold everybody up when they are collected.
-
-        Raises:
-            Refusal: The text is no Unicode text; now, not when they are read.
+        They are made as they are read: to collect a million objects at once holds everybody up. A text that is no
+        Unicode is refused at once.
         """
         _check(text)
         if self._fast is None:
@@ -118,11 +99,7 @@ class Tokenizing:
         )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of tokens.
-
-        Raises:
-            Refusal: An id is not of the vocabulary.
-        """
+        """Return the text of tokens; ids that are not of the vocabulary are refused."""
         self._check_ids(ids)
         with self._lock:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -149,7 +126,7 @@ class Tokenizing:
         return Tokens(kept, (0,) * len(kept) if self.takes_types else ())
 
     def _length(self, prompt: str) -> int:
-        """Tokens of a prompt alone, without a special one at its end: so many sentence-transformers leaves out."""
+        """Count a prompt's tokens without a special one at its end: as many sentence-transformers leaves out."""
         made = self._encode(prompt, True, "right") if prompt else None
         if not isinstance(made, Tokens):
             return 0
@@ -183,16 +160,12 @@ class Tokenizing:
                     named = self._tokenizer(*texts, truncation=True, max_length=self.max_length)
                 finally:
                     self._tokenizer.truncation_side = before
-        types = named.get("token_type_ids") if self.takes_types else None
+        types = named.get("token_type_ids", ()) if self.takes_types else ()
         n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
-        return Tokens(tuple(named["input_ids"]), () if types is None else tuple(types), n_prompt)
+        return Tokens(tuple(named["input_ids"]), tuple(types), n_prompt)
 
     def _over(self, n_tokens: int, truncate: bool) -> int:
-        """How many tokens are to be cut off.
-
-        Raises:
-            Refusal: There are none at all, or too many and they are not to be cut.
-        """
+        """Return how many tokens are to be cut off; none at all, or too many, are refused."""
         if n_tokens == 0:
             raise Refusal("empty", "cannot be empty")
         if n_tokens > self.max_length and not truncate:
@@ -210,7 +183,7 @@ def is_long(items: Sequence[Item]) -> bool:
 
 
 def _texts(item: str | Prompted | tuple[str, str]) -> tuple[str, ...]:
-    """A text, or a pair, with its prompt before it."""
+    """Return a text, or a pair, with its prompt before it."""
     if isinstance(item, Prompted):
         first, *others = item.texts
         return (item.prompt + first, *others)
