@@ -11,13 +11,13 @@ any more is not computed further.
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from jinja2.exceptions import TemplateError, UndefinedError
@@ -134,10 +134,10 @@ class Decoder:
             )
         return asked or min(room, otherwise or room)
 
-    def start(self, ids: Ids, sampling: Sampling, tenant: Tenant) -> "Generating":
+    def start(self, ids: Ids, sampling: Sampling, tenant: Tenant, arrived: "Arrived") -> "Generating":
         """Begin to answer a prompt from `encode`, or join a request of the tenant's namespace that is the same.
 
-        Nothing is computed before the loop goes on.
+        Tokens are put into `arrived`, which answers may share; nothing is computed before the loop goes on.
         """
         key = (tenant.namespace, ids, sampling)
         flight = self._flights.get(key)
@@ -146,7 +146,7 @@ class Decoder:
             flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
             self._open.add(flight)
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
-        return Generating(self, flight, is_first)
+        return Generating(self, flight, is_first, arrived)
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:
         """Answer a prompt of `n_tokens` tokens twice, with two tokens, in the model's thread."""
@@ -278,13 +278,14 @@ class Decoder:
         flight.stream = None
         if error is not None:
             for reader in flight.readers:
-                reader.items.put_nowait(error)
+                reader.put(error)
         if flight.task is not None and flight.task is not asyncio.current_task():
             flight.task.cancel()
 
 
 _Key = tuple[str, Ids, Sampling]
 _Item = tuple[Token, StoppedBy | None]
+Arrived = asyncio.Queue[tuple["Generating", _Item | Refusal]]
 
 
 @dataclass(eq=False, slots=True)
@@ -306,46 +307,42 @@ class _Flight:
             self.n_cached = len(self.key[1]) if self.rung == "exact" else answer.outcome.n_prefix
         self.items.append((token, stopped_by))
         for reader in self.readers:
-            reader.items.put_nowait((token, stopped_by))
+            reader.put((token, stopped_by))
 
 
-class Generating(AsyncIterator[Token]):
-    """The tokens of one request as they come; `stopped_by` is None but with the last one. One task at a time."""
+class Generating:
+    """One answer. What arrives of it goes through `take`, until it `is_over`."""
 
-    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool) -> None:
+    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool, arrived: "Arrived") -> None:
         self._decoder = decoder
         self._flight = flight
         self._is_first = is_first
+        self._arrived = arrived
         self._is_begun = False
-        self._is_over = False
         self._started_s = perf_counter()
+        self.is_over = False
         self.prompt = flight.key[1]
         self.n_prompt = len(self.prompt)
-        self.stopped_by: StoppedBy | None = None
-        self.items: asyncio.Queue[_Item | Refusal] = asyncio.Queue()
         for item in flight.items:
-            self.items.put_nowait(item)
+            self.put(item)
         flight.readers.append(self)
 
-    def __aiter__(self) -> Self:
-        return self
+    def put(self, item: _Item | Refusal) -> None:
+        """Hand on a token, or why there are no more."""
+        self._arrived.put_nowait((self, item))
 
-    async def __anext__(self) -> Token:
-        """Return the next token; refused if it waited for too long, or the model cannot go on."""
-        if self._is_over:
-            raise StopAsyncIteration
-        item = await self.items.get()
+    def take(self, item: _Item | Refusal) -> _Item:
+        """Count what arrived; a refusal is raised."""
         if isinstance(item, Refusal):
             self._finish("error")
             raise item
-        token, self.stopped_by = item
         if not self._is_begun:
             self._is_begun = True
             self._decoder.metrics.first_token.observe(perf_counter() - self._started_s)
             self._decoder.metrics.served(self.rung, self.n_prompt, self.n_cached)
-        if self.stopped_by is not None:
-            self._finish(self.stopped_by)
-        return token
+        if item[1] is not None:
+            self._finish(item[1])
+        return item
 
     @property
     def rung(self) -> str | None:
@@ -359,18 +356,17 @@ class Generating(AsyncIterator[Token]):
 
     def stop(self) -> None:
         """End the answer: a stop text was found. After the end it does nothing."""
-        if not self._is_over:
-            self.stopped_by = "stop"
+        if not self.is_over:
             self._finish("stop")
 
     def close(self) -> None:
         """End the answer: its client has gone. After the end it does nothing."""
-        if not self._is_over:
+        if not self.is_over:
             self._decoder.metrics.cancelled.inc()
             self._finish(None)
 
     def _finish(self, reason: str | None) -> None:
-        self._is_over = True
+        self.is_over = True
         if reason is not None:
             self._decoder.metrics.finished(reason)
         self._decoder.leave(self._flight, self)

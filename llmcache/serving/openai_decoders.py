@@ -6,7 +6,7 @@ An answer that the cache serves is made of the same tokens as one that is comput
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from time import time
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -18,7 +18,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from llmcache.generation import StoppedBy, Token
 from llmcache.generation.detokenizer import Detokenizer
 from llmcache.serving.bodies import BodyRoute, cache_headers
-from llmcache.serving.decoder import Decoder, Generating, Ids
+from llmcache.serving.decoder import Arrived, Decoder, Generating, Ids
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from llmcache.serving.front import unless_gone
 from llmcache.serving.keys import Tenant
@@ -171,15 +171,26 @@ class _Chat(_Shape):
 class _Asked:
     """The answers of one request, `n` for each prompt, and what all its chunks have in common."""
 
-    def __init__(self, server: Server, body: GenerationRequest, shape: _Shape, answers: Sequence[Generating]) -> None:
+    def __init__(self, server: Server, body: GenerationRequest, shape: _Shape) -> None:
         self._server = server
         self._body = body
         self._shape = shape
-        self._answers = answers
+        self._answers: list[Generating] = []
+        self._arrived: Arrived = asyncio.Queue()
         self._n_made = 0
         self._id = f"{shape.prefix}-{uuid4().hex}"
         self._created = int(time())
-        self._reading: list[asyncio.Task[None]] = []
+
+    def start(self, tenant: Tenant, prompts: Sequence[Ids], n_new: Sequence[int]) -> None:
+        """Begin `n` answers of each prompt; their seeds are one apart."""
+        decoder = self._server.decoder
+        assert decoder is not None
+        first_seed = self._body.first_seed()
+        seeds = [(first_seed + i) % 2**63 for i in range(self._body.n or 1)]
+        for prompt, most in zip(prompts, n_new, strict=True):
+            for seed in seeds:
+                sampling = self._body.sampling(most, seed, decoder.eos_ids, decoder.vocabulary)
+                self._answers.append(decoder.start(prompt, sampling, tenant, self._arrived))
 
     async def whole(self) -> dict[str, Any]:
         """Return all answers, once they are whole."""
@@ -195,28 +206,17 @@ class _Asked:
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
         """Yield pieces of all answers, as they come, each with the number of its answer."""
-        arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
-
-        async def read(index: int, answer: Generating) -> None:
-            try:
-                async for delta in read_text(answer, self._server.tokenizer, self._body.stops):
-                    arrived.put_nowait((index, delta))
-            except Exception as error:
-                arrived.put_nowait(error)
-            arrived.put_nowait(None)
-
-        self._reading = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(self._answers)]
+        texts = [_Text(answer, self._server.tokenizer, self._body.stops) for answer in self._answers]
         try:
-            n_open = len(self._reading)
-            while n_open:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    n_open -= 1
+            while not all(answer.is_over for answer in self._answers):
+                answer, item = await self._arrived.get()
+                if answer.is_over:  # a stop text was found
                     continue
-                self._n_made += len(item[1].tokens)
-                yield item
+                index = self._answers.index(answer)
+                delta = texts[index].add(*answer.take(item))
+                if delta is not None:
+                    self._n_made += len(delta.tokens)
+                    yield index, delta
         finally:
             self.close()
 
@@ -249,8 +249,6 @@ class _Asked:
 
     def close(self) -> None:
         """End all answers. After the end it does nothing."""
-        for task in self._reading:
-            task.cancel()
         for answer in self._answers:
             answer.close()
 
@@ -290,26 +288,30 @@ class _Events(EventSourceResponse):
             await self._content.aclose()
 
 
-async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) -> AsyncIterator[Delta]:
-    """Yield the text of an answer as its tokens come, and stop it before the first of the `stops`."""
-    detokenizer, finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
-    tokens: list[Token] = []
-    async for token in answer:
-        tokens.append(token)
-        stopped_by = answer.stopped_by
-        piece = "" if stopped_by == "stop" else detokenizer.add(token.id)  # of a stop token nothing is told
+class _Text:
+    """The text of an answer, which is stopped before the first of the `stops`."""
+
+    def __init__(self, answer: Generating, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._answer = answer
+        self._detokenizer, self._finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
+        self._tokens: list[Token] = []  # since the last piece
+
+    def add(self, token: Token, stopped_by: StoppedBy | None) -> Delta | None:
+        """Return the next piece of text, if there is any, or the last piece."""
+        self._tokens.append(token)
+        piece = "" if stopped_by == "stop" else self._detokenizer.add(token.id)  # of a stop token nothing is told
         if stopped_by is not None:
-            piece += detokenizer.rest()
-        text, is_found = finder.add(piece)
+            piece += self._detokenizer.rest()
+        text, is_found = self._finder.add(piece)
         if is_found:
-            answer.stop()
-            yield Delta(text, tokens, "stop")
-            return
-        if stopped_by is not None:
-            yield Delta(text + finder.rest(), tokens, stopped_by)
-        elif text:
-            yield Delta(text, tokens, None)
-            tokens = []
+            self._answer.stop()
+            stopped_by = "stop"
+        elif stopped_by is not None:
+            text += self._finder.rest()
+        elif not text:
+            return None
+        tokens, self._tokens = self._tokens, []
+        return Delta(text, tokens, stopped_by)
 
 
 def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder]:
@@ -332,8 +334,9 @@ async def _answered(
     server: Server, body: GenerationRequest, request: Request, ids: Sequence[Ids], n_new: Sequence[int], shape: _Shape
 ) -> Response:
     """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
-    asked = _Asked(server, body, shape, _started(server, body, request.state.tenant, ids, n_new))
+    asked = _Asked(server, body, shape)
     try:
+        asked.start(request.state.tenant, ids, n_new)
         if not body.stream:
             whole = await unless_gone(request, asked.whole())
             return JSONResponse(whole, headers=asked.headers())
@@ -343,24 +346,3 @@ async def _answered(
         asked.close()
         raise
     return _Events(asked.events(first, deltas), _STREAM_HEADERS | asked.headers(), asked.close)
-
-
-def _started(
-    server: Server, body: GenerationRequest, tenant: Tenant, ids: Sequence[Ids], n_new: Sequence[int]
-) -> list[Generating]:
-    """Begin `n` answers of each prompt; their seeds are one apart."""
-    assert server.decoder is not None
-    decoder, seed, eos_ids = server.decoder, body.first_seed(), server.decoder.eos_ids
-    settings = [
-        [body.sampling(most, (seed + i) % 2**63, eos_ids, decoder.vocabulary) for i in range(body.n or 1)]
-        for most in n_new
-    ]
-    answers: list[Generating] = []
-    try:
-        for prompt, of_prompt in zip(ids, settings, strict=True):
-            answers += [decoder.start(prompt, one, tenant) for one in of_prompt]
-    except Refusal:
-        for answer in answers:
-            answer.close()
-        raise
-    return answers
