@@ -10,7 +10,7 @@ from llmcache.cli.table import show_table
 if TYPE_CHECKING:
     from llmcache.serving.keys import Scope
 
-_File: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="Keys, as YAML; as JSON if it ends so.")]
+_File: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="File of keys, as YAML.")]
 _Name: TypeAlias = Annotated[str, typer.Option(help="Of the key, in logs and metrics.")]
 
 
