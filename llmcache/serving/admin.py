@@ -73,7 +73,7 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
         prompt = asked.prompt or asked.messages
         if prompt is None:
             raise Refusal("invalid", "give `prompt` or `messages`", param="prompt")
-        ids = await server.decoder.encode(prompt, request.state.tenant)
+        ids = await server.decoder.encode(prompt, request.state.tenant.namespace)
         inputs = {"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}
         return {"forgotten": await _done(server.forget(inputs, namespace))}
     if asked.inputs is None or server.encoder is None:

@@ -27,7 +27,7 @@ from llmcache.errors import ConfigError, RequestError
 from llmcache.generation import PromptCache, Sampling, StoppedBy, Stream, Token, stream
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
-from llmcache.serving.keys import PUBLIC, Tenant
+from llmcache.serving.keys import PUBLIC
 from llmcache.serving.metrics import IN_FLIGHT, Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, overloaded, stopping
@@ -103,7 +103,7 @@ class Decoder:
         self._prompts = {name: one for name, one in self._prompts.items() if namespace not in (None, name)}
         self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
-    async def encode(self, prompt: Prompt, tenant: Tenant) -> Ids:
+    async def encode(self, prompt: Prompt, namespace: str) -> Ids:
         """Return the token ids of a prompt, or refuse it: it has none, or others than the vocabulary's."""
         param = "messages" if prompt and isinstance(prompt[0], Mapping) else "prompt"
         if not prompt:
@@ -112,12 +112,12 @@ class Decoder:
             ids = cast(Ids, tuple(prompt))
         else:
             loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(self._encoding, self._encode, prompt, param, tenant.namespace)
+            ids = await loop.run_in_executor(self._encoding, self._encode, prompt, param, namespace)
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise Refusal("invalid", f"{param}: token ids are from 0 to {self.vocabulary - 1}", param=param)
         return ids
 
-    def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, *, params: tuple[str, str]) -> int:
+    def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, params: tuple[str, str]) -> int:
         """Return how many tokens an answer may have: `asked`, else `otherwise`, else all that the context holds.
 
         The fields of prompt and `asked` are named in errors as `params`.
@@ -134,12 +134,12 @@ class Decoder:
             )
         return asked or min(room, otherwise or room)
 
-    def start(self, ids: Ids, sampling: Sampling, tenant: Tenant, arrived: "Arrived") -> "Generating":
-        """Begin to answer a prompt from `encode`, or join a request of the tenant's namespace that is the same.
+    def start(self, ids: Ids, sampling: Sampling, namespace: str, arrived: "Arrived") -> "Generating":
+        """Begin to answer a prompt from `encode`, or join a request of the namespace that is the same.
 
         Tokens are put into `arrived`, which answers may share; nothing is computed before the loop goes on.
         """
-        key = (tenant.namespace, ids, sampling)
+        key = (namespace, ids, sampling)
         flight = self._flights.get(key)
         is_first = flight is None
         if flight is None:

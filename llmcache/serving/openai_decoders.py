@@ -18,10 +18,9 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from llmcache.generation import StoppedBy, Token
 from llmcache.generation.detokenizer import Detokenizer
 from llmcache.serving.bodies import BodyRoute, cache_headers
-from llmcache.serving.decoder import Arrived, Decoder, Generating, Ids
+from llmcache.serving.decoder import Arrived, Decoder, Generating, Ids, Prompt
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from llmcache.serving.front import unless_gone
-from llmcache.serving.keys import Tenant
 from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
@@ -35,26 +34,24 @@ _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with texts."""
-    server, decoder = _checked(body, request)
-    prompts = body.prompts
-    if not prompts:
-        raise Refusal("invalid", "the prompt is empty: give at least one token", param="prompt")
-    _check_number(server, body, len(prompts))
-    ids = [await decoder.encode(prompt, request.state.tenant) for prompt in prompts]
-    n_new = [decoder.n_new(len(one), body.max_tokens, _SHORT, params=("prompt", "max_tokens")) for one in ids]
-    return await _answered(server, body, request, ids, n_new, _Completion(server, body))
+    n_new = _New(body.max_tokens, _SHORT, ("prompt", "max_tokens"))
+    return await _answered(body, request, body.prompts, n_new, _Completion)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    server, decoder = _checked(body, request)
-    _check_number(server, body, 1)
-    ids = await decoder.encode(body.chat, request.state.tenant)
-    asked = body.max_completion_tokens or body.max_tokens
     named = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    n_new = decoder.n_new(len(ids), asked, None, params=("messages", named))
-    return await _answered(server, body, request, [ids], [n_new], _Chat(server, body))
+    n_new = _New(body.max_completion_tokens or body.max_tokens, None, ("messages", named))
+    return await _answered(body, request, [body.chat], n_new, _Chat)
+
+
+class _New(NamedTuple):
+    """How many tokens an answer may have; see `Decoder.n_new`."""
+
+    asked: int | None
+    otherwise: int | None
+    params: tuple[str, str]
 
 
 class Delta(NamedTuple):
@@ -93,7 +90,7 @@ class _Completion(_Shape):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, server: Server, body: CompletionRequest) -> None:
+    def __init__(self, server: Server, body: GenerationRequest) -> None:
         super().__init__(server, body)
         self._n_told: Counter[int] = Counter()  # characters of the tokens so far, by answer
 
@@ -181,16 +178,15 @@ class _Asked:
         self._id = f"{shape.prefix}-{uuid4().hex}"
         self._created = int(time())
 
-    def start(self, tenant: Tenant, prompts: Sequence[Ids], n_new: Sequence[int]) -> None:
+    def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], n_new: _New) -> None:
         """Begin `n` answers of each prompt; their seeds are one apart."""
-        decoder = self._server.decoder
-        assert decoder is not None
+        mosts = [decoder.n_new(len(prompt), *n_new) for prompt in prompts]
         first_seed = self._body.first_seed()
         seeds = [(first_seed + i) % 2**63 for i in range(self._body.n or 1)]
-        for prompt, most in zip(prompts, n_new, strict=True):
+        for prompt, most in zip(prompts, mosts, strict=True):
             for seed in seeds:
                 sampling = self._body.sampling(most, seed, decoder.eos_ids, decoder.vocabulary)
-                self._answers.append(decoder.start(prompt, sampling, tenant, self._arrived))
+                self._answers.append(decoder.start(prompt, sampling, namespace, self._arrived))
 
     async def whole(self) -> dict[str, Any]:
         """Return all answers, once they are whole."""
@@ -314,29 +310,24 @@ class _Text:
         return Delta(text, tokens, stopped_by)
 
 
-def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder]:
-    """Return the server and its decoder, for a request that it can answer."""
+async def _answered(
+    body: GenerationRequest, request: Request, prompts: Sequence[Prompt], n_new: _New, shape: type[_Shape]
+) -> Response:
+    """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs("decoder")
     body.check()
-    assert server.decoder is not None
-    return server, server.decoder
-
-
-def _check_number(server: Server, body: GenerationRequest, n_prompts: int) -> None:
-    most = server.settings.max_client_batch_size
-    if n_prompts * (body.n or 1) > most:
+    if not prompts:
+        raise Refusal("invalid", "the prompt is empty: give at least one token", param="prompt")
+    most, decoder, namespace = server.settings.max_client_batch_size, server.decoder, request.state.tenant.namespace
+    if len(prompts) * (body.n or 1) > most:
         raise Refusal("too_large", f"prompts and their answers (n) are at most {most} together", param="n")
-
-
-async def _answered(
-    server: Server, body: GenerationRequest, request: Request, ids: Sequence[Ids], n_new: Sequence[int], shape: _Shape
-) -> Response:
-    """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
-    asked = _Asked(server, body, shape)
+    assert decoder is not None
+    ids = [await decoder.encode(prompt, namespace) for prompt in prompts]
+    asked = _Asked(server, body, shape(server, body))
     try:
-        asked.start(request.state.tenant, ids, n_new)
+        asked.start(decoder, namespace, ids, n_new)
         if not body.stream:
             whole = await unless_gone(request, asked.whole())
             return JSONResponse(whole, headers=asked.headers())

@@ -162,17 +162,12 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
 async def _computed(
     body: _Body, request: Request, kind: Kind, items: Sequence[Item], fields: Fields
 ) -> tuple[Server, list[Output]]:
-    """Return the server, and its model's outputs for the inputs; the model has to be of this kind."""
-    server: Server = request.app.state.server
-    server.check_name(body.model)
-    server.needs(kind)
-    return server, await computed(server, items, request, _cut(body), fields)
-
-
-def _cut(body: _Body) -> Cut:
+    """Return the server, and the outputs of its model, of this kind; see `computed`."""
+    request.app.state.server.check_name(body.model)
     if (body.truncate_prompt_tokens or -1) > 0:
         raise Refusal("invalid", "inputs are cut at the model's own length: give -1", param="truncate_prompt_tokens")
-    return Cut(truncate=None if body.truncate_prompt_tokens is None else True)
+    cut = Cut(truncate=None if body.truncate_prompt_tokens is None else True)
+    return await computed(request, kind, items, cut, fields)
 
 
 def _about(server: Server) -> dict[str, Any]:

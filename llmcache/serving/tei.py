@@ -18,6 +18,7 @@ from llmcache.serving.bodies import BodyRoute, cache_headers, rendered
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.front import unless_gone
+from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tokenizing import Item, Prompted
@@ -118,10 +119,8 @@ class DecodeRequest(_Body):
 @router.post("/embed")
 async def embed(body: EmbedRequest, request: Request) -> Response:
     """Embeddings, one list of floats for each input."""
-    server: Server = request.app.state.server
-    server.needs("embedding")
     items, fields = items_of(body.inputs), Fields("inputs", not is_one(body.inputs))
-    made = await computed(server, items, request, body, fields, body.prompt_name)
+    server, made = await computed(request, "embedding", items, body, fields, body.prompt_name)
     rows = [embedding(server, one.values, body.normalize, body.dimensions) for one in made]
     return await rendered([row.tolist() for row in rows], sum(map(len, rows)), headers(server, made))
 
@@ -143,10 +142,8 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
 @router.post("/predict")
 async def predict(body: PredictRequest, request: Request) -> Response:
     """Labels with scores, best first, of each input."""
-    server: Server = request.app.state.server
-    server.needs("classifier")
     items, is_batch = classified_of(body.inputs)
-    made = await computed(server, items, request, body, Fields("inputs", is_batch))
+    server, made = await computed(request, "classifier", items, body, Fields("inputs", is_batch))
     found = [_ranked(server, one.values, body.raw_scores) for one in made]
     n_labels = len(server.served.labels)
     return await rendered(found if is_batch else found[0], n_labels * len(found), headers(server, made))
@@ -155,11 +152,8 @@ async def predict(body: PredictRequest, request: Request) -> Response:
 @router.post("/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well texts suit a query, best first."""
-    server: Server = request.app.state.server
-    server.needs("reranker")
-    items: list[Item] = [(body.query, text) for text in body.texts]
-    fields = Fields("texts", True, beside="query")
-    made = await computed(server, items, request, body, fields)
+    items = [(body.query, text) for text in body.texts]
+    server, made = await computed(request, "reranker", items, body, Fields("texts", True, beside="query"))
     scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
     ranks = [
         {"index": i, "score": scores[i]} | ({"text": body.texts[i]} if body.return_text else {})
@@ -171,14 +165,12 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
 @router.post("/similarity")
 async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     """Cosine of the source sentence and each of the others."""
-    server: Server = request.app.state.server
-    server.needs("embedding")
     asked = body.parameters or SimilarityParameters()
-    texts: list[Item] = [body.inputs.source_sentence, *body.inputs.sentences]
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
     if len(texts) == 1:
         raise Refusal("empty", "`inputs.sentences` cannot be empty")
     fields = Fields("inputs.sentences", True, first="inputs.source_sentence", cut="set `parameters.truncate`")
-    made = await computed(server, texts, request, asked, fields, asked.prompt_name)
+    server, made = await computed(request, "embedding", texts, asked, fields, asked.prompt_name)
     source, *others = (embedding(server, one.values, True, None) for one in made)
     return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
 
@@ -242,15 +234,17 @@ async def info(request: Request) -> JSONResponse:
 
 
 async def computed(
-    server: Server, items: Sequence[Item], request: Request, cut: Cut, fields: Fields, prompt_name: str | None = None
-) -> list[Output]:
-    """Return the model's outputs for the inputs of a request, or refuse it for one of them."""
+    request: Request, kind: Kind, items: Sequence[Item], cut: Cut, fields: Fields, prompt_name: str | None = None
+) -> tuple[Server, list[Output]]:
+    """Return the server, and the outputs of its model, of this kind, or refuse the request for one of its inputs."""
+    server: Server = request.app.state.server
+    server.needs(kind)
     assert server.encoder is not None
     check_number(server, len(items), fields.name)
     items = with_prompt(server, items, prompt_name)
     namespace, truncate = request.state.tenant.namespace, truncates(server, cut.truncate)
     work = server.encoder.run(items, namespace, truncate, cut.truncation_direction)
-    return fields.all(await unless_gone(request, work))
+    return server, fields.all(await unless_gone(request, work))
 
 
 def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
