@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ def server(models: Path) -> Server:
     return make_server(models / "classifier", reveal_hits=True)
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[TestClient]:
-    with client_of(server) as made:
-        yield made
-
-
 def ask(client: TestClient, *texts: str, **more: Any) -> Any:
     """Answer to texts, each an input."""
     return client.post("/predict", json={"inputs": [[text] for text in texts], "raw_scores": True, **more})
@@ -50,12 +43,6 @@ def check(server: Server, texts: list[str], answer: Any) -> None:
             own = server.model(**tokenizer()(text, return_tensors="pt")).logits[0].numpy()
         scores = {one["label"]: one["score"] for one in found}
         np.testing.assert_allclose([scores[label] for label in LABELS], own, atol=1e-5)
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(12) as made:
-        yield made
 
 
 def test_answers_are_the_models_own_and_only_new_inputs_are_computed(client: TestClient, server: Server) -> None:

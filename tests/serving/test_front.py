@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,6 @@ def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
 @pytest.fixture
 def server(models: Path) -> Server:
     return make_server(models / "classifier", max_concurrent_requests=2, payload_limit=1_000_000, body_timeout_s=0.5)
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[TestClient]:
-    with client_of(server) as made:
-        yield made
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as made:
-        yield made
 
 
 def routes_of(client: Any) -> set[tuple[str, str]]:

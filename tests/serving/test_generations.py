@@ -56,12 +56,6 @@ def client(shared: tuple[Server, TestClient], server: Server) -> TestClient:
     return shared[1]
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(12) as made:
-        yield made
-
-
 def ids_of(prompt: Any) -> list[int]:
     if not isinstance(prompt, str):
         prompt = byte_tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

@@ -49,12 +49,6 @@ def server(models: Path, tmp_path: Path) -> Server:
     return make_server(models / "classifier", save=tmp_path / "saved")
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[TestClient]:
-    with client_of(server) as made:
-        yield made
-
-
 def ask(client: Any, text: str = "my card") -> Any:
     answer = client.post("/predict", json={"inputs": text})
     assert answer.status_code == 200, answer.text
