@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -159,8 +158,7 @@ class Decoder:
 
     def leave(self, flight: "_Flight", reader: "Generating") -> None:
         """Take a reader off a flight, and end it if nobody reads it any more."""
-        with suppress(ValueError):
-            flight.readers.remove(reader)
+        flight.readers.remove(reader)
         if not flight.readers:
             self._end(flight)
 
