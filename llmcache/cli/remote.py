@@ -109,7 +109,7 @@ class RemoteChat:
 
 
 def _why(status: int, body: bytes) -> str:
-    """What a refusal says."""
+    """Say why a server refused a request."""
     try:
         return f"the server refused it ({status}): {json.loads(body)['error']['message']}"
     except (ValueError, KeyError, TypeError):

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple
 
@@ -166,7 +167,7 @@ class Encoder:
             return rows
 
         try:
-            return [await self._thread.run(lambda one=one: compute(one)) for one in tokens]  # type: ignore[misc]
+            return [await self._thread.run(partial(compute, one)) for one in tokens]
         except Exception as error:
             raise self._failed(described(error)) from None
 
@@ -189,7 +190,7 @@ class Encoder:
         return miss
 
     def _leave(self, miss: _Miss) -> None:
-        """A request has its answer, or its client has gone; what nobody waits for is not computed."""
+        """Note that a request waits no longer; an input that nobody waits for is not computed."""
         miss.n_waiting -= 1
         if not miss.n_waiting and not miss.is_running and not miss.answer.done():
             self._queue.remove(miss)
@@ -208,7 +209,7 @@ class Encoder:
                 miss.is_running = True
                 self._metrics.queue.observe(begun - miss.queued_at)
             try:
-                outputs = await self._thread.run(lambda batch=batch: self._compute(batch)) if batch else []  # type: ignore[misc]
+                outputs = await self._thread.run(partial(self._compute, batch)) if batch else []
             except Exception as error:  # the thread was closed
                 logger.warning("a batch was not computed: %s", described(error))
                 outputs = [stopping()] * len(batch)
