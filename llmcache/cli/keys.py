@@ -46,8 +46,4 @@ def show(file: _File) -> None:
     """List keys: what they are called and what they may do."""
     from llmcache.serving.keys import read_keys
 
-    rows = [
-        {"name": one.name, "namespace": one.namespace, "scopes": one.scopes, "max_concurrent": one.max_concurrent}
-        for one in read_keys(file)
-    ]
-    show_table(str(file), rows, n_names=3)
+    show_table(str(file), [one.model_dump(exclude={"hash"}) for one in read_keys(file)], n_names=3)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from jinja2.exceptions import TemplateError, UndefinedError
@@ -363,7 +363,7 @@ class Generating:
             self._decoder.metrics.cancelled.inc()
             self._finish(None)
 
-    def _finish(self, reason: str | None) -> None:
+    def _finish(self, reason: StoppedBy | Literal["error"] | None) -> None:
         self.is_over = True
         if reason is not None:
             self._decoder.metrics.finished(reason)

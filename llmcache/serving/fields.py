@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from llmcache.serving.refusals import Refusal
-from llmcache.serving.tokenizing import TooLong
 
 _OF_SERVER: Final = ("overloaded", "unhealthy")  # whose reason is no input
 
@@ -28,7 +27,7 @@ class Fields:
             return refusal
         name = self._name(i)
         text = f"{refusal}: {name}" if refusal.kind == "backend" else f"{name} {refusal}"
-        more = f"; shorten it, or {self.cut}" if isinstance(refusal, TooLong) else ""
+        more = f"; shorten it, or {self.cut}" if refusal.kind == "too_long" else ""
         return Refusal(refusal.kind, text + more, param=self.name)
 
     def all(self, found: Sequence[_T | Refusal]) -> list[_T]:

@@ -10,7 +10,7 @@ import math
 from collections import Counter as Counts
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import (
@@ -29,6 +29,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, UnknownMetricFam
 from prometheus_client.registry import Collector
 
 from llmcache.cache import LLMCache
+from llmcache.generation import StoppedBy
 from llmcache.serving.cache_figures import CacheFigures
 
 PREFIX: Final = "llmcache_"
@@ -37,8 +38,6 @@ OTHER: Final = "other"
 #: What serves those who join a request in flight, beside the rungs.
 IN_FLIGHT: Final = "in_flight"
 RUNGS: Final = frozenset((COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "paper"))
-#: How a request may end, in OpenAI's words; an encoder's ends with `stop`.
-REASONS: Final = ("stop", "length", "abort", "error")
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -146,9 +145,9 @@ class Metrics:
         self._batch_size.observe(n_requests)
         self._batch_tokens.observe(n_tokens)
 
-    def finished(self, reason: str) -> None:
-        """Count a request that came to its end, of `REASONS`."""
-        self._success.labels(self._model_name, reason if reason in REASONS else OTHER).inc()
+    def finished(self, reason: StoppedBy | Literal["error"]) -> None:
+        """Count a request that came to its end: `length`, `error`, or `stop`, as an encoder's does."""
+        self._success.labels(self._model_name, reason).inc()
 
     def slowest(self) -> list[RouteTime]:
         """Return all routes by the times of their latest requests, the largest p99 first."""

@@ -46,10 +46,6 @@ class Tokens:
         return len(self.ids)
 
 
-class TooLong(Refusal):
-    """An input that has too many tokens, and is not to be cut."""
-
-
 class Tokenizing:
     """One model's tokenizer. Thread-safe. Refusals say what an input is or has; `Fields` names it."""
 
@@ -112,7 +108,10 @@ class Tokenizing:
             n_prompt = self._n_prompt[item.prompt] if isinstance(item, Prompted) else 0
             for text in texts:
                 _check(text)
-            return (self._slowly if self._fast is None else self._quickly)(texts, truncate, side, n_prompt)
+            ids, types, n_over = (self._slowly if self._fast is None else self._quickly)(texts, truncate, side)
+            if side == "left":
+                n_prompt = max(0, n_prompt - n_over)
+            return Tokens(tuple(ids), tuple(types) if self.takes_types else (), n_prompt)
         except Refusal as refusal:
             return refusal
         except Exception as error:
@@ -132,12 +131,12 @@ class Tokenizing:
             return 0
         return len(made) - (made.ids[-1] in self._tokenizer.all_special_ids)
 
-    def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side, n_prompt: int) -> Tokens:
+    def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> tuple[list[int], list[int], int]:
+        """Return ids, types, and how many tokens were cut off."""
         (made,) = self._fast.encode_batch([texts if len(texts) == 2 else texts[0]])
         if n_over := self._over(len(made), truncate):
             made = self._cut(texts, side)
-        n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
-        return Tokens(tuple(made.ids), tuple(made.type_ids) if self.takes_types else (), n_prompt)
+        return made.ids, made.type_ids, n_over
 
     def _cut(self, texts: tuple[str, ...], side: Side) -> Any:
         """Encode texts and cut them, of a pair the longer one first, as fast tokenizers do by default."""
@@ -151,7 +150,8 @@ class Tokenizing:
                 part.truncate(max(n, len(part) // 2), direction=side)
         return self._fast.post_process(*parts)
 
-    def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side, n_prompt: int) -> Tokens:
+    def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> tuple[list[int], list[int], int]:
+        """Return the same, by a tokenizer without a fast one behind it."""
         with self._lock:
             named = self._tokenizer(*texts)
             if n_over := self._over(len(named["input_ids"]), truncate):
@@ -160,16 +160,14 @@ class Tokenizing:
                     named = self._tokenizer(*texts, truncation=True, max_length=self.max_length)
                 finally:
                     self._tokenizer.truncation_side = before
-        types = named.get("token_type_ids", ()) if self.takes_types else ()
-        n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
-        return Tokens(tuple(named["input_ids"]), tuple(types), n_prompt)
+        return named["input_ids"], named.get("token_type_ids", []), n_over
 
     def _over(self, n_tokens: int, truncate: bool) -> int:
         """Return how many tokens are to be cut off; none at all, or too many, are refused."""
         if n_tokens == 0:
             raise Refusal("empty", "cannot be empty")
         if n_tokens > self.max_length and not truncate:
-            raise TooLong("invalid", f"must have at most {self.max_length} tokens. Given: {n_tokens}")
+            raise Refusal("too_long", f"must have at most {self.max_length} tokens. Given: {n_tokens}")
         return max(0, n_tokens - self.max_length)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
