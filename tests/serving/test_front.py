@@ -21,7 +21,7 @@ from llmcache.serving.front import OPEN
 from llmcache.serving.keys import add_key
 from llmcache.serving.server import Server
 from tests.redis_server import wait_until
-from tests.serving.served import client_of, figure, listening, make_server, model_held
+from tests.serving.served import client_of, figure, is_computing, listening, make_server, model_held
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 #: No routes, and spellings of open ones that are not theirs.
@@ -251,7 +251,7 @@ def test_over_a_socket(server: Server, pool: ThreadPoolExecutor) -> None:
         before = figure(server, "requests_cancelled_total")
         with model_held(server):
             first = pool.submit(raw, url, post(body.replace(b"card", b"cash")))
-            wait_until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+            wait_until(lambda: is_computing(server))
             host, port = url.removeprefix("http://").split(":")
             gone = socket.create_connection((host, int(port)))
             gone.sendall(post(body.replace(b"card", b"rate")))
