@@ -37,10 +37,7 @@ def command(
         typer.echo(piece, nl=False)
     typer.echo()
     turn = chat.turn()
-    if verbose:
-        typer.echo(options.told(turn))
-    elif cut := options.cuts(turn):
-        typer.echo(f"llmcache: {cut}", err=True)
+    options.show_turn(turn, verbose)
     made, times = turn.generation, turn.generation.times
     assert times is not None
     write_json(

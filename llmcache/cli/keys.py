@@ -10,7 +10,7 @@ from llmcache.cli.table import show_table
 if TYPE_CHECKING:
     from llmcache.serving.keys import Scope
 
-_File: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="Keys, as YAML; as JSON if it ends so.")]
+_File: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="File of keys, as YAML.")]
 _Name: TypeAlias = Annotated[str, typer.Option(help="Of the key, in logs and metrics.")]
 
 
@@ -46,8 +46,4 @@ def show(file: _File) -> None:
     """List keys: what they are called and what they may do."""
     from llmcache.serving.keys import read_keys
 
-    rows = [
-        {"name": one.name, "namespace": one.namespace, "scopes": one.scopes, "max_concurrent": one.max_concurrent}
-        for one in read_keys(file)
-    ]
-    show_table(str(file), rows, n_names=3)
+    show_table(str(file), [one.model_dump(exclude={"hash"}) for one in read_keys(file)], n_names=3)

@@ -1,7 +1,7 @@
 """Options that commands share, and what they tell of a request."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -38,31 +38,40 @@ def make_sampling(
     repetition_penalty: float | None,
     seed: int,
 ) -> "Sampling":
-    """Settings from what was given on the command line."""
+    """Return the settings that were given on the command line."""
     from llmcache.generation import Sampling
 
-    given: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return Sampling(max_new_tokens=max_new_tokens, do_sample=do_sample, seed=seed, **chosen)
+    return Sampling(
+        do_sample=do_sample,
+        temperature=1.0 if temperature is None else temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+    )
 
 
-def cuts(turn: "Turn") -> str:
-    """What was left out for want of room; empty if nothing was."""
+def show_turn(turn: "Turn", is_verbose: bool) -> None:
+    """Show where an answer came from and how long it took, or at least what was left out of its prompt."""
+    if is_verbose:
+        typer.echo(_told(turn))
+    elif cut := _cuts(turn):
+        typer.echo(f"llmcache: {cut}", err=True)
+
+
+def _cuts(turn: "Turn") -> str:
+    """Say what was left out for want of room; empty if nothing was."""
     forgotten = f"oldest turns forgotten: {turn.n_forgotten:,}" if turn.n_forgotten else ""
     cut = f"cut off on the left: {turn.prompt.n_dropped:,} tokens" if turn.prompt.n_dropped else ""
     return ", ".join(part for part in (forgotten, cut) if part)
 
 
-def told(turn: "Turn") -> str:
-    """What of a request came from where, and how long it took: two lines."""
+def _told(turn: "Turn") -> str:
+    """Say in two lines where an answer came from, and how long it took."""
     prompt, made = turn.prompt, turn.generation
     n_prompt, n_reused = made.n_prompt, made.n_prompt if made.rung == "exact" else made.n_prefix
-    cut = cuts(turn)
+    cut = _cuts(turn)
     first = (
         f"prompt {'known' if prompt.is_hit else 'new'}, {n_prompt:,} tokens{cut and f', {cut}'}; "
         f"{n_reused:,} of {n_prompt:,} from the store ({made.rung or 'computed'})"

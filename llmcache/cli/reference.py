@@ -17,7 +17,12 @@ from typer.testing import CliRunner
 
 from llmcache.cli.main import COMMANDS, app
 from llmcache.config import CacheConfig
+from llmcache.index import INDEXES
+from llmcache.paper.codecs import CODECS
+from llmcache.paper.fingerprints import FINGERPRINTS
+from llmcache.policies import POLICIES
 from llmcache.registry import Component, Registry
+from llmcache.stores import STORES
 
 HEADER = """\
 # Command line
@@ -50,7 +55,7 @@ def _section(path: tuple[str, ...]) -> str:
 def render_settings() -> str:
     """Return every setting as Markdown: type, default, what it does, and the parts that it can name."""
     told = _attributes(inspect.getdoc(CacheConfig) or "")
-    parts = _registries()
+    parts = {registry.kind: registry for registry in (FINGERPRINTS, INDEXES, POLICIES, STORES, CODECS)}
     sections = []
     for name, field in CacheConfig.model_fields.items():
         default = field.default.name if isinstance(field.default, Component) else field.default
@@ -62,20 +67,8 @@ def render_settings() -> str:
     return "\n".join([SETTINGS_HEADER, *sections])
 
 
-def _registries() -> Mapping[str, Registry[Any]]:
-    """Those whose parts settings name, by setting."""
-    from llmcache.index import INDEXES
-    from llmcache.paper.codecs import CODECS
-    from llmcache.paper.fingerprints import FINGERPRINTS
-    from llmcache.policies import POLICIES
-    from llmcache.stores import STORES
-
-    registries: tuple[Registry[Any], ...] = (FINGERPRINTS, INDEXES, POLICIES, STORES, CODECS)
-    return {registry.kind: registry for registry in registries}
-
-
 def _attributes(docstring: str) -> dict[str, str]:
-    """What a docstring tells of each attribute, as one paragraph."""
+    """Return the paragraph of each attribute that a docstring describes."""
     found: dict[str, list[str]] = {}
     for line in docstring.partition("Attributes:\n")[2].splitlines():
         if head := re.match(r"    (\w+): (.*)", line):
@@ -104,7 +97,7 @@ def _literal(value: Any) -> str:
 
 
 def _table(registry: Registry[Any]) -> Iterator[str]:
-    """A row for each part: its name, its options with their defaults, the first sentence of its docstring."""
+    """Yield a row for each part: its name, its options with their defaults, the first sentence of its docstring."""
     yield "| name | options | what it is |"
     yield "|---|---|---|"
     for name, made in registry.items():
@@ -114,7 +107,7 @@ def _table(registry: Registry[Any]) -> Iterator[str]:
 
 
 def _options(made: Callable[..., Any], n_given: int) -> Iterator[str]:
-    """Options of a part that a setting can give: no clocks and the like."""
+    """Yield options of a part that a setting can give, which clocks and the like are not."""
     for parameter in list(inspect.signature(made).parameters.values())[n_given:]:
         if "Callable" in str(parameter.annotation):
             continue

@@ -21,64 +21,48 @@ _ROUTE = "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class RemoteTurn:
-    """What a server told of an answer, None of what it did not, and how long it took here.
+    """What a server told of an answer, None of what it did not, and how long it took here."""
 
-    Attributes:
-        n_prompt: Tokens of the prompt.
-        n_cached: Of these, tokens that were not computed.
-        n_made: Tokens of the answer.
-        first_s: Seconds to the first piece of text; None without one.
-        whole_s: Seconds to the last.
-    """
-
-    n_prompt: int | None
-    n_cached: int | None
-    n_made: int | None
-    first_s: float | None
-    whole_s: float
+    n_prompt: int | None  # tokens of the prompt
+    n_cached: int | None  # of these, tokens that were not computed
+    n_made: int | None  # tokens of the answer
+    first_s: float | None  # seconds to the first piece of text; None without one
+    whole_s: float  # seconds to the last
 
 
 class RemoteChat:
     """A conversation. One thread at a time."""
 
     def __init__(self, url: str, key: str | None, settings: Mapping[str, Any], system: str | None = None) -> None:
-        """Begin a conversation; nothing is sent yet.
+        """Begin a conversation with the server at a `url`, with or without `/v1`; nothing is sent yet.
 
-        Args:
-            url: Of the server, `http://` or `https://`, with or without `/v1`.
-            key: Sent as a bearer token, or None.
-            settings: Fields of each request beside its messages.
-            system: What is said before the first question.
-
-        Raises:
-            ConfigError: No server can be asked by this address or key.
+        Each request has the fields `settings` beside its messages. A key is sent as a bearer token.
         """
         try:
             parts = urlsplit(url)
-            port = parts.port
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+            host, port = parts.hostname, parts.port
         except ValueError:
-            is_address = False
-        if not is_address or parts.hostname is None:
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise ConfigError(f"url={url!r}: give the address of a server, as http://127.0.0.1:8000")
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("key: a key is printable ASCII")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, port
+        self._host, self._port = host, port
         self._path = parts.path.rstrip("/").removesuffix("/v1") + _ROUTE
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._settings = settings
         self._system = system
-        self._history: list[dict[str, str]] = []
         self.turns: list[RemoteTurn] = []
         self.clear()
 
     def clear(self) -> None:
         """Begin anew, with what the system says."""
-        self._history = [] if self._system is None else [{"role": "system", "content": self._system}]
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._history: list[dict[str, str]] = system
 
     def ask(self, text: str) -> Iterator[str]:
-        """Ask a question: the answer in pieces, remembered with it once it was read to its end.
+        """Yield the answer to a question in pieces; both are remembered once it was read to its end.
 
         Raises:
             RequestError: The server refused it, or did not answer as such servers do.
@@ -125,7 +109,7 @@ class RemoteChat:
 
 
 def _why(status: int, body: bytes) -> str:
-    """What a refusal says."""
+    """Say why a server refused a request."""
     try:
         return f"the server refused it ({status}): {json.loads(body)['error']['message']}"
     except (ValueError, KeyError, TypeError):

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from llmcache.generation import Chat, LatencySummary, Sampling
 
 _PROMPT = "> "
-_Commands = Mapping[str, tuple[str, Callable[[], None]]]
+_HELP = """\
+/stats  what was served from memory so far, and how long first tokens took
+/clear  forget the conversation; what was computed stays known
+/quit   end the conversation
+/help   this list"""
 
 
 def command(
@@ -50,8 +54,9 @@ def command(
 
         if truncate != "error":
             raise ConfigError(f"truncate={truncate!r} has no effect on a server, which refuses what is too long")
-        named = {} if model is None else {"model": model}
-        _RemoteTalk(RemoteChat(url, key, named | _fields(sampling), system), verbose).run()
+        remote = RemoteChat(url, key, ({} if model is None else {"model": model}) | _fields(sampling), system)
+        talk = _RemoteTalk(remote, verbose)
+        _converse(talk.answer, talk.show_stats, remote.clear)
         return
     if model is None:
         raise ConfigError("give --model, or --url of a server")
@@ -62,74 +67,49 @@ def command(
     loaded = load_causal(model, models_dir)
     with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer) as cache:
         chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate, name=model)
-        _Talk(chat, cache, verbose).run()
+        own = _Talk(chat, cache, verbose)
+        _converse(own.answer, own.show_stats, chat.clear)
 
 
-class _Lines:
-    """Reads lines until the end: commands, and questions that are answered."""
-
-    def __init__(self) -> None:
-        self._is_over = False
-        self._commands: _Commands = {
-            "/stats": ("what was served from memory so far, and how long first tokens took", self._show_stats),
-            "/clear": ("forget the conversation; what was computed stays known", self._clear),
-            "/quit": ("end the conversation", self._quit),
-            "/help": ("this list", self._help),
-        }
-
-    def run(self) -> None:
-        """Ask for lines; an end of input ends it, as /quit does."""
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as any other prompt
-        while not self._is_over:
-            try:
-                line = input(_PROMPT).strip()
-            except (EOFError, KeyboardInterrupt):
-                typer.echo()
-                return
-            if line in self._commands:
-                self._commands[line][1]()
-            elif line.startswith("/"):
+def _converse(answer: Callable[[str], None], show_stats: Callable[[], None], clear: Callable[[], None]) -> None:
+    """Read lines, commands and questions, until the end of input or /quit."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as any other prompt
+    while True:
+        try:
+            line = input(_PROMPT).strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if line == "/quit":
+            return
+        if line == "/stats":
+            show_stats()
+        elif line == "/clear":
+            clear()
+            typer.echo("cleared")
+        elif line.startswith("/"):
+            if line != "/help":
                 typer.echo(f"llmcache: no command {line!r}; those there are:", err=True)
-                self._help()
-            elif line:
-                self._answer(line)
-
-    def _answer(self, line: str) -> None:
-        raise NotImplementedError
-
-    def _show_stats(self) -> None:
-        raise NotImplementedError
-
-    def _forget(self) -> None:
-        raise NotImplementedError
-
-    def _clear(self) -> None:
-        self._forget()
-        typer.echo("cleared")
-
-    def _quit(self) -> None:
-        self._is_over = True
-
-    def _help(self) -> None:
-        for name, (what, _) in self._commands.items():
-            typer.echo(f"{name:<8}{what}")
+            typer.echo(_HELP)
+        elif line:
+            answer(line)
 
 
-class _Talk(_Lines):
+class _Talk:
     """With a model that was loaded here."""
 
     def __init__(self, chat: "Chat", cache: "LLMCache", is_verbose: bool) -> None:
         from llmcache.generation import Latencies
 
-        super().__init__()
         self._chat = chat
         self._cache = cache
         self._is_verbose = is_verbose
         self._latencies = Latencies()
         self._kv_nbytes = 0
 
-    def _answer(self, line: str) -> None:
+    def answer(self, line: str) -> None:
+        """Answer a question, and tell where its answer came from."""
         answer = None
         try:
             answer = self._chat.ask(line)
@@ -147,12 +127,10 @@ class _Talk(_Lines):
         self._kv_nbytes = turn.generation.kv_nbytes
         if turn.generation.times is not None:
             self._latencies.add(turn.generation.times, turn.generation.rung)
-        if self._is_verbose:
-            typer.echo(options.told(turn))
-        elif cut := options.cuts(turn):
-            typer.echo(f"llmcache: {cut}", err=True)
+        options.show_turn(turn, self._is_verbose)
 
-    def _show_stats(self) -> None:
+    def show_stats(self) -> None:
+        """Show what was served from memory, and how long first tokens took."""
         stats = self._cache.stats()
         figures = {
             "requests": stats.n_requests,
@@ -164,25 +142,22 @@ class _Talk(_Lines):
             "bytes held": stats.held_nbytes,
             "K/V bytes of the last answer": self._kv_nbytes,
         }
-        show_table("Remembered", [{"figure": name, "value": value} for name, value in figures.items()])
+        _show_figures("Remembered", figures)
         rows = [_times(rung, found) for rung, found in self._latencies.summary().items()]
         if rows:
             typer.echo()
             show_table("Medians by what served the prompt, milliseconds", rows)
 
-    def _forget(self) -> None:
-        self._chat.clear()
 
-
-class _RemoteTalk(_Lines):
+class _RemoteTalk:
     """With a model behind a server."""
 
     def __init__(self, chat: "RemoteChat", is_verbose: bool) -> None:
-        super().__init__()
         self._chat = chat
         self._is_verbose = is_verbose
 
-    def _answer(self, line: str) -> None:
+    def answer(self, line: str) -> None:
+        """Answer a question, and tell what the server told of the answer."""
         has_text = False
         try:
             for piece in self._chat.ask(line):
@@ -199,7 +174,8 @@ class _RemoteTalk(_Lines):
         if self._is_verbose:
             typer.echo(_told(self._chat.turns[-1]))
 
-    def _show_stats(self) -> None:
+    def show_stats(self) -> None:
+        """Show what the server told of this conversation."""
         turns = self._chat.turns
         firsts = [turn.first_s for turn in turns if turn.first_s is not None]
         figures = {
@@ -209,14 +185,15 @@ class _RemoteTalk(_Lines):
             "answer tokens": sum(turn.n_made or 0 for turn in turns),
             "median time to the first text, milliseconds": 1e3 * statistics.median(firsts) if firsts else None,
         }
-        show_table("Of this conversation", [{"figure": name, "value": value} for name, value in figures.items()])
+        _show_figures("Of this conversation", figures)
 
-    def _forget(self) -> None:
-        self._chat.clear()
+
+def _show_figures(title: str, figures: Mapping[str, float | None]) -> None:
+    show_table(title, [{"figure": name, "value": value} for name, value in figures.items()])
 
 
 def _fields(sampling: "Sampling") -> dict[str, Any]:
-    """Settings as a server is asked for them."""
+    """Return settings as fields of a request to a server."""
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     asked = {
         "max_tokens": sampling.max_new_tokens,
@@ -229,7 +206,7 @@ def _fields(sampling: "Sampling") -> dict[str, Any]:
 
 
 def _told(turn: "RemoteTurn") -> str:
-    """What a server told of an answer: one line."""
+    """Say in one line what a server told of an answer."""
     prompt = "prompt of unknown length" if turn.n_prompt is None else f"prompt {turn.n_prompt:,} tokens"
     cached = "" if turn.n_cached is None else f", {turn.n_cached:,} not computed"
     first = "" if turn.first_s is None else f"first text {1e3 * turn.first_s:.1f} ms, "

@@ -47,7 +47,7 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) 
 
 
 def cell(value: Any) -> str:
-    """A value as text; missing is empty, never 0."""
+    """Return a value as text; None is empty, never 0."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -56,7 +56,7 @@ def cell(value: Any) -> str:
 
 
 def _round(value: float) -> str:
-    """Four digits; of what is just below 1, a threshold for instance, as many as tell it from 1."""
+    """Write four digits; of a value just below 1, a threshold for instance, as many as tell it from 1."""
     if abs(value) >= _WHOLE_FROM:
         return f"{value:,.0f}"
     digits = 4

@@ -15,7 +15,6 @@ from llmcache.serving.keys import PUBLIC
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tei import Classified, Input, classified_of, items_of, with_prompt
-from llmcache.serving.tokenizing import Tokens
 
 logger = logging.getLogger("llmcache")
 
@@ -40,24 +39,14 @@ class Forget(BaseModel):
 
 
 class Purged(BaseModel):
-    """What was forgotten.
-
-    Attributes:
-        purged: Requests.
-        note: What is left elsewhere; None: nothing.
-    """
+    """How many requests were forgotten, and what is left elsewhere, if anything."""
 
     purged: int
     note: str | None = None
 
 
 class State(BaseModel):
-    """In which state the server is.
-
-    Attributes:
-        phase: `ready`; `draining`: refuses requests until it is resumed; `stopping`.
-        under_way: Requests for inference that have not ended.
-    """
+    """In which state the server is: its phase, and requests for inference that have not ended."""
 
     phase: str
     under_way: int
@@ -84,7 +73,7 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
         prompt = asked.prompt or asked.messages
         if prompt is None:
             raise Refusal("invalid", "give `prompt` or `messages`", param="prompt")
-        ids = await server.decoder.encode(prompt, request.state.tenant)
+        ids = await server.decoder.encode(prompt, request.state.tenant.namespace)
         inputs = {"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}
         return {"forgotten": await _done(server.forget(inputs, namespace))}
     if asked.inputs is None or server.encoder is None:
@@ -92,7 +81,7 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
     is_embedding = server.served.kind == "embedding"
     items = items_of(asked.inputs) if is_embedding else classified_of(asked.inputs)[0]
     tokens = await server.encoder.tokens(with_prompt(server, items, asked.prompt_name), True, "right")
-    known = [server.encoder.padded([one]) for one in Fields("inputs", True).all(tokens, Tokens)]
+    known = [server.encoder.padded([one]) for one in Fields("inputs", True).all(tokens)]
     return {"forgotten": sum([await _done(server.forget(one, namespace)) for one in known])}
 
 
@@ -160,7 +149,7 @@ async def stats(request: Request) -> dict[str, Any]:
 
 
 def _server(request: Request, does: str) -> Server:
-    """The server; who has it do what is logged."""
+    """Return the server, and log who has it do what."""
     logger.info("llmcache: %s %s", request.state.tenant.name, does)
     server: Server = request.app.state.server
     return server
@@ -171,7 +160,7 @@ def _state(server: Server) -> State:
 
 
 async def _done(work: Awaitable[_T]) -> _T:
-    """What comes of work in another thread; of its failure the log says why."""
+    """Wait for work in another thread; the log says why it failed."""
     try:
         return await work
     except LLMCacheError as error:

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
+from fastapi.routing import iter_route_contexts
 
 from llmcache import __version__
 from llmcache.serving import admin, metrics, openai_decoders, openai_encoders, page, tei
@@ -22,18 +23,14 @@ _alive = APIRouter(tags=["health"])
 @_alive.head("/health", include_in_schema=False)
 @_alive.head("/healthz", include_in_schema=False)
 async def health(request: Request) -> JSONResponse:
-    """Whether requests are answered now; 503 before the model is warmed up, while it is drained, and once it stops."""
+    """Tell whether requests are answered; 503 before the model is warmed up, while it is drained, and once it stops."""
     server: Server = request.app.state.server
     server.check_ready()
     return JSONResponse({"status": "ok"})
 
 
 def create_app(server: Server) -> FastAPI:
-    """The application of a server, which it starts and stops.
-
-    Args:
-        server: Not started yet.
-    """
+    """Return the application of a server, which it starts and stops."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,7 +49,8 @@ def create_app(server: Server) -> FastAPI:
     for router in (*(part.router for part in (tei, openai_encoders, openai_decoders, metrics, admin, page)), _alive):
         app.router.routes.extend(router.routes)  # an included router is searched twice for each request
     install_handlers(app)
-    app.add_middleware(Front, server=server, keys=keys)
+    templates = [route.path for route in iter_route_contexts(app.routes)]
+    app.add_middleware(Front, server=server, keys=keys, templates=templates)
     if server.settings.otlp_endpoint is not None:
         instrument(app, server.settings.otlp_endpoint)
     return app

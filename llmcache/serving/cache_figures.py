@@ -75,44 +75,39 @@ class CacheFigures(Collector):
     """Reads `cache.stats()` once, and makes families of it."""
 
     def __init__(self, model_name: str, cache: LLMCache) -> None:
-        """See `Metrics`."""
+        """Label all figures with `model_name`."""
         self._model_name = model_name
         self._cache = cache
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus is told."""
-        stats, config = self._cache.stats(), self._cache.config
+        """Yield families for Prometheus."""
+        stats, max_bytes = self._cache.stats(), self._cache.config.max_bytes
+        used = min(1.0, (stats.nbytes + stats.prefix_nbytes) / max_bytes)
+        of_budget = (
+            Figure("max_bytes", "Budget of all states.", lambda _: max_bytes),
+            Figure("kv_cache_usage_perc", "Share of the budget held, 0 to 1.", lambda _: used),
+        )
         for figure in COUNTERS:
             yield self._family(CounterMetricFamily, figure, figure.read(stats))
-        for figure in GAUGES:
+        for figure in (*GAUGES, *of_budget):
             yield self._family(GaugeMetricFamily, figure, figure.read(stats))
-        budget = Figure("max_bytes", "Budget of all states.", lambda s: config.max_bytes)
-        yield self._family(GaugeMetricFamily, budget, budget.read(stats))
-        usage = Figure("kv_cache_usage_perc", "Share of the budget held, 0 to 1.", lambda s: used(s, config.max_bytes))
-        yield self._family(GaugeMetricFamily, usage, usage.read(stats))
 
     def _family(self, kind: Any, figure: Figure, value: Value) -> Metric:
-        """A family with a sample for each value that is known."""
-        family = kind(
-            f"llmcache_{figure.name}",
-            figure.text,
-            labels=["model_name"] if figure.label is None else ["model_name", figure.label],
-        )
+        """Return a family with a sample for each value that is known."""
+        labels = [] if figure.label is None else [figure.label]
+        family: Metric = kind(f"llmcache_{figure.name}", figure.text, labels=["model_name", *labels])
         values = value if isinstance(value, Mapping) else {None: value}
         for key, one in values.items():
             if one is not None:
-                family.add_metric([self._model_name] if figure.label is None else [self._model_name, str(key)], one)
-        made: Metric = family
-        return made
+                family.add_metric([self._model_name, *(str(key) for _ in labels)], one)  # type: ignore[attr-defined]
+        return family
 
 
 def saved_s(stats: Stats) -> float | None:
-    """Seconds that hits saved: what computing a row took, for each row that was served as a whole; None before any."""
+    """Return the seconds that hits saved: the mean time of a computed row, for each row that was served whole.
+
+    None before a row was computed.
+    """
     if not (stats.n_misses and stats.computing_ms):
         return None
     return (stats.n_hits - stats.hits.get("prefix", 0)) * stats.computing_ms / stats.n_misses / 1e3
-
-
-def used(stats: Stats, max_bytes: int) -> float:
-    """Share of the budget that states and blocks take, 0 to 1."""
-    return min(1.0, (stats.nbytes + stats.prefix_nbytes) / max_bytes)

@@ -11,13 +11,12 @@ any more is not computed further.
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Literal, cast
 
 import torch
 from jinja2.exceptions import TemplateError, UndefinedError
@@ -27,17 +26,16 @@ from llmcache.errors import ConfigError, RequestError
 from llmcache.generation import PromptCache, Sampling, StoppedBy, Stream, Token, stream
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
-from llmcache.serving.keys import PUBLIC, Tenant
+from llmcache.serving.keys import PUBLIC
 from llmcache.serving.metrics import IN_FLIGHT, Metrics
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.refusals import Refusal, described, stopping
+from llmcache.serving.refusals import Refusal, described, overloaded, stopping
 from llmcache.serving.settings import ServerSettings
 
 logger = logging.getLogger("llmcache.serving")
 
-Message = Mapping[str, Any]
 Ids = tuple[int, ...]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages
 
 _N_ENCODING = 4  # texts that are tokenised at once
 _PROMPTS_KNOWN = 64  # of each namespace: a prompt's tokens take 0.3 MB at a context of 8,192
@@ -57,19 +55,7 @@ class Decoder:
         metrics: Metrics,
         is_caching: Callable[[], bool],
     ) -> None:
-        """Begin with nothing to do.
-
-        Args:
-            cache: On a causal language model.
-            thread: Runs it.
-            settings: Limits.
-            tokenizer: Of the model.
-            metrics: Counts what becomes of requests.
-            is_caching: Whether requests are looked up and stored at all.
-
-        Raises:
-            UnsupportedModelError: The model is none.
-        """
+        """Begin with nothing to do; `is_caching` tells whether requests are looked up and stored."""
         config = decoder_config(cache.model)
         self.context = context_length(config)
         self.vocabulary = int(config.vocab_size)
@@ -87,7 +73,6 @@ class Decoder:
         self._flights: dict[_Key, _Flight] = {}  # that others may join
         self._open: set[_Flight] = set()  # all that have not ended
         self._waiting: set[_Flight] = set()
-        self._n_running = 0
         self._is_stopping = False
 
     @property
@@ -95,107 +80,75 @@ class Decoder:
         """Generations that wait for a place."""
         return len(self._waiting)
 
-    @property
-    def n_running(self) -> int:
-        """Generations that take turns now."""
-        return self._n_running
-
     def refuse_waiting(self) -> None:
-        """Refuse what has no place, now and from now on: what has one may run for as long as the server can wait."""
+        """Refuse generations without a place, now and from now on; those that have one go on."""
         self._is_stopping = True
         for flight in list(self._waiting):
             self._end(flight, stopping())
 
     def refuse_all(self) -> None:
-        """End all that waits or runs; who reads it is refused."""
+        """End all generations; their readers are refused."""
         for flight in list(self._open):
             self._end(flight, stopping())
 
     def close(self) -> None:
-        """End all, and the threads. Twice does nothing."""
+        """End all generations and the threads. Twice does nothing."""
         self.refuse_all()
         for pool in (self._encoding, self._prefilling):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, namespace: str | None = None) -> None:
-        """Forget the prompts of a namespace, or all, as the cache forgets entries; what is in flight is not joined."""
+        """Forget the prompts of a namespace, or of all; no later request joins what is in flight."""
         self._prompts = {name: one for name, one in self._prompts.items() if namespace not in (None, name)}
         self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
-    async def encode(self, prompt: Prompt, tenant: Tenant) -> Ids:
-        """Token ids of a text, of messages, or of ids that were given as such.
-
-        Raises:
-            Refusal: There are none; or they are not of the vocabulary; or the text is no Unicode; or there is no chat
-                template, or it does not take these messages.
-        """
+    async def encode(self, prompt: Prompt, namespace: str) -> Ids:
+        """Return the token ids of a prompt, or refuse it: it has none, or others than the vocabulary's."""
         param = "messages" if prompt and isinstance(prompt[0], Mapping) else "prompt"
         if not prompt:
             raise Refusal("invalid", "the prompt is empty: give at least one token", param=param)
         if isinstance(prompt[0], int):
-            ids = tuple(int(one) for one in prompt)  # type: ignore[arg-type]
+            ids = cast(Ids, tuple(prompt))
         else:
             loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(self._encoding, self._encode, prompt, param, tenant.namespace)
+            ids = await loop.run_in_executor(self._encoding, self._encode, prompt, param, namespace)
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise Refusal("invalid", f"{param}: token ids are from 0 to {self.vocabulary - 1}", param=param)
         return ids
 
-    def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, *, params: tuple[str, str]) -> int:
-        """Tokens of an answer at most: as asked, else `otherwise`, else all that the context has room for.
+    def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, params: tuple[str, str]) -> int:
+        """Return how many tokens an answer may have: `asked`, else `otherwise`, else all that the context holds.
 
-        Args:
-            n_prompt: Tokens of the prompt.
-            asked: Tokens, or None.
-            otherwise: Tokens, or None.
-            params: Names of the fields that hold the prompt and what is asked, for errors.
-
-        Raises:
-            Refusal: The context has no room for the prompt and a token more, or not for what was asked.
+        The fields of prompt and `asked` are named in errors as `params`.
         """
-        room = _MOST_NEW if self.context is None else self.context - n_prompt
-        if room < 1:
+        if self.context is None:
+            return asked or otherwise or _MOST_NEW
+        room = self.context - n_prompt
+        if (asked or 1) > room:
             raise Refusal(
                 "invalid",
                 f"the prompt has {n_prompt} tokens, and the model's context of {self.context} holds prompt and answer: "
-                "shorten it",
-                param=params[0],
+                f"shorten it, or ask for fewer {params[1]}",
+                param=params[1] if room > 0 else params[0],
             )
-        if asked is None:
-            return room if otherwise is None else min(room, otherwise)
-        if self.context is not None and asked > room:
-            raise Refusal(
-                "invalid",
-                f"{params[1]} is over the {room} tokens that the model's context of {self.context} leaves after a "
-                f"prompt of {n_prompt}",
-                param=params[1],
-            )
-        return asked
+        return asked or min(room, otherwise or room)
 
-    def start(self, ids: Ids, sampling: Sampling, tenant: Tenant) -> "Generating":
-        """Begin to answer a request, or join one that is the same; nothing is computed before the loop goes on.
+    def start(self, ids: Ids, sampling: Sampling, namespace: str, arrived: "Arrived") -> "Generating":
+        """Begin to answer a prompt from `encode`, or join a request of the namespace that is the same.
 
-        Args:
-            ids: From `encode`.
-            sampling: How tokens are chosen.
-            tenant: In whose namespace it is computed and stored.
-
-        Raises:
-            Refusal: Prompt or sampling do not suit the model.
+        Tokens are put into `arrived`, which answers may share; nothing is computed before the loop goes on.
         """
-        if sampling.stop_ids is not None:
-            sampling = replace(sampling, stop_ids=tuple(sampling.stop_ids))
-        key = (tenant.namespace, ids, sampling)
+        key = (namespace, ids, sampling)
         flight = self._flights.get(key)
         is_first = flight is None
         if flight is None:
             flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
             self._open.add(flight)
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
-        return Generating(self, flight, is_first)
+        return Generating(self, flight, is_first, arrived)
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:
-        """Answer a prompt of so many tokens in a namespace, twice, with two tokens; in the model's thread."""
+        """Answer a prompt of `n_tokens` tokens twice, with two tokens, in the model's thread."""
         most = n_tokens if self.context is None else min(n_tokens, self.context - 2)
         ids = tuple(i % self.vocabulary for i in range(most))
         for _ in range(2):
@@ -204,17 +157,16 @@ class Decoder:
                 self._step(answer, namespace)
 
     def leave(self, flight: "_Flight", reader: "Generating") -> None:
-        """Take a reader off, and end what nobody reads."""
-        with suppress(ValueError):
-            flight.readers.remove(reader)
+        """Take a reader off a flight, and end it if nobody reads it any more."""
+        flight.readers.remove(reader)
         if not flight.readers:
             self._end(flight)
 
     def _encode(self, prompt: Any, param: str, namespace: str) -> Ids:
-        """Token ids of a prompt, in a thread of its own."""
+        """Return the token ids of a prompt, in a thread of its own."""
         known = self._prompts.get(namespace)
         if known is None:
-            # What is known of one namespace is not known in another, where the time would tell what was asked here.
+            # Each namespace has its own: times would tell what was asked in another one.
             known = self._prompts[namespace] = PromptCache(self._tokenizer, max_entries=_PROMPTS_KNOWN)
         began = perf_counter()
         try:
@@ -235,7 +187,6 @@ class Decoder:
         """Compute a flight, from its place in the queue to its last token."""
         if not await self._has_place(flight):
             return
-        self._n_running += 1
         try:
             await self._run(flight)
         except Exception as error:
@@ -243,12 +194,11 @@ class Decoder:
             logger.error("a generation failed: %s", described(error))
             self._end(flight, Refusal("backend", "the model failed on this request"))
         finally:
-            self._n_running -= 1
             self._places.release()
             self._end(flight)
 
     async def _has_place(self, flight: "_Flight") -> bool:
-        """Wait for a place; False if that took too long, of which readers are told."""
+        """Wait for a place; False if that takes too long, and the readers are refused."""
         began, longest_s = perf_counter(), self._settings.max_queue_s
         if self._is_stopping and self._places.locked():
             self._end(flight, stopping())
@@ -258,9 +208,8 @@ class Decoder:
             async with asyncio.timeout(longest_s):
                 await self._places.acquire()
         except TimeoutError:
-            n, after_s = self._settings.max_streams, math.ceil(longest_s)
-            message = f"the model is answering {n} requests already: try again in {after_s} s"
-            self._end(flight, Refusal("overloaded", message, retry_after_s=after_s))
+            why = f"the model is answering {self._settings.max_streams} requests already"
+            self._end(flight, overloaded(why, math.ceil(longest_s)))
             return False
         finally:
             self._waiting.discard(flight)
@@ -288,31 +237,30 @@ class Decoder:
                 self.metrics.inference.observe(prefill_s + last_s - first_s)
 
     async def _next(self, flight: "_Flight", answer: Stream) -> "_Item":
-        """The next token. A long prompt, before the first one, is run in chunks."""
+        """Return the next token. A long prompt is run in chunks, before the first one."""
         _, ids, _ = flight.key
         if flight.items or not 0 < self._settings.prefill_chunk < len(ids):
             return await self._thread.run(partial(self._step, answer, flight.key[0]))
         return await asyncio.get_running_loop().run_in_executor(self._prefilling, self._prefill, flight, answer)
 
     def _prefill(self, flight: "_Flight", answer: Stream) -> "_Item":
-        """The first token, in a thread of its own, in turns with the model's."""
+        """Return the first token, in a thread of its own, which takes turns with the model's."""
+
+        def check() -> None:
+            if flight.stream is None:
+                raise RuntimeError("nobody waits for this answer any more")
 
         def give_way() -> None:
             turn()
             check()
-
-        def check() -> None:
-            if flight.stream is None:
-                raise Refusal("cancelled", "nobody waits for this answer any more")
 
         with self._thread.held() as turn, self._cache.chunked(self._settings.prefill_chunk, give_way):
             check()
             return self._step(answer, flight.key[0])
 
     def _step(self, answer: Stream, namespace: str) -> "_Item":
-        """One token, in the model's thread, or in one that holds the model."""
-        # Without keys everybody has one namespace.
-        public = None if self._settings.keys is None else PUBLIC
+        """Return the next token, in the model's thread, or in one that holds the model."""
+        public = None if self._settings.keys is None else PUBLIC  # without keys everybody has one namespace
         cache = self._cache
         where = cache.namespace(namespace, prefixes_from=public) if self._is_caching() else cache.disabled()
         with where, torch.inference_mode():
@@ -327,18 +275,20 @@ class Decoder:
             return
         flight.stream = None
         if error is not None:
-            flight.fail(error)
+            for reader in flight.readers:
+                reader.put(error)
         if flight.task is not None and flight.task is not asyncio.current_task():
             flight.task.cancel()
 
 
 _Key = tuple[str, Ids, Sampling]
 _Item = tuple[Token, StoppedBy | None]
+Arrived = asyncio.Queue[tuple["Generating", _Item | Refusal]]
 
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """One generation that is computed, its tokens so far, and those who read them."""
+    """A generation that is computed, its tokens so far, and its readers."""
 
     key: _Key
     stream: Stream | None
@@ -349,69 +299,52 @@ class _Flight:
     n_cached: int = 0
 
     def put(self, token: Token, stopped_by: StoppedBy | None, answer: Stream) -> None:
-        """Hand a token to all who read."""
+        """Hand a token to all readers."""
         if not self.items and answer.outcome is not None:
             self.rung = answer.outcome.rung
             self.n_cached = len(self.key[1]) if self.rung == "exact" else answer.outcome.n_prefix
         self.items.append((token, stopped_by))
         for reader in self.readers:
-            reader.items.put_nowait((token, stopped_by))
-
-    def fail(self, error: Refusal) -> None:
-        """Tell all who read that no more will come."""
-        for reader in self.readers:
-            reader.items.put_nowait(error)
+            reader.put((token, stopped_by))
 
 
-class Generating(AsyncIterator[Token]):
-    """The tokens of one request as they come; made by `Decoder.start`. One task at a time.
+class Generating:
+    """One answer. What arrives of it goes through `take`, until it `is_over`."""
 
-    Attributes:
-        prompt: Token ids that it goes on with.
-        n_prompt: How many.
-        stopped_by: With the last token why it is that; None before.
-    """
-
-    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool) -> None:
+    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool, arrived: "Arrived") -> None:
         self._decoder = decoder
         self._flight = flight
         self._is_first = is_first
+        self._arrived = arrived
         self._is_begun = False
-        self._is_over = False
         self._started_s = perf_counter()
-        self.prompt: Ids = flight.key[1]
+        self.is_over = False
+        self.prompt = flight.key[1]
         self.n_prompt = len(self.prompt)
-        self.stopped_by: StoppedBy | None = None
-        self.items: asyncio.Queue[_Item | Refusal] = asyncio.Queue()
         for item in flight.items:
-            self.items.put_nowait(item)
+            self.put(item)
         flight.readers.append(self)
 
-    def __aiter__(self) -> Self:
-        return self
+    def put(self, item: _Item | Refusal) -> None:
+        """Hand on a token, or why there are no more."""
+        self._arrived.put_nowait((self, item))
 
-    async def __anext__(self) -> Token:
-        """The next token.
-
-        Raises:
-            Refusal: It waited for too long, or the model cannot go on.
-        """
-        if self._is_over:
-            raise StopAsyncIteration
-        item = await self.items.get()
+    def take(self, item: _Item | Refusal) -> _Item:
+        """Count what arrived; a refusal is raised."""
         if isinstance(item, Refusal):
             self._finish("error")
             raise item
-        token, self.stopped_by = item
         if not self._is_begun:
-            self._begin()
-        if self.stopped_by is not None:
-            self._finish(self.stopped_by)
-        return token
+            self._is_begun = True
+            self._decoder.metrics.first_token.observe(perf_counter() - self._started_s)
+            self._decoder.metrics.served(self.rung, self.n_prompt, self.n_cached)
+        if item[1] is not None:
+            self._finish(item[1])
+        return item
 
     @property
     def rung(self) -> str | None:
-        """What served the prompt: a rung, `IN_FLIGHT`, or None where it was computed; known with the first token."""
+        """What served the prompt: a rung, `IN_FLIGHT`, or None if it was computed; known with the first token."""
         return self._flight.rung if self._is_first else IN_FLIGHT
 
     @property
@@ -420,31 +353,25 @@ class Generating(AsyncIterator[Token]):
         return self._flight.n_cached if self._is_first else self.n_prompt
 
     def stop(self) -> None:
-        """Enough was read: a text that ends the answer was found. After the end it does nothing."""
-        if not self._is_over:
-            self.stopped_by = "stop"
+        """End the answer: a stop text was found. After the end it does nothing."""
+        if not self.is_over:
             self._finish("stop")
 
     def close(self) -> None:
-        """Read no further: whoever asked has gone. After the end it does nothing."""
-        if not self._is_over:
+        """End the answer: its client has gone. After the end it does nothing."""
+        if not self.is_over:
             self._decoder.metrics.cancelled.inc()
             self._finish(None)
 
-    def _begin(self) -> None:
-        self._is_begun = True
-        self._decoder.metrics.first_token.observe(perf_counter() - self._started_s)
-        self._decoder.metrics.served(self.rung, self.n_prompt, self.n_cached)
-
-    def _finish(self, reason: str | None) -> None:
-        self._is_over = True
+    def _finish(self, reason: StoppedBy | Literal["error"] | None) -> None:
+        self.is_over = True
         if reason is not None:
             self._decoder.metrics.finished(reason)
         self._decoder.leave(self._flight, self)
 
 
 def _refused(prompt: Any, error: RequestError, param: str) -> Refusal:
-    """Why a prompt has no tokens, in words that quote nothing of it. A template that fails is logged."""
+    """Say why a prompt has no tokens, in words that quote nothing of it. A template that fails is logged."""
     cause, text = error.__cause__, "the prompt is empty: give at least one token"
     if isinstance(cause, UnicodeEncodeError):
         text = "the prompt is no valid Unicode text (a lone surrogate)"
@@ -452,9 +379,8 @@ def _refused(prompt: Any, error: RequestError, param: str) -> Refusal:
         text = "the model's chat template does not take these messages: it may want their roles in another order"
     elif cause is not None:
         logger.error("the model's chat template failed: %s", described(cause))
-        return Refusal(
-            "backend", f"the model's chat template failed ({type(cause).__name__}): the server's log says where"
-        )
+        kind = type(cause).__name__
+        return Refusal("backend", f"the model's chat template failed ({kind}): the server's log says where")
     elif not isinstance(prompt, str) and "no chat template" in str(error):
         text = "the model has no chat template: use /v1/completions"
     return Refusal("tokenizer", text, param=param)

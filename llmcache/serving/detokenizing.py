@@ -1,4 +1,4 @@
-"""Texts that end an answer, found in time, and tokens by themselves."""
+"""Stop texts, which end an answer, and the texts of single tokens."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -8,7 +8,7 @@ _SPACE: Final = "\u2581"  # what sentencepiece writes for a space
 
 
 class StopTexts:
-    """Finds the first of some texts, over the borders of pieces, and cuts it and what follows."""
+    """Finds the first of some texts, across pieces, and cuts it off with what follows."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Look for these, none of them empty."""
@@ -16,7 +16,7 @@ class StopTexts:
         self._held = ""
 
     def add(self, piece: str) -> tuple[str, bool]:
-        """What may be told after a piece, and whether the answer ends there."""
+        """Return the text that is safe to send after a piece, and whether the answer ends there."""
         self._held += piece
         found = [at for at in map(self._held.find, self._stops) if at >= 0]
         if found:
@@ -27,31 +27,31 @@ class StopTexts:
         return told, False
 
     def rest(self) -> str:
-        """What was held back, at the end of an answer in which none was found."""
+        """Return what was held back, at the end of an answer without a stop text."""
         told, self._held = self._held, ""
         return told
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters of the longest end of a text that a stop text begins with."""
+    """Count the characters at the end of a text that may be the beginning of a stop text."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TokenTexts:
-    """Tokens by themselves, for log-probabilities: their text, and their bytes where a text cannot hold them."""
+    """The text and the bytes of single tokens, for log-probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._bytes = _bytes_of_characters() if _is_byte_level(tokenizer) else {}
 
     def text(self, token: int) -> str:
-        """Its text; U+FFFD in place of bytes that are no whole character."""
+        """Return the text of a token; U+FFFD stands for bytes that are no whole character."""
         text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
         return " " + text if name.startswith(_SPACE) and not text.startswith(" ") else text
 
     def utf8(self, token: int) -> list[int] | None:
-        """Its bytes; None where the tokenizer does not tell them."""
+        """Return the bytes of a token; None: the tokenizer does not tell them."""
         text = self.text(token)
         if _UNFINISHED not in text:
             return list(text.encode())
@@ -68,7 +68,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for, as GPT-2 defined it.
+    """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2 defined it.
 
     Printable bytes of Latin-1 are themselves; the others, in order, are the characters from 256 on.
     """

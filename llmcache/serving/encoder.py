@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +25,14 @@ from numpy.typing import NDArray
 from llmcache.cache import LLMCache
 from llmcache.errors import NotCachedError
 from llmcache.serving.keys import PUBLIC
+from llmcache.serving.loading import Served
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.refusals import Refusal, described, stopping
+from llmcache.serving.refusals import Refusal, described, overloaded, stopping
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
 
 logger = logging.getLogger("llmcache.serving")
-
-#: The model on padded rows: inputs to outputs (B, O), of which the dialects make answers.
-Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 _TURN: Final = 64  # inputs that are looked up in a turn; a request may have more
 _SHORT, _LONG = 8, 64  # tokens of inputs by which runs are measured; no input is padded beyond twice its own or _SHORT
@@ -45,37 +44,28 @@ _N_RUNS = 5  # of a measurement; the fastest counts
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the model made of one input.
+    """What the model made of one input."""
 
-    Attributes:
-        values: float32 (O,): an embedding, or logits.
-        n_tokens: Of the input, special ones included.
-        rung: What served it, or None where it was computed.
-        queue_s: Seconds that it waited.
-        compute_s: Seconds that its lookup or its batch took.
-    """
-
-    values: NDArray[np.float32]
-    n_tokens: int
-    rung: str | None
-    queue_s: float
-    compute_s: float
+    values: NDArray[np.float32]  # (O,): an embedding, or logits
+    n_tokens: int  # of the input, special ones included
+    rung: str | None  # that served it; None: it was computed
+    queue_s: float  # seconds that it waited
+    compute_s: float  # seconds that its lookup or its batch took
 
     @property
     def is_finite(self) -> bool:
-        """Whether it is an answer at all."""
+        """Whether all values are numbers."""
         return bool(np.isfinite(self.values).all())
 
 
 _Found = Output | Refusal | Tokens  # tokens of an input that the cache does not hold
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    """Inputs that wait to be looked up, texts or, of long ones, tokens."""
+class _Request(NamedTuple):
+    """Inputs that wait to be looked up."""
 
     items: Sequence[Item]
-    tokens: Sequence[Tokens | Refusal] | None
+    tokens: Sequence[Tokens | Refusal] | None  # of long texts, which were tokenised before
     namespace: str
     truncate: bool
     side: Side
@@ -90,9 +80,9 @@ class _Miss:
     namespace: str
     tokens: Tokens
     asked_at: float  # before it was looked up
-    answer: "asyncio.Future[Output]"
+    answer: "asyncio.Future[Output | Refusal]"
     queued_at: float = field(default_factory=perf_counter)
-    n_waiting: int = 0  # who wants it; at 0 nobody does any more
+    n_waiting: int = 0  # requests that want it
     is_running: bool = False
 
 
@@ -105,27 +95,15 @@ class Encoder:
         thread: ModelThread,
         settings: ServerSettings,
         tokenizing: Tokenizing,
-        forward: Forward,
-        pad_id: int,
+        served: Served,
         metrics: Metrics,
         is_caching: Callable[[], bool],
     ) -> None:
-        """Begin with nothing queued.
-
-        Args:
-            cache: On the model that `forward` runs.
-            thread: Runs what has to be computed.
-            settings: Limits.
-            tokenizing: The model's tokenizer.
-            forward: The model.
-            pad_id: Token id of padding.
-            metrics: Counts what becomes of inputs.
-            is_caching: Whether inputs are looked up and stored at all.
-        """
+        """Begin with nothing queued; `is_caching` tells whether inputs are looked up and stored."""
         self._cache, self._thread, self._settings, self._tokenizing = cache, thread, settings, tokenizing
-        self._forward, self._pad_id, self._is_caching = forward, pad_id, is_caching
+        self._served, self._metrics, self._is_caching = served, metrics, is_caching
         self._device = next(cache.model.parameters()).device
-        self._metrics = metrics
+        self._pad_id = getattr(served.tokenizer, "pad_token_id", None) or 0
         self._waiting: deque[_Request] = deque()  # to be looked up, oldest first
         self._n_looked_up = 0  # requests that wait for it, or are
         self._in_flight: dict[tuple[str, Tokens], _Miss] = {}
@@ -142,17 +120,13 @@ class Encoder:
 
     @property
     def n_waiting(self) -> int:
-        """Inputs that wait."""
+        """Inputs that wait to be computed."""
         return len(self._queue)
 
     async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:
-        """What the model makes of each input, or why it makes nothing of it; one does not spoil the others.
+        """Return the model's output for each input, or why there is none; one does not spoil the others.
 
-        Args:
-            items: At least one.
-            namespace: Where they are looked for and stored; with keys, `public` is looked in as well.
-            truncate: Cut what is too long; else it is refused.
-            side: Where it is cut.
+        With keys, inputs are looked for in `public` as well. What is too long is refused, unless `truncate`.
         """
         asked_at, loop = perf_counter(), asyncio.get_running_loop()
         tokens = await self.tokens(items, truncate, side) if is_long(items) else None
@@ -168,36 +142,32 @@ class Encoder:
             self._n_looked_up -= 1
         wanted = [self._wanted(request, one) if isinstance(one, Tokens) else one for one in found]
         try:
-            outputs = [await self._answer(one) if isinstance(one, _Miss) else one for one in wanted]
+            outputs = [await asyncio.shield(one.answer) if isinstance(one, _Miss) else one for one in wanted]
         finally:
             for one in wanted:
                 if isinstance(one, _Miss):
                     self._leave(one)
-        for one in outputs:
-            if isinstance(one, Output):
-                self._metrics.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
-            self._metrics.finished("stop" if isinstance(one, Output) else "error")
+        for output in outputs:
+            if isinstance(output, Output):
+                self._metrics.served(output.rung, output.n_tokens, 0 if output.rung is None else output.n_tokens)
+            self._metrics.finished("stop" if isinstance(output, Output) else "error")
         return outputs
 
     async def tokens(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
-        """Tokens of each input, or why it has none; arguments as of `run`."""
+        """Return the tokens of each input, or why it has none; arguments as of `run`."""
         pool = self._tokenising if is_long(items) else self._lookups
         return await asyncio.get_running_loop().run_in_executor(pool, self._tokenised, items, truncate, side)
 
-    async def states(self, tokens: Sequence[Tokens], states_of: Forward) -> list[list[list[float]]]:
-        """States of all tokens of inputs, one input at a time, computed as if there were no cache.
-
-        Raises:
-            Refusal: The model failed.
-        """
+    async def states(self, tokens: Sequence[Tokens]) -> list[list[list[float]]]:
+        """Compute the states of all tokens of each input (T, D), as if there were no cache."""
 
         def compute(one: Tokens) -> list[list[float]]:
             with torch.inference_mode(), self._cache.disabled():
-                rows: list[list[float]] = states_of(self.padded([one]))[0].float().tolist()
+                rows: list[list[float]] = self._served.states(self.padded([one]))[0].float().tolist()
             return rows
 
         try:
-            return [await self._thread.run(lambda one=one: compute(one)) for one in tokens]  # type: ignore[misc]
+            return [await self._thread.run(partial(compute, one)) for one in tokens]
         except Exception as error:
             raise self._failed(described(error)) from None
 
@@ -209,7 +179,7 @@ class Encoder:
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
     def _wanted(self, request: _Request, tokens: Tokens) -> _Miss:
-        """The input that waits to be computed, which is queued now if it does not yet."""
+        """Return the input in flight that is the same, or queue it."""
         loop, key = asyncio.get_running_loop(), (request.namespace, tokens)
         if (miss := self._in_flight.get(key)) is None:
             miss = self._in_flight[key] = _Miss(*key, request.asked_at, loop.create_future())
@@ -219,14 +189,8 @@ class Encoder:
         miss.n_waiting += 1
         return miss
 
-    async def _answer(self, miss: _Miss) -> Output | Refusal:
-        try:
-            return await asyncio.shield(miss.answer)
-        except Refusal as refusal:
-            return refusal
-
     def _leave(self, miss: _Miss) -> None:
-        """One who waited for it has its answer, or has gone; what nobody waits for is not computed."""
+        """Note that a request waits no longer; an input that nobody waits for is not computed."""
         miss.n_waiting -= 1
         if not miss.n_waiting and not miss.is_running and not miss.answer.done():
             self._queue.remove(miss)
@@ -245,7 +209,7 @@ class Encoder:
                 miss.is_running = True
                 self._metrics.queue.observe(begun - miss.queued_at)
             try:
-                outputs = await self._thread.run(lambda batch=batch: self._compute(batch)) if batch else []  # type: ignore[misc]
+                outputs = await self._thread.run(partial(self._compute, batch)) if batch else []
             except Exception as error:  # the thread was closed
                 logger.warning("a batch was not computed: %s", described(error))
                 outputs = [stopping()] * len(batch)
@@ -256,27 +220,27 @@ class Encoder:
                 self._end(miss, output)
 
     def _end(self, miss: _Miss, output: Output | Refusal) -> None:
-        """Tell those who wait for an input what came of it."""
+        """Answer all requests that wait for an input."""
         del self._in_flight[miss.namespace, miss.tokens]
-        if isinstance(output, Output):
-            miss.answer.set_result(output)
-        else:
-            miss.answer.set_exception(output)
-            miss.answer.exception()  # seen, should nobody wait for it any more
+        miss.answer.set_result(output)
 
     def _next_batch(self) -> list[_Miss]:
-        """What is computed next: the oldest, and others of its namespace, the nearest in length first."""
+        """Take the oldest of the queue, and others of its namespace and prompt, the nearest in length first."""
         now = perf_counter()
         while self._queue and now - self._queue[0].asked_at > self._settings.max_queue_s:
-            self._end(self._queue.pop(0), _overloaded())
+            self._end(self._queue.pop(0), overloaded("the model is overloaded"))
         if not self._queue:
             return []
         first = self._queue[0]
-        near = [one for one in self._queue if _kind(one.namespace, one.tokens) == _kind(first.namespace, first.tokens)]
+        near = [
+            one
+            for one in self._queue
+            if one.namespace == first.namespace and one.tokens.n_prompt == first.tokens.n_prompt
+        ]
         near.sort(key=lambda one: abs(len(one.tokens) - len(first.tokens)))
         batch: list[_Miss] = []
         longest = n_tokens = 0
-        for miss in near[: self._settings.max_batch_requests or len(near)]:
+        for miss in near[: self._settings.max_batch_requests]:
             longest, n_tokens = max(longest, len(miss.tokens)), n_tokens + len(miss.tokens)
             n_padded = longest * (len(batch) + 1)
             if batch and n_padded > min(self._most_tokens, n_tokens + max(_PADDED * n_tokens, self._padding)):
@@ -298,7 +262,7 @@ class Encoder:
         turn: list[_Request] = []
         while self._waiting and sum(len(one.items) for one in turn) < _TURN:
             request = self._waiting.popleft()
-            if not request.found.done():  # else who asked has gone
+            if not request.found.done():  # else its client has gone
                 turn.append(request)
         try:
             found = self._look_up(turn)
@@ -314,14 +278,14 @@ class Encoder:
         loop.call_soon_threadsafe(tell)
 
     def _look_up(self, turn: Sequence[_Request]) -> list[list[_Found]]:
-        """What there is of the inputs of each request."""
+        """Return an output, a refusal or tokens for each input of each request."""
         now = perf_counter()
         found: list[list[_Found]] = []
         for request in turn:
             if now - request.asked_at > self._settings.max_queue_s:
-                found.append([_overloaded()] * len(request.items))
-                continue
-            found.append([*(request.tokens or self._tokenised(request.items, request.truncate, request.side))])
+                found.append([overloaded("the model is overloaded")] * len(request.items))
+            else:
+                found.append([*(request.tokens or self._tokenised(request.items, request.truncate, request.side))])
         if not self._is_caching():
             return found
         for namespace in dict.fromkeys(request.namespace for request in turn):
@@ -337,27 +301,29 @@ class Encoder:
         for numbers in self._parts([tokens for *_, tokens in missing]):
             part = [missing[number] for number in numbers]
             try:
-                served = self._served([tokens for *_, tokens in part], namespace)
+                served = self._look_up_part([tokens for *_, tokens in part], namespace)
             except Exception as error:
                 logger.error("inputs could not be looked up, and are computed: %s", described(error))
                 continue
-            for (found, i, _), output in zip(part, served, strict=True):
-                if output is not None and output.is_finite:
+            for number, output in served.items():
+                found, i, _ = part[number]
+                if output.is_finite:
                     found[i] = output
 
-    def _served(self, tokens: Sequence[Tokens], namespace: str) -> list[Output | None]:
-        """Outputs of inputs that a namespace holds; None of others. A call serves all of its rows or none."""
-        try:
-            with self._cache.only_if_cached():
-                return [*self._run(tokens, namespace)]
-        except NotCachedError as error:
-            missing = range(len(tokens)) if error.rows is None else error.rows
-        held = [i for i in range(len(tokens)) if i not in missing]
-        outputs = dict(zip(held, self._served([tokens[i] for i in held], namespace), strict=True)) if held else {}
-        return [outputs.get(i) for i in range(len(tokens))]
+    def _look_up_part(self, tokens: Sequence[Tokens], namespace: str) -> dict[int, Output]:
+        """Return outputs of inputs that a namespace holds, by number. A call serves all of its rows or none."""
+        held = list(range(len(tokens)))
+        while held:
+            try:
+                with self._cache.only_if_cached():
+                    return dict(zip(held, self._run([tokens[i] for i in held], namespace), strict=True))
+            except NotCachedError as error:
+                missing = range(len(held)) if error.rows is None else error.rows
+                held = [i for row, i in enumerate(held) if row not in missing]
+        return {}
 
     def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:
-        """Numbers of inputs that are looked up in one call: as many tokens as a batch has, and of about one length.
+        """Yield numbers of inputs that are looked up in one call: no more tokens than a batch, of about one length.
 
         Pooling leaves out as many tokens of each.
         """
@@ -376,7 +342,7 @@ class Encoder:
     # -- in the model's thread, and in that of look-ups ----------------------------------------------------------------
 
     def _compute(self, batch: Sequence[_Miss]) -> list[Output | Refusal]:
-        """Outputs of a batch; where it fails, of each by itself, so that one that fails does not spoil the others."""
+        """Compute a batch; where it fails, each input by itself, so that one that fails does not spoil the others."""
         tokens = [miss.tokens for miss in batch]
         self._metrics.batch(len(batch), sum(map(len, tokens)))
         try:
@@ -388,16 +354,16 @@ class Encoder:
         return [one if one.is_finite else self._failed("its output is not finite") for one in made]
 
     def _run(self, tokens: Sequence[Tokens], namespace: str) -> list[Output]:
-        """Outputs of inputs; computed ones are stored."""
+        """Run the model on inputs; the cache serves and stores."""
         begun = perf_counter()
         with torch.inference_mode(), self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled():
-            values = self._forward(self.padded(tokens)).float().cpu().numpy()
+            values = self._served.forward(self.padded(tokens)).float().cpu().numpy()
         outcomes, took = self._cache.last, perf_counter() - begun
         rungs = [one.rung for one in outcomes] if len(outcomes) == len(values) else [None] * len(values)
         return [Output(values[i], len(one), rungs[i], 0.0, took) for i, one in enumerate(tokens)]
 
     def padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
-        """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""
+        """Return inputs of the model, padded on the right: ids, mask and, where it takes them, types (B, T)."""
         longest = max(map(len, tokens))
 
         def rows(values: Iterable[tuple[int, ...]], padding: int) -> torch.Tensor:
@@ -413,11 +379,13 @@ class Encoder:
             made["prompt_length"] = torch.tensor([tokens[0].n_prompt], device=self._device)
         return made
 
-    def warm_up(self, token: int, n_tokens: int, namespace: str) -> None:
-        """Run inputs of up to so many tokens, of one kind, in a namespace, twice each; in the model's thread.
+    def warm_up(self, n_tokens: int, namespace: str) -> None:
+        """Run inputs of up to `n_tokens` tokens twice each, in the model's thread.
 
         Then measure what padding is worth: a run has a fixed cost, which a batch of two pays once.
         """
+        special = set(self._served.tokenizer.all_special_ids)
+        token = next(i for i in range(len(special) + 1) if i not in special)
 
         def tokens(length: int) -> Tokens:
             return Tokens((token,) * length, (0,) * length if self._tokenizing.takes_types else ())
@@ -442,13 +410,3 @@ class Encoder:
         self._metrics.failed.inc()
         logger.error("the model failed on an input: %s", why)
         return Refusal("backend", "the model failed on this input")
-
-
-def _kind(namespace: str, tokens: Tokens) -> tuple[str, int]:
-    """What inputs of one batch have in common."""
-    return namespace, tokens.n_prompt
-
-
-def _overloaded() -> Refusal:
-    """Of an input that has waited for too long."""
-    return Refusal("overloaded", "the model is overloaded", retry_after_s=1)

@@ -66,14 +66,14 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _is_no_json(request: Request, errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a body was not taken for JSON, so that all of it is wrong."""
+    """Whether a body was not read as JSON, so that all of it is wrong."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or kind.endswith("+json")
     return not is_json and any(tuple(one["loc"]) == ("body",) and one["type"] != "missing" for one in errors)
 
 
 def _properties(schema: Any) -> Iterator[str]:
-    """All names of fields in the schemas: what else stands in the place of an error is a key that the client chose."""
+    """Yield all names of fields in the schemas; another name in the place of an error is a key of the client's."""
     if isinstance(schema, dict):
         found = schema.get("properties")
         yield from found if isinstance(found, dict) else ()
@@ -84,7 +84,7 @@ def _properties(schema: Any) -> Iterator[str]:
 
 
 def _field(place: Sequence[str | int], names: frozenset[str]) -> str:
-    """The field that is wrong, as `messages[2].content`; empty: the whole body."""
+    """Return the field that is wrong, as `messages[2].content`; empty: the whole body."""
     shown = ""
     for part in place[1:]:
         if isinstance(part, int):
@@ -95,7 +95,7 @@ def _field(place: Sequence[str | int], names: frozenset[str]) -> str:
 
 
 def _told(field: str, error: Mapping[str, Any]) -> str:
-    """What is wrong with a field, without its value."""
+    """Say what is wrong with a field, without its value."""
     context = error.get("ctx") or {}
     if error["type"] == "json_invalid":
         return "the body is not valid JSON"

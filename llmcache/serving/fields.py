@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from llmcache.serving.refusals import Refusal
-from llmcache.serving.tokenizing import TooLong
 
 _OF_SERVER: Final = ("overloaded", "unhealthy")  # whose reason is no input
 
@@ -14,48 +13,34 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Of one request.
+    """Names of the inputs of one request."""
 
-    Attributes:
-        name: The field that holds its inputs.
-        is_list: They are several, named by their places.
-        first: A field that holds the first of them; the list begins after it.
-        beside: A field whose text is joined to each of them.
-        cut: What has inputs cut that are too long.
-    """
-
-    name: str
-    is_list: bool
-    first: str | None = None
-    beside: str | None = None
-    cut: str = "set `truncate`"
+    name: str  # of the field that holds them
+    is_list: bool  # they are several, named by their places
+    first: str | None = None  # a field that holds the first of them; the list begins after it
+    beside: str | None = None  # a field whose text is joined to each of them
+    cut: str = "set `truncate`"  # what to do to have inputs cut that are too long
 
     def named(self, refusal: Refusal, i: int) -> Refusal:
-        """Why a request is refused, by its i-th input."""
+        """Return a refusal that names the i-th input, which was refused."""
         if refusal.kind in _OF_SERVER:
             return refusal
         name = self._name(i)
         text = f"{refusal}: {name}" if refusal.kind == "backend" else f"{name} {refusal}"
-        more = f"; shorten it, or {self.cut}" if isinstance(refusal, TooLong) else ""
+        more = f"; shorten it, or {self.cut}" if refusal.kind == "too_long" else ""
         return Refusal(refusal.kind, text + more, param=self.name)
 
-    def all(self, found: Sequence[_T | Refusal], kind: type[_T]) -> list[_T]:
-        """All of them.
-
-        Raises:
-            Refusal: One was refused: the first one's reason.
-        """
+    def all(self, found: Sequence[_T | Refusal]) -> list[_T]:
+        """Return what was found for the inputs, or raise the refusal of the first that was refused."""
+        made: list[_T] = []
         for i, one in enumerate(found):
             if isinstance(one, Refusal):
                 raise self.named(one, i)
-        return [one for one in found if isinstance(one, kind)]
+            made.append(one)
+        return made
 
     def each(self, work: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
-        """What is made of each.
-
-        Raises:
-            Refusal: One is refused.
-        """
+        """Return the result of `work` for each input, or raise the refusal of the first that is refused."""
         made = []
         for i, item in enumerate(items):
             try:

@@ -22,14 +22,13 @@ from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import Request
-from fastapi.routing import iter_route_contexts
 from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmcache.serving import keys as keys_of
 from llmcache.serving.keys import ANYONE, Keys, Tenant
-from llmcache.serving.refusals import Refusal, described, dialect_of, stopping
+from llmcache.serving.refusals import Refusal, described, dialect_of, overloaded, stopping
 from llmcache.serving.server import Server
 
 logger = logging.getLogger("llmcache")
@@ -38,7 +37,7 @@ _T = TypeVar("_T")
 
 #: What everybody may ask, and by these methods alone.
 OPEN: Final = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/health", "/healthz"))
-#: Route of all requests that no route takes.
+#: Template of all requests that no route takes.
 UNKNOWN: Final = "unknown"
 #: Bodies of the largest size that may be on their way at once; they are held in memory until they are whole.
 N_BODIES: Final = 64
@@ -54,14 +53,12 @@ _LINGER_S = 2.0  # what still comes of a body that was refused is dropped for so
 class Front:
     """ASGI middleware around all routes of a server. For one event loop."""
 
-    def __init__(self, app: ASGIApp, server: Server, keys: Keys | None) -> None:
-        """Stand before an application; without `keys` everybody is `ANYONE`."""
-        self._app, self._server, self._keys = app, server, keys
-        self._routes: _Routes | None = None
-        self._n_running = 0
-        self._by_tenant: Counter[str] = Counter()
+    def __init__(self, app: ASGIApp, server: Server, keys: Keys | None, templates: Iterable[str | None]) -> None:
+        """Stand before an application with routes of these templates; without `keys` everybody is `ANYONE`."""
+        self._app, self._server, self._keys, self._metrics = app, server, keys, server.metrics
+        self._routes = {template: compile_path(template)[0] for template in templates if template}
+        self._by_tenant: Counter[str] = Counter()  # requests that have a place
         self._n_bytes = 0  # of bodies that are on their way
-        server.metrics.watch_limits(lambda: self._n_running)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -77,13 +74,6 @@ class Front:
         is_fit = len(given) == 1 and _REQUEST_IDS.fullmatch(given[0]) is not None
         request_id = given[0] if is_fit else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
-        is_body_read = not _has_body(scope)
-
-        async def received() -> Message:
-            nonlocal is_body_read
-            message = await receive()
-            is_body_read = is_body_read or not message.get("more_body")
-            return message
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -93,14 +83,11 @@ class Front:
             await send(message)
 
         path = route_path(scope)
-        if self._routes is None:
-            self._routes = _Routes(route.path for route in iter_route_contexts(scope["app"].routes))
-        route = self._routes.find(path)
+        route = self._route(path)
         is_inference = scope["method"] == "POST" and route != UNKNOWN and not route.startswith("/admin/")
-        metrics = self._server.metrics
-        metrics.n_under_way += is_inference
+        self._metrics.n_under_way += is_inference
         try:
-            await self._pass(scope, path, received, sent)
+            await self._pass(scope, path, receive, sent)
         except ClientDisconnect:
             pass
         except (asyncio.CancelledError, Exception) as error:
@@ -110,22 +97,24 @@ class Front:
             else:
                 asks = refusal.kind == "unauthorised" and scope_of(scope["method"], path) == "admin"
                 # A browser asks for the key then.
-                await _refuse(refusal, path, received, sent, is_body_read, [_BASIC] if asks else [])
+                await _refuse(refusal, scope, receive, sent, [_BASIC] if asks else [])
         finally:
-            metrics.n_under_way -= is_inference
-            metrics.answered(route, status, perf_counter() - started, is_inference)
+            self._metrics.n_under_way -= is_inference
+            self._metrics.answered(route, status, perf_counter() - started, is_inference)
+
+    def _route(self, path: str) -> str:
+        """Return the template of a path, found as starlette does: the first that fits."""
+        if path in self._routes:
+            return path
+        return next((template for template, fits in self._routes.items() if fits.match(path)), UNKNOWN)
 
     async def _pass(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
-        """Pass a request on, if it may.
-
-        Raises:
-            Refusal: It may not.
-            ClientDisconnect: Its client has gone.
-        """
+        """Pass a request on, if it may; else raise a `Refusal`."""
         needed = scope_of(scope["method"], path)
         tenant = None if needed is None else self._tenant(scope, needed)
         scope["state"]["tenant"] = tenant
         body: bytes | None = await self._body(scope, receive)
+        scope["state"]["is_body_read"] = True
 
         async def replayed() -> Message:
             nonlocal body
@@ -139,22 +128,22 @@ class Front:
             await self._app(scope, replayed, send)
             return
         self._server.check_ready()
-        if self._n_running >= self._server.settings.max_concurrent_requests:
-            raise _overloaded("the server has as many requests under way as it may")
+        if self._metrics.n_concurrent >= self._server.settings.max_concurrent_requests:
+            raise overloaded("the server has as many requests under way as it may")
         if tenant.max_concurrent is not None and self._by_tenant[tenant.name] >= tenant.max_concurrent:
-            raise _overloaded("this key has as many requests under way as it may")
-        self._n_running += 1
+            raise overloaded("this key has as many requests under way as it may")
+        self._metrics.n_concurrent += 1
         self._by_tenant[tenant.name] += 1
         try:
             await self._app(scope, replayed, send)
         finally:
-            self._n_running -= 1
+            self._metrics.n_concurrent -= 1
             self._by_tenant[tenant.name] -= 1
             if not self._by_tenant[tenant.name]:
                 del self._by_tenant[tenant.name]  # names change with the keys
 
     def _tenant(self, scope: Scope, needed: keys_of.Scope) -> Tenant:
-        """Who asks: by `Authorization: Bearer KEY`, or as the password of `Basic`, which browsers can send."""
+        """Find who asks: by `Authorization: Bearer KEY`, or by the password of `Basic`, which browsers can send."""
         given = _headers(scope, b"authorization")
         scheme, _, credentials = given[0].strip().partition(b" ") if given else (b"", b"", b"")
         is_bearer, is_basic = scheme.lower() == b"bearer", scheme.lower() == b"basic"
@@ -177,9 +166,9 @@ class Front:
         return tenant
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body."""
+        """Read the whole body."""
         most, most_s = self._server.settings.payload_limit, self._server.settings.body_timeout_s
-        too_large = Refusal("body_too_large", f"the body has more than {most:,} bytes: send less at once")
+        too_large = Refusal("too_large", f"the body has more than {most:,} bytes: send less at once")
         if any(int(length) > most for length in _headers(scope, b"content-length") if length.isdigit()):
             raise too_large
         if not _has_body(scope):
@@ -200,7 +189,7 @@ class Front:
                     if not message.get("more_body"):
                         return b"".join(chunks)
                     if self._n_bytes > N_BODIES * most:
-                        raise _overloaded("too many large bodies are on their way")
+                        raise overloaded("too many large bodies are on their way")
         except TimeoutError:
             raise Refusal("timeout", f"the body was not whole after {most_s:g} s") from None
         finally:
@@ -208,25 +197,21 @@ class Front:
 
 
 def scope_of(method: str, path: str) -> keys_of.Scope | None:
-    """What a key must allow for a request; None: no key is needed. Paths that no route has need one too."""
+    """Return the scope that a key needs for a request; None: no key is needed. Paths without a route need one too."""
     if (method, path) in OPEN:
         return None
     return "admin" if path in ("/", "/metrics") or path.startswith("/admin") else "infer"
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes are compared with: without what a proxy has put before it (`root_path`)."""
+    """Return the path that routes are compared with, without `root_path`, which a proxy has put before it."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     is_below = bool(root) and (path == root or path.startswith(f"{root}/"))
     return path[len(root) :] or "/" if is_below else path
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """Do work for a client that is there; if it goes, work that takes longer is cancelled.
-
-    Raises:
-        ClientDisconnect: It has gone.
-    """
+    """Do work; if the client goes meanwhile, cancel it and raise `ClientDisconnect`."""
     task, is_gone = asyncio.current_task(), False
     watching: asyncio.Task[None] | None = None
     assert task is not None
@@ -255,22 +240,8 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
             watching.cancel()
 
 
-class _Routes:
-    """Finds the template of a path; as starlette does, by the first that fits, be it a mount."""
-
-    def __init__(self, templates: Iterable[str | None]) -> None:
-        known = dict.fromkeys(template for template in templates if template)
-        self._plain = {template for template in known if "{" not in template}
-        self._others = {template: compile_path(template)[0] for template in known if template not in self._plain}
-
-    def find(self, path: str) -> str:
-        if path in self._plain:
-            return path
-        return next((template for template, fits in self._others.items() if fits.match(path)), UNKNOWN)
-
-
 def _refusal_of(error: BaseException, request_id: str) -> Refusal:
-    """What the client is told of a failure, which is logged by its type and place: its text may quote the request."""
+    """Log a failure by its type and place, and return what the client is told."""
     if isinstance(error, asyncio.CancelledError):
         return stopping()
     logger.error("%s", described(error, request_id))
@@ -278,18 +249,20 @@ def _refusal_of(error: BaseException, request_id: str) -> Refusal:
 
 
 async def _refuse(
-    refusal: Refusal, path: str, receive: Receive, send: Send, is_body_read: bool, headers: Sequence[tuple[str, str]]
+    refusal: Refusal, scope: Scope, receive: Receive, send: Send, headers: Sequence[tuple[str, str]]
 ) -> None:
     """Answer a request with a refusal.
 
     If its body was not read, what comes of it in the next moment is dropped, and the connection is closed after that.
     Were it closed at once, the client would see a failed connection in place of the answer.
     """
-    body = json.dumps(refusal.body(dialect_of(path))).encode()
+    is_body_read = "is_body_read" in scope["state"] or not _has_body(scope)
+    dialect = dialect_of(route_path(scope))
+    body = json.dumps(refusal.body(dialect)).encode()
     named = [("content-type", "application/json"), ("content-length", str(len(body))), *refusal.headers.items()]
     named += [*headers, *([] if is_body_read else [("connection", "close")])]
     raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in named]
-    await send({"type": "http.response.start", "status": refusal.status(dialect_of(path)), "headers": raw})
+    await send({"type": "http.response.start", "status": refusal.status(dialect), "headers": raw})
     await send({"type": "http.response.body", "body": body, "more_body": not is_body_read})
     if is_body_read:
         return
@@ -303,10 +276,8 @@ async def _refuse(
 def _check_page(scope: Scope, may_have_name: bool) -> None:
     """Refuse what a page of another origin has a browser send; other clients send neither header.
 
-    Args:
-        scope: Of the request.
-        may_have_name: The server may be asked by any name. Else by an address alone: any name can be made to lead here
-            by those who own it, and nothing else tells their page apart.
+    Unless it `may_have_name`, the server is asked by an address alone: the owner of a name can make it lead here, and
+    nothing else tells their page apart.
     """
     site, origin, host = (_headers(scope, name) for name in (b"sec-fetch-site", b"origin", b"host"))
     if not site and not origin:
@@ -328,14 +299,10 @@ def _is_address(host: Sequence[bytes]) -> bool:
 
 
 def _headers(scope: Scope, name: bytes) -> list[bytes]:
-    """All values of a header, whose name is given in lower case, as ASGI has them."""
+    """Return all values of a header, by its name in lower case."""
     return [value for one, value in scope["headers"] if one == name]
 
 
 def _has_body(scope: Scope) -> bool:
     lengths = _headers(scope, b"content-length")
     return any(length.strip() != b"0" for length in lengths) or bool(_headers(scope, b"transfer-encoding"))
-
-
-def _overloaded(why: str) -> Refusal:
-    return Refusal("overloaded", f"{why}: try again in a moment", retry_after_s=1)

@@ -6,11 +6,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
-from llmcache.stats import Stats
+from llmcache.stats import AuditStats, Stats
 
 logger = logging.getLogger("llmcache")
 
@@ -19,36 +18,17 @@ _LATEST = 720  # an hour
 _MOST_INTERVALS = 120  # that are drawn
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Figures of one moment.
-
-    Attributes:
-        at_s: The moment, seconds of a clock that only runs forward.
-        n_requests: Rows so far.
-        hits: Those served, by rung.
-        rate: Estimated share of changed answers; None where nothing is audited.
-        lower: Its lower bound.
-        upper: Its upper bound.
-    """
+class Sample(NamedTuple):
+    """Figures of one moment, in seconds of a clock that only runs forward."""
 
     at_s: float
     n_requests: int
     hits: Mapping[str, int]
-    rate: float | None = None
-    lower: float | None = None
-    upper: float | None = None
+    audit: AuditStats | None
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Between two samples.
-
-    Attributes:
-        seconds: Its length.
-        n_requests: Rows that came in it.
-        shares: Of these, those served, by rung, 0 to 1; of rungs that served any.
-    """
+class Interval(NamedTuple):
+    """What happened between two samples: `shares` of the requests were served, by rung, 0 to 1."""
 
     seconds: float
     n_requests: int
@@ -59,30 +39,27 @@ class History:
     """A ring of samples. Filled by one thread at a time, read by any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """None yet."""
+        """Begin without samples."""
         self._clock = clock
         self._samples: deque[Sample] = deque(maxlen=_LATEST)
 
     def add(self, stats: Stats) -> None:
         """Take a sample."""
-        audit = stats.audit
-        bound = (None, None, None) if audit is None else (audit.rate, audit.lower, audit.upper)
-        self._samples.append(Sample(self._clock(), stats.n_requests, dict(stats.hits), *bound))
+        self._samples.append(Sample(self._clock(), stats.n_requests, dict(stats.hits), stats.audit))
 
     def samples(self) -> list[Sample]:
-        """So many as are drawn, oldest first, the latest among them."""
+        """Return as many as are drawn, oldest first, the latest among them."""
         samples = list(self._samples)
         step = -(-len(samples) // _MOST_INTERVALS) or 1
         return samples[::-1][::step][::-1]
 
     def intervals(self) -> list[Interval]:
-        """What happened between them, oldest first."""
-        samples = self.samples()
-        return [_between(*pair) for pair in pairwise(samples)]
+        """Return what happened between them, oldest first."""
+        return [_between(*pair) for pair in pairwise(self.samples())]
 
     @asynccontextmanager
     async def kept(self, read: Callable[[], Stats], every_s: float = EVERY_S) -> AsyncIterator[None]:
-        """Within: a sample is taken every few seconds, in a thread of its own since `read` may wait."""
+        """Within: take a sample every few seconds, in a thread of its own since `read` may wait."""
 
         async def keep() -> None:
             is_failing = False

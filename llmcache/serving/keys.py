@@ -21,7 +21,6 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, Final, Literal, Self
@@ -54,37 +53,25 @@ _WANTED: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """The holder of a key.
-
-    Attributes:
-        name: Of the key, for logs and metrics; never the key itself.
-        namespace: In which its requests are stored and found; no request says otherwise.
-        scopes: `infer` to have requests answered, `admin` for metrics, the page and all that changes the server.
-        max_concurrent: Requests under way at once; None: as the server.
-    """
-
-    name: str
-    namespace: str
-    scopes: frozenset[Scope]
-    max_concurrent: int | None = None
-
-
-#: Whoever reaches a server without keys, which listens on this machine alone unless the operator says otherwise.
-ANYONE: Final = Tenant("anyone", "default", frozenset(("infer", "admin")))
-
-
-class KeyEntry(BaseModel):
-    """One key of the file."""
+class Tenant(BaseModel):
+    """The holder of a key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: Annotated[str, Field(pattern=_NAME)]
-    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    namespace: Annotated[str, Field(pattern=_NAME)]
+    name: Annotated[str, Field(pattern=_NAME)]  # of the key, for logs and metrics; never the key itself
+    namespace: Annotated[str, Field(pattern=_NAME)]  # in which requests are stored and found; none says otherwise
     scopes: Annotated[list[Scope], Field(min_length=1)]
-    max_concurrent: Annotated[int | None, Field(ge=1)] = None
+    max_concurrent: Annotated[int | None, Field(ge=1)] = None  # requests under way at once; None: as the server
+
+
+#: Whoever reaches a server without keys, which listens on this machine alone unless the operator says otherwise.
+ANYONE: Final = Tenant(name="anyone", namespace="default", scopes=["infer", "admin"])
+
+
+class KeyEntry(Tenant):
+    """One key of the file."""
+
+    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
     @model_validator(mode="after")
     def _check_public(self) -> Self:
@@ -94,12 +81,7 @@ class KeyEntry(BaseModel):
 
 
 def read_keys(path: Path) -> list[KeyEntry]:
-    """Read a file of keys. No error quotes a hash: it may be a key that was put in its place.
-
-    Raises:
-        ConfigError: It is no list of keys, an entry is wrong, or others than its owner may write it.
-        OSError: It cannot be read.
-    """
+    """Read a file of keys. No error quotes a hash: it may be a key that was put in its place."""
     with path.open("rb") as file:
         _check_owner(path, os.fstat(file.fileno()))
         content = file.read(_MOST_BYTES + 1)
@@ -115,28 +97,23 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_concurrent: int | None = None) -> str:
-    """Make a key, write its hash to the file, which is made if there is none, and return it. It is nowhere else.
-
-    Raises:
-        ConfigError: The name is taken, or something given is wrong; or see `read_keys`.
-    """
+    """Make a key, write its hash to the file, which is made if there is none, and return the key."""
     key = _MARK + secrets.token_urlsafe(32)
-    given: dict[str, Any] = {"name": name, "hash": _hash(key.encode()).hex(), "namespace": namespace}
-    given["scopes"] = list(scopes)
-    if max_concurrent is not None:
-        given["max_concurrent"] = max_concurrent
+    added = {
+        "name": name,
+        "hash": _hash(key.encode()),
+        "namespace": namespace,
+        "scopes": list(scopes),
+        "max_concurrent": max_concurrent,
+    }
     with _changing(path):
         entries = read_keys(path) if path.exists() else []
-        _write(path, _checked(path, [*(entry.model_dump() for entry in entries), given]))
+        _write(path, _checked(path, [*(entry.model_dump() for entry in entries), added]))
     return key
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a key out of the file.
-
-    Raises:
-        ConfigError: There is no key of this name; or see `read_keys`.
-    """
+    """Take a key out of the file."""
     with _changing(path):
         entries = read_keys(path)
         kept = [entry for entry in entries if entry.name != name]
@@ -153,38 +130,33 @@ class Keys:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: See `read_keys`.
-            OSError: It cannot be read.
-        """
+        """Read the file; errors are those of `read_keys`."""
         self.path = path
         self.n_failures = 0
         self._is_failing = False
         self._looked_at = monotonic()
-        self._seen = _fingerprint(path)
-        self._known = _by_hash(read_keys(path))
+        self._seen = _state(path)
+        self._known = read_keys(path)
         self._warn()
 
     def find(self, key: bytes) -> Tenant | None:
-        """Who holds a key; None: nobody. Takes as long for every key."""
+        """Return the holder of a key; None: there is none. Takes as long for every key."""
         if monotonic() - self._looked_at >= _LOOK_EVERY_S:
             self.look()
         given, found = _hash(key), None
-        for known, tenant in self._known:  # to the end: when it is found tells which one it is
-            if hmac.compare_digest(known, given):
-                found = tenant
+        for known in self._known:  # to the end: when it is found tells which one it is
+            if hmac.compare_digest(known.hash, given):
+                found = known
         return found
 
     def look(self) -> None:
         """Read the file again, if it has changed or could not be used when it was last looked at."""
         self._looked_at = monotonic()
         try:
-            seen = _fingerprint(self.path)
+            seen = _state(self.path)
             if seen == self._seen and not self._is_failing:
                 return
-            known = _by_hash(read_keys(self.path))
+            known = read_keys(self.path)
         except Exception as error:  # whatever it is, the server goes on with the keys it has
             self.n_failures += 1
             if not self._is_failing:
@@ -208,19 +180,12 @@ class Keys:
                 )
 
 
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _hash(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
 
 
-def _by_hash(entries: Sequence[KeyEntry]) -> tuple[tuple[bytes, Tenant], ...]:
-    return tuple(
-        (bytes.fromhex(one.hash), Tenant(one.name, one.namespace, frozenset(one.scopes), one.max_concurrent))
-        for one in entries
-    )
-
-
-def _fingerprint(path: Path) -> tuple[int, ...]:
-    """What changes with a file."""
+def _state(path: Path) -> tuple[int, ...]:
+    """Return numbers that change with a file."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_mode
 
@@ -236,7 +201,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _checked(path: Path, found: Sequence[Any]) -> list[KeyEntry]:
-    """Entries of which each is right, and no two are of one name or key."""
+    """Check each entry, and that no two have the same name or key."""
     entries = [_entry(path, number, one) for number, one in enumerate(found)]
     for field in ("name", "hash"):
         seen: set[str] = set()
@@ -248,7 +213,7 @@ def _checked(path: Path, found: Sequence[Any]) -> list[KeyEntry]:
 
 
 def _entry(path: Path, number: int, given: Any) -> KeyEntry:
-    """An entry of the file, checked; errors name it, and quote nothing that may be a key."""
+    """Check an entry of the file; errors name it, and quote nothing that may be a key."""
     try:
         return KeyEntry.model_validate(given)
     except ValidationError as error:
@@ -268,7 +233,7 @@ def _entry(path: Path, number: int, given: Any) -> KeyEntry:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Within: nobody else changes the file by this program."""
+    """Within: no other process changes the file by this program."""
     target = path.resolve()
     try:
         with FileLock(target.with_name(f".{target.name}.lock"), timeout=_PATIENCE_S):

@@ -31,49 +31,38 @@ NAMES: Mapping[Kind, str] = {
     "reranker": "a reranker",
     "decoder": "a causal language model",
 }
+#: The model on padded rows.
+Run = Callable[[dict[str, Tensor]], Tensor]
+
 _SAMPLE = "Where is my CARD?"
 _MOST = 10**6  # tokenizers say more than this where nobody told them
 
 
+def _not_run(inputs: dict[str, Tensor]) -> Tensor:
+    raise AssertionError("this kind of model is not run in this way")
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model in eval mode, and what a server has to know of it.
+    """A model in eval mode, and what a server has to know of it."""
 
-    Attributes:
-        name: As it was given.
-        kind: What it answers.
-        model: Of transformers or sentence-transformers; a cache is hung on it.
-        tokenizer: Its own.
-        max_length: Tokens of the longest input.
-        forward: Inputs (B, T) to outputs (B, O); of a decoder not called.
-        states: Inputs (B, T) to the last states (B, T, D); of an embedding model, else not called.
-        answer_of: Where a cache finds the answer in the model's output.
-        labels: Of a classifier, by number.
-        is_multi_label: Any number of them may hold at once.
-        prompts: Texts that go before an input, by name.
-        default_prompt: Name of the one that goes before texts for which none is named.
-        is_prompt_pooled: Tokens of a prompt are pooled as those of the input are.
-        dimensions: Of an embedding, where a request asks for no other number; None: all that the model has.
-    """
-
-    name: str
     kind: Kind
-    model: nn.Module
+    model: nn.Module  # of transformers or sentence-transformers
     tokenizer: Any
-    max_length: int
-    forward: Callable[[dict[str, Tensor]], Tensor]
-    states: Callable[[dict[str, Tensor]], Tensor]
-    answer_of: Reading = read_logits
-    labels: tuple[str, ...] = ()
-    is_multi_label: bool = False
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    is_prompt_pooled: bool = True
-    dimensions: int | None = None
+    max_length: int  # tokens of the longest input
+    forward: Run = _not_run  # inputs (B, T) to outputs (B, O); of a decoder not called
+    states: Run = _not_run  # inputs (B, T) to the last states (B, T, D); called for embedding models alone
+    answer_of: Reading = read_logits  # finds the answer in the model's output
+    labels: tuple[str, ...] = ()  # of a classifier, by number
+    is_multi_label: bool = False  # any number of labels may hold at once
+    prompts: Mapping[str, str] = field(default_factory=dict)  # texts that go before an input, by name
+    default_prompt: str | None = None  # name of the prompt of texts for which none is named
+    is_prompt_pooled: bool = True  # tokens of a prompt are pooled as those of the input are
+    dimensions: int | None = None  # of an embedding, unless a request asks for others; None: all of the model
 
     @property
     def config(self) -> Any:
-        """Of the transformers model within."""
+        """Config of the transformers model within."""
         return locate(self.model).config
 
 
@@ -84,11 +73,8 @@ def load_served(name: str, models_dir: Path | None = None) -> Served:
     `...ForSequenceClassification` a classifier, with one label a reranker; others are embedding models. A
     sentence-transformers model that ends in a `Dense` with as many outputs as its config has labels is a classifier,
     too.
-
-    Raises:
-        ConfigError: It could not be loaded, or is of another kind.
     """
-    source = _source(name, models_dir)
+    source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
     config = _config(name, source)
     architecture = next(iter(config.architectures or ("",)))
     if architecture.endswith(("ForCausalLM", "LMHeadModel")) and _find(source, "modules.json") is None:
@@ -96,12 +82,6 @@ def load_served(name: str, models_dir: Path | None = None) -> Served:
     if architecture.endswith("ForSequenceClassification"):
         return _with_head(name, source, config)
     return _sentence(name, source)
-
-
-def _source(name: str, models_dir: Path | None) -> str:
-    if (folder := find_folder(name, models_dir)) is not None:
-        return folder
-    return str(packaged_minilm()) if name == MINILM else name
 
 
 def _config(name: str, source: str) -> Any:
@@ -118,7 +98,7 @@ def _config(name: str, source: str) -> Any:
 
 
 def _find(source: str, file: str) -> str | None:
-    """Path to a file of a model; None: it has none."""
+    """Return the path to a file of a model; None: it has no such file."""
     from transformers.utils.hub import cached_file
 
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -128,7 +108,7 @@ def _find(source: str, file: str) -> str | None:
 
 
 def _saved(name: str, source: str) -> dict[str, Any]:
-    """Settings that sentence-transformers saved with a model; empty: none."""
+    """Return the settings that sentence-transformers saved with a model; empty: none."""
     if (path := _find(source, "config_sentence_transformers.json")) is None:
         return {}
     try:
@@ -141,40 +121,22 @@ def _saved(name: str, source: str) -> dict[str, Any]:
 def _decoder(name: str, models_dir: Path | None) -> Served:
     loaded = load_causal(name, models_dir)
     positions = getattr(loaded.model.config, "max_position_embeddings", None) or _MOST
-
-    def none(inputs: dict[str, Tensor]) -> Tensor:
-        raise AssertionError("a decoder is run token by token")
-
-    return Served(name, "decoder", loaded.model, loaded.tokenizer, int(positions), none, none)
+    return Served("decoder", loaded.model, loaded.tokenizer, int(positions))
 
 
 def _with_head(name: str, source: str, config: Any) -> Served:
     loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name)
     model: Any = loaded.model
-
-    def forward(inputs: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = model(**inputs).logits
-        return logits
-
-    def states(inputs: dict[str, Tensor]) -> Tensor:
-        last: Tensor = model.base_model(**inputs).last_hidden_state
-        return last
-
     labels = tuple(config.id2label[i] for i in range(config.num_labels))
-    is_multi = config.problem_type == "multi_label_classification"
-    kind: Kind = "reranker" if len(labels) == 1 else "classifier"
-    length = _max_length(loaded.tokenizer, config)
     saved = _saved(name, source)  # of a CrossEncoder
     return Served(
-        name,
-        kind,
+        "reranker" if len(labels) == 1 else "classifier",
         model,
         loaded.tokenizer,
-        length,
-        forward,
-        states,
+        _max_length(loaded.tokenizer, config),
+        forward=lambda inputs: model(**inputs).logits,
         labels=labels,
-        is_multi_label=is_multi,
+        is_multi_label=config.problem_type == "multi_label_classification",
         prompts=saved.get("prompts") or {},
         default_prompt=saved.get("default_prompt_name"),
     )
@@ -200,23 +162,13 @@ def _sentence(name: str, source: str) -> Served:
     config: Any = locate(model).config
     width = getattr(model[-1], "out_features", None)
     is_classifier = isinstance(width, int) and width > 1 and width == len(config.id2label)
-
-    def forward(inputs: dict[str, Tensor]) -> Tensor:
-        made: Tensor = model(inputs)["sentence_embedding"]
-        return made
-
-    def states(inputs: dict[str, Tensor]) -> Tensor:
-        last: Tensor = model[0](inputs)["token_embeddings"]
-        return last
-
     return Served(
-        name,
         "classifier" if is_classifier else "embedding",
         model,
         model.tokenizer,
         min(_max_length(model.tokenizer, config), model.max_seq_length or _MOST),
-        forward,
-        states,
+        forward=lambda inputs: _sentence_embedding(model(inputs)),
+        states=lambda inputs: model[0](inputs)["token_embeddings"],
         answer_of=_sentence_embedding,
         labels=tuple(config.id2label[i] for i in range(len(config.id2label))) if is_classifier else (),
         prompts=dict(model.prompts or {}),
@@ -227,7 +179,7 @@ def _sentence(name: str, source: str) -> Served:
 
 
 def _check_tokens(name: str, model: Any) -> None:
-    """Refuse a model of which sentence-transformers makes other tokens than its tokenizer, by a chat template say."""
+    """Refuse a model for which sentence-transformers makes other tokens than its tokenizer, by a chat template say."""
     ids = (getattr(model, "preprocess", None) or model.tokenize)([_SAMPLE]).get("input_ids")
     if ids is None or len(ids) != 1:
         raise ConfigError(f"model: {name!r} reads texts by something else than token ids, which this server does not")
@@ -246,5 +198,4 @@ def _sentence_embedding(output: Any) -> Tensor:
 
 def _max_length(tokenizer: Any, config: Any) -> int:
     positions = getattr(config, "max_position_embeddings", None) or _MOST
-    most = tokenizer.model_max_length
-    return int(min(positions, most if most < _MOST else _MOST))
+    return int(min(positions, tokenizer.model_max_length, _MOST))

@@ -7,9 +7,10 @@ templates, rungs, reasons. Nothing of a request is in a label.
 
 import asyncio
 import math
+from collections import Counter as Counts
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import (
@@ -28,6 +29,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, UnknownMetricFam
 from prometheus_client.registry import Collector
 
 from llmcache.cache import LLMCache
+from llmcache.generation import StoppedBy
 from llmcache.serving.cache_figures import CacheFigures
 
 PREFIX: Final = "llmcache_"
@@ -35,24 +37,24 @@ COMPUTED: Final = "computed"
 OTHER: Final = "other"
 #: What serves those who join a request in flight, beside the rungs.
 IN_FLIGHT: Final = "in_flight"
-#: How a request may end, in OpenAI's words; an encoder's ends with `stop`.
-REASONS: Final = ("stop", "length", "abort", "error")
+RUNGS: Final = frozenset((COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "paper"))
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LATEST = 1024  # requests a route whose times are kept
 
+#: Under a second name, that of text-embeddings-inference.
+_COPIES: Final = {
+    "request_duration": "e2e_request_latency_seconds",
+    "request_queue_duration": "request_queue_time_seconds",
+    "request_inference_duration": "request_inference_time_seconds",
+    "queue_size": "num_requests_waiting",
+}
+
 
 class RouteTime(NamedTuple):
-    """What requests of a route took lately.
-
-    Attributes:
-        route: Its template.
-        n_requests: Since the start.
-        p50_s: Half of the latest took no longer, seconds.
-        p99_s: Likewise of all but a hundredth.
-    """
+    """What the latest requests of a route took, in seconds, and how many there were since the start."""
 
     route: str
     n_requests: int
@@ -61,39 +63,23 @@ class RouteTime(NamedTuple):
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own. Thread-safe; each call takes a few microseconds.
+    """Counters of one server, in a registry of their own. Thread-safe; each call takes a few microseconds."""
 
-    Attributes:
-        n_under_way: Requests for inference that have not ended.
-        queue: Waits of what is computed, seconds.
-        tokenisation: Times in which the inputs of a request became tokens, seconds.
-        inference: Of inputs that were computed, the time of their batch; of generations prefill and decode; seconds.
-        first_token: Times from a request to its first token, seconds.
-        inter_token: Times between two tokens, seconds.
-        prefill: Times from a generation's place to its first token, seconds.
-        decode: Times from there to its last, seconds.
-        generated: Tokens of answers.
-        failed: Inputs and generations that the model failed on.
-        cancelled: Requests whose client had gone before their end.
-    """
-
-    def __init__(self, model_name: str, cache: LLMCache) -> None:
-        """All zero.
-
-        Args:
-            model_name: The label `model_name` of all of them.
-            cache: Whose figures are read when Prometheus asks, once each time.
-        """
+    def __init__(self, model_name: str, cache: LLMCache, n_waiting: Callable[[], int]) -> None:
+        """Begin at zero. The cache's figures are read when Prometheus asks, once each time."""
         self.registry = CollectorRegistry()
-        self.n_under_way = 0
+        self.n_under_way = 0  # requests for inference that have not ended
+        self.n_concurrent = 0  # of these, requests that `max_concurrent_requests` counts
         self._model_name = model_name
-        self._rungs = {COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "paper"}
         self._results = {"success": 0, "failure": 0}
         self._latest: dict[str, deque[float]] = {}  # of each route
-        self._n_answered: dict[str, int] = {}
+        self._n_answered: Counts[str] = Counts()
+        self._families: dict[str, Any] = {}
 
         self._http = self._make(Counter, "http_requests", "Requests answered, by route and status.", "route", "status")
-        self._http_seconds = self._histogram("http_request_duration_seconds", "From request to its end.", "route")
+        self._http_seconds = self._make(
+            Histogram, "http_request_duration_seconds", "From request to its end.", "route", buckets=_SECONDS
+        )
         self._by_rung = self._make(Counter, "requests", "Inputs answered, by what served them.", "rung")
         self._success = self._make(Counter, "request_success", "Requests that came to their end.", "finished_reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of all inputs.")
@@ -102,55 +88,38 @@ class Metrics:
         self.failed = self._counter("model_failures", "Inputs and generations that the model failed on.")
         self.cancelled = self._counter("requests_cancelled", "Requests whose client had gone.")
 
-        e2e = self._histogram("e2e_request_latency_seconds", "Of requests for inference that were answered.")
-        queue = self._histogram("request_queue_time_seconds", "Wait before a request was computed.")
+        self._e2e = self._times("e2e_request_latency_seconds", "Of requests for inference that were answered.")
+        self.queue = self._times("request_queue_time_seconds", "Wait before a request was computed.")
         text = "Of inputs that were computed: their batch; of generations: prefill and decode."
-        inference = self._histogram("request_inference_time_seconds", text)
-        self._e2e, self.queue, self.inference = (one.labels(model_name) for one in (e2e, queue, inference))
-        self.first_token, self.inter_token, self.tokenisation, self.prefill, self.decode = (
-            self._histogram(name, text).labels(model_name)
-            for name, text in (
-                ("time_to_first_token_seconds", "From request to first token."),
-                ("inter_token_latency_seconds", "Between two tokens."),
-                ("request_tokenization_duration", "Until inputs were tokens, without waits."),
-                ("request_prefill_time_seconds", "Of generations: from the end of the wait to the first token."),
-                ("request_decode_time_seconds", "Of generations: from the first token to the last."),
-            )
-        )
-        self._batch_size, self._batch_tokens = (
-            self._histogram(f"batch_next_{name}", text, buckets=buckets).labels(model_name)
-            for name, text, buckets in (
-                ("size", "Inputs computed at once.", _ROWS),
-                ("tokens", "Tokens computed at once, padding included.", _TOKENS),
-            )
-        )
+        self.inference = self._times("request_inference_time_seconds", text)
+        self.first_token = self._times("time_to_first_token_seconds", "From request to first token.")
+        self.inter_token = self._times("inter_token_latency_seconds", "Between two tokens.")
+        self.tokenisation = self._times("request_tokenization_duration", "Until inputs were tokens, without waits.")
+        text = "Of generations: from the end of the wait to the first token."
+        self.prefill = self._times("request_prefill_time_seconds", text)
+        text = "Of generations: from the first token to the last."
+        self.decode = self._times("request_decode_time_seconds", text)
+        self._batch_size = self._make(Histogram, "batch_next_size", "Inputs computed at once.", buckets=_ROWS)
+        text = "Tokens computed at once, padding included."
+        self._batch_tokens = self._make(Histogram, "batch_next_tokens", text, buckets=_TOKENS)
+
         text = "Requests for inference under way, those that wait left out."
-        self._running = self._make(Gauge, "num_requests_running", text)
-        self._waiting = self._make(Gauge, "num_requests_waiting", "Requests that wait to be computed.")
+        running = self._make(Gauge, "num_requests_running", text)
+        running.set_function(lambda: max(0, self.n_under_way - n_waiting()))
+        self._make(Gauge, "num_requests_waiting", "Requests that wait to be computed.").set_function(n_waiting)
         text = "Requests that --max-concurrent-requests counts."
-        self._concurrent = self._make(Gauge, "concurrent_requests", text)
-        self.watch(lambda: 0)
+        self._make(Gauge, "concurrent_requests", text).set_function(lambda: self.n_concurrent)
 
         self.registry.register(CacheFigures(model_name, cache))
-        durations = {"request_duration": e2e, "request_queue_duration": queue, "request_inference_duration": inference}
-        self.registry.register(_Copies({**durations, "queue_size": self._waiting}))
-        self.registry.register(_Counts(model_name, UnknownMetricFamily, "Requests for inference.", self._counts))
+        self.registry.register(_Copies({name: self._families[of] for name, of in _COPIES.items()}))
+        self.registry.register(_Read(model_name, UnknownMetricFamily, "Requests for inference.", self._counts))
         for make in (ProcessCollector, PlatformCollector, GCCollector):
             make(registry=self.registry)
 
-    def watch(self, waiting: Callable[[], float]) -> None:
-        """Set what tells how many requests wait; all others that are under way are running."""
-        self._waiting.labels(self._model_name).set_function(waiting)
-        self._running.labels(self._model_name).set_function(lambda: max(0, self.n_under_way - waiting()))
-
-    def watch_limits(self, concurrent: Callable[[], float]) -> None:
-        """Set what the gauge of requests that take a place reads."""
-        self._concurrent.labels(self._model_name).set_function(concurrent)
-
     def watch_keys(self, n_failures: Callable[[], int]) -> None:
-        """Set what the counter of a file of keys reads, of which there is one from now on."""
+        """Add the counter of failures of a file of keys."""
         text = "Looks at the file of keys that failed, and left the keys as they were."
-        counts = _Counts(self._model_name, CounterMetricFamily, text, lambda: {"key_file_failures": n_failures()})
+        counts = _Read(self._model_name, CounterMetricFamily, text, lambda: {"key_file_failures": n_failures()})
         self.registry.register(counts)
 
     def answered(self, route: str, status: int, seconds: float, is_inference: bool = False) -> None:
@@ -158,7 +127,7 @@ class Metrics:
         self._http.labels(self._model_name, route, str(status)).inc()
         self._http_seconds.labels(self._model_name, route).observe(seconds)
         self._latest.setdefault(route, deque(maxlen=_LATEST)).append(seconds)
-        self._n_answered[route] = self._n_answered.get(route, 0) + 1
+        self._n_answered[route] += 1
         if is_inference:
             self._results["success" if status < 400 else "failure"] += 1
             if status < 400:
@@ -166,8 +135,8 @@ class Metrics:
 
     def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None:
         """Count an input by the rung that served it, None where it was computed."""
-        name = COMPUTED if rung is None else rung if rung in self._rungs else OTHER
-        self._by_rung.labels(self._model_name, name).inc()
+        name = COMPUTED if rung is None else rung
+        self._by_rung.labels(self._model_name, name if name in RUNGS else OTHER).inc()
         self._prompt_tokens.inc(n_prompt_tokens)
         self._cached_tokens.inc(n_cached_tokens)
 
@@ -176,18 +145,18 @@ class Metrics:
         self._batch_size.observe(n_requests)
         self._batch_tokens.observe(n_tokens)
 
-    def finished(self, reason: str) -> None:
-        """Count a request that came to its end, of `REASONS`."""
-        self._success.labels(self._model_name, reason if reason in REASONS else OTHER).inc()
+    def finished(self, reason: StoppedBy | Literal["error"]) -> None:
+        """Count a request that came to its end: `length`, `error`, or `stop`, as an encoder's does."""
+        self._success.labels(self._model_name, reason).inc()
 
     def slowest(self) -> list[RouteTime]:
-        """All routes by the times of their latest requests, the largest p99 first."""
+        """Return all routes by the times of their latest requests, the largest p99 first."""
         kept = [(route, sorted(times.copy())) for route, times in list(self._latest.items())]
         found = [RouteTime(route, self._n_answered[route], _nth(s, 0.5), _nth(s, 0.99)) for route, s in kept]
         return sorted(found, key=lambda one: -one.p99_s)
 
     def text(self) -> bytes:
-        """All figures, in Prometheus' text format. Reads the cache's, which may wait for it."""
+        """Return all figures in Prometheus' text format. Reads the cache's, which may wait for it."""
         return generate_latest(self.registry)
 
     def _counts(self) -> dict[str, int]:
@@ -195,21 +164,24 @@ class Metrics:
         return {"request_count": sum(self._results.values()), **counts}
 
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
-        return kind(PREFIX + name, text, ("model_name", *labels), registry=self.registry, **more)
+        """Return a family that is registered; without labels of its own, its one child."""
+        family = kind(PREFIX + name, text, ("model_name", *labels), registry=self.registry, **more)
+        self._families[name] = family
+        return family if labels else family.labels(self._model_name)
 
     def _counter(self, name: str, text: str) -> Counter:
-        made: Counter = self._make(Counter, name, text).labels(self._model_name)
+        made: Counter = self._make(Counter, name, text)
         return made
 
-    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-        made: Histogram = self._make(Histogram, name, text, *labels, buckets=buckets)
+    def _times(self, name: str, text: str) -> Histogram:
+        made: Histogram = self._make(Histogram, name, text, buckets=_SECONDS)
         return made
 
 
 class _Copies(Collector):
-    """Families under a second name, that of text-embeddings-inference; copied when they are read."""
+    """Families under a second name; copied when they are read."""
 
-    def __init__(self, families: dict[str, Any]) -> None:
+    def __init__(self, families: Mapping[str, Any]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
@@ -220,7 +192,7 @@ class _Copies(Collector):
                 yield copy
 
 
-class _Counts(Collector):
+class _Read(Collector):
     """Counts that others keep, read when Prometheus asks; untyped without `_total` at their end, as TEI has them."""
 
     def __init__(self, model_name: str, kind: Any, text: str, read: Callable[[], dict[str, int]]) -> None:

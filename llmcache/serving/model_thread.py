@@ -23,12 +23,7 @@ class ModelThread:
         self._steps = ThreadPoolExecutor(1, "llmcache-model")
 
     async def run(self, step: Callable[[], _T]) -> _T:
-        """Have a step done; if the one who waits for it is cancelled before its turn, it is not.
-
-        Raises:
-            RuntimeError: The thread was closed.
-            Exception: What the step raised.
-        """
+        """Have a step done; if the one who waits for it is cancelled before its turn, it is not."""
         return await asyncio.wrap_future(self.submit(step))
 
     def submit(self, step: Callable[[], _T]) -> "Future[_T]":
@@ -37,11 +32,7 @@ class ModelThread:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
-        """Within: the thread that calls this runs the model in place of this one. What it gets lets others have a turn.
-
-        Raises:
-            RuntimeError: The thread was closed; here, or when others are to have a turn.
-        """
+        """Within: the calling thread runs the model in place of this one. What it gets lets others have a turn."""
         over = self._take()
 
         def turn() -> None:

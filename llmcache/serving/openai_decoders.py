@@ -5,10 +5,10 @@ An answer that the cache serves is made of the same tokens as one that is comput
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from time import time
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -17,18 +17,16 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 
 from llmcache.generation import StoppedBy, Token
 from llmcache.generation.detokenizer import Detokenizer
-from llmcache.serving.body_route import BodyRoute
-from llmcache.serving.decoder import Decoder, Generating, Ids
+from llmcache.serving.bodies import BodyRoute, cache_headers
+from llmcache.serving.decoder import Arrived, Decoder, Generating, Ids, Prompt
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from llmcache.serving.front import unless_gone
-from llmcache.serving.keys import Tenant
 from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
-_T = TypeVar("_T")
 _SHORT: Final = 16  # tokens of a completion where none are asked for, as OpenAI has it
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -36,65 +34,67 @@ _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with texts."""
-    server, decoder = _checked(body, request)
-    prompts = body.prompts
-    if not prompts:
-        raise Refusal("invalid", "the prompt is empty: give at least one token", param="prompt")
-    _check_number(server, body, len(prompts))
-    ids = [await decoder.encode(prompt, request.state.tenant) for prompt in prompts]
-    n_new = [decoder.n_new(len(one), body.max_tokens, _SHORT, params=("prompt", "max_tokens")) for one in ids]
-    return await _answered(server, body, request, ids, n_new, _Completion(server, body))
+    n_new = _New(body.max_tokens, _SHORT, ("prompt", "max_tokens"))
+    return await _answered(body, request, body.prompts, n_new, _Completion)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    server, decoder = _checked(body, request)
-    _check_number(server, body, 1)
-    ids = await decoder.encode(body.chat, request.state.tenant)
-    asked = body.max_completion_tokens or body.max_tokens
     named = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    n_new = decoder.n_new(len(ids), asked, None, params=("messages", named))
-    return await _answered(server, body, request, [ids], [n_new], _Chat(server, body))
+    n_new = _New(body.max_completion_tokens or body.max_tokens, None, ("messages", named))
+    return await _answered(body, request, [body.chat], n_new, _Chat)
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What an answer has more of: text, the tokens since the last one, and at its end why it ended."""
+class _New(NamedTuple):
+    """How many tokens an answer may have; see `Decoder.n_new`."""
+
+    asked: int | None
+    otherwise: int | None
+    params: tuple[str, str]
+
+
+class Delta(NamedTuple):
+    """A piece of an answer: text, the tokens since the last piece, and at the end why it ended."""
 
     text: str
     tokens: Sequence[Token]
     finish_reason: StoppedBy | None
 
 
-class Shape(Protocol):
+class _Shape:
     """How a route's answers are shaped."""
 
     prefix: str
     whole: str
     chunk: str
 
+    def __init__(self, server: Server, body: GenerationRequest) -> None:
+        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
+
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a whole answer."""
+        raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What a stream begins an answer with."""
+        """Return what a stream begins an answer with, if anything."""
+        return None
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What a stream goes on with."""
+        """Return what a stream goes on with."""
+        return self.choice(index, delta)
 
 
-class _Completion:
+class _Completion(_Shape):
     """Shapes of `/v1/completions`."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, server: Server, body: CompletionRequest) -> None:
-        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
-        self._n_told: dict[int, int] = {}  # characters of the tokens so far, by answer
+    def __init__(self, server: Server, body: GenerationRequest) -> None:
+        super().__init__(server, body)
+        self._n_told: Counter[int] = Counter()  # characters of the tokens so far, by answer
 
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """A whole answer, or a piece of one."""
         return {
             "index": index,
             "text": answer.text,
@@ -102,19 +102,14 @@ class _Completion:
             "finish_reason": answer.finish_reason,
         }
 
-    def opening(self, index: int) -> None:
-        """Nothing."""
-
-    piece = choice
-
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._texts is None:
             return None
         texts = [self._texts.text(token.id) for token in tokens]
         offsets = []
         for text in texts:
-            offsets.append(self._n_told.get(index, 0))
-            self._n_told[index] = offsets[-1] + len(text)
+            offsets.append(self._n_told[index])
+            self._n_told[index] += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
@@ -123,7 +118,7 @@ class _Completion:
         }
 
     def _top(self, token: Token) -> dict[str, float]:
-        """The likeliest, and the chosen one; of ids that have one text the likelier."""
+        """Return the likeliest tokens and the chosen one; of ids with the same text the likelier one."""
         assert self._texts is not None
         found: dict[str, float] = {}
         for one, logprob in (*token.top, (token.id, token.logprob)):
@@ -131,16 +126,12 @@ class _Completion:
         return found
 
 
-class _Chat:
+class _Chat(_Shape):
     """Shapes of `/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, server: Server, body: ChatRequest) -> None:
-        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
-
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """A whole answer."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
@@ -149,12 +140,10 @@ class _Chat:
         }
 
     def opening(self, index: int) -> dict[str, Any]:
-        """Who speaks."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What is said next."""
         return {
             "index": index,
             "delta": {"content": delta.text} if delta.text else {},
@@ -177,59 +166,61 @@ class _Chat:
 
 
 class _Asked:
-    """The answers of one request, of each prompt `n`, and what all its chunks have in common."""
+    """The answers of one request, `n` for each prompt, and what all its chunks have in common."""
 
-    def __init__(self, server: Server, body: GenerationRequest, shape: Shape, answers: Sequence[Generating]) -> None:
+    def __init__(self, server: Server, body: GenerationRequest, shape: _Shape) -> None:
         self._server = server
         self._body = body
         self._shape = shape
-        self._answers = answers
+        self._answers: list[Generating] = []
+        self._arrived: Arrived = asyncio.Queue()
         self._n_made = 0
         self._id = f"{shape.prefix}-{uuid4().hex}"
         self._created = int(time())
-        self._reading: list[asyncio.Task[None]] = []
+
+    def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], n_new: _New) -> None:
+        """Begin `n` answers of each prompt; their seeds are one apart."""
+        mosts = [decoder.n_new(len(prompt), *n_new) for prompt in prompts]
+        first_seed = self._body.first_seed()
+        seeds = [(first_seed + i) % 2**63 for i in range(self._body.n or 1)]
+        for prompt, most in zip(prompts, mosts, strict=True):
+            for seed in seeds:
+                sampling = self._body.sampling(most, seed, decoder.eos_ids, decoder.vocabulary)
+                self._answers.append(decoder.start(prompt, sampling, namespace, self._arrived))
 
     async def whole(self) -> dict[str, Any]:
-        """All answers, once they are whole."""
+        """Return all answers, once they are whole."""
         parts: list[list[Delta]] = [[] for _ in self._answers]
         async for index, delta in self.deltas():
             parts[index].append(delta)
-        choices = [self._shape.choice(index, _joined(deltas)) for index, deltas in enumerate(parts)]
+        choices = []
+        for index, deltas in enumerate(parts):
+            tokens = [token for delta in deltas for token in delta.tokens]
+            answer = Delta("".join(delta.text for delta in deltas), tokens, deltas[-1].finish_reason)
+            choices.append(self._shape.choice(index, answer))
         return self._object(self._shape.whole, choices) | {"usage": self.usage()}
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
-        """What comes of each answer, as it comes."""
-        arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
-
-        async def read(index: int, answer: Generating) -> None:
-            try:
-                async for delta in read_text(answer, self._server.tokenizer, self._body.stops):
-                    arrived.put_nowait((index, delta))
-            except Exception as error:
-                arrived.put_nowait(error)
-            arrived.put_nowait(None)
-
-        self._reading = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(self._answers)]
+        """Yield pieces of all answers, as they come, each with the number of its answer."""
+        texts = [_Text(answer, self._server.tokenizer, self._body.stops) for answer in self._answers]
         try:
-            n_open = len(self._reading)
-            while n_open:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    n_open -= 1
+            while not all(answer.is_over for answer in self._answers):
+                answer, item = await self._arrived.get()
+                if answer.is_over:  # a stop text was found
                     continue
-                self._n_made += len(item[1].tokens)
-                yield item
+                index = self._answers.index(answer)
+                delta = texts[index].add(*answer.take(item))
+                if delta is not None:
+                    self._n_made += len(delta.tokens)
+                    yield index, delta
         finally:
             self.close()
 
     async def events(self, first: tuple[int, Delta], rest: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[bytes]:
-        """All as server-sent events."""
+        """Yield all answers as server-sent events."""
         try:
-            openings = [self._shape.opening(index) for index in range(len(self._answers))]
-            for opening in openings:
-                if opening is not None:
+            for index in range(len(self._answers)):
+                if (opening := self._shape.opening(index)) is not None:
                     yield self._event([opening])
             yield self._event([self._shape.piece(*first)])
             async for index, delta in rest:
@@ -241,7 +232,7 @@ class _Asked:
             yield format_sse_event(event="error", data_str=json.dumps(refusal.body("openai")))
 
     def usage(self) -> dict[str, Any]:
-        """Tokens; those of a prompt count once, however many answers it has."""
+        """Count tokens; those of a prompt count once, however many answers it has."""
         prompts = self._answers[:: self._body.n or 1]
         n_prompt = sum(answer.n_prompt for answer in prompts)
         details = {"prompt_tokens_details": {"cached_tokens": sum(answer.n_cached for answer in prompts)}}
@@ -253,22 +244,15 @@ class _Asked:
         }
 
     def close(self) -> None:
-        """Nobody reads any more. After the end it does nothing."""
-        for task in self._reading:
-            task.cancel()
+        """End all answers. After the end it does nothing."""
         for answer in self._answers:
             answer.close()
 
     def headers(self) -> dict[str, str]:
-        """What served the prompts, where the operator has it told."""
+        """Return headers that tell what served the prompts, if the operator reveals it."""
         if not self._server.settings.reveal_hits:
             return {}
-        rungs = [answer.rung for answer in self._answers[:: self._body.n or 1]]
-        found = [rung for rung in rungs if rung is not None]
-        return {
-            "X-Cache": "HIT" if len(found) == len(rungs) else "PARTIAL" if found else "MISS",
-            "X-Cache-Rung": ",".join(dict.fromkeys(found)) or "none",
-        }
+        return cache_headers([answer.rung for answer in self._answers[:: self._body.n or 1]])
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         told = {"usage": usage} if self._body.includes_usage else {}
@@ -279,7 +263,7 @@ class _Asked:
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._server.settings.model,
+            "model": self._server.name,
             "choices": choices,
         }
 
@@ -300,56 +284,50 @@ class _Events(EventSourceResponse):
             await self._content.aclose()
 
 
-async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) -> AsyncIterator[Delta]:
-    """The text of an answer, as its tokens come; the last piece says why it is the last.
+class _Text:
+    """The text of an answer, which is stopped before the first of the `stops`."""
 
-    Args:
-        answer: Its tokens. It is stopped where a stop text is found.
-        tokenizer: Of the model.
-        stops: Texts before which the answer ends, none of them empty.
-    """
-    detokenizer, finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
-    tokens: list[Token] = []
-    async for token in answer:
-        tokens.append(token)
-        stopped_by = answer.stopped_by
-        piece = "" if stopped_by == "stop" else detokenizer.add(token.id)  # of a stop token nothing is told
+    def __init__(self, answer: Generating, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._answer = answer
+        self._detokenizer, self._finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
+        self._tokens: list[Token] = []  # since the last piece
+
+    def add(self, token: Token, stopped_by: StoppedBy | None) -> Delta | None:
+        """Return the next piece of text, if there is any, or the last piece."""
+        self._tokens.append(token)
+        piece = "" if stopped_by == "stop" else self._detokenizer.add(token.id)  # of a stop token nothing is told
         if stopped_by is not None:
-            piece += detokenizer.rest()
-        text, is_found = finder.add(piece)
+            piece += self._detokenizer.rest()
+        text, is_found = self._finder.add(piece)
         if is_found:
-            answer.stop()
-            yield Delta(text, tokens, "stop")
-            return
-        if stopped_by is not None:
-            yield Delta(text + finder.rest(), tokens, stopped_by)
-        elif text:
-            yield Delta(text, tokens, None)
-            tokens = []
+            self._answer.stop()
+            stopped_by = "stop"
+        elif stopped_by is not None:
+            text += self._finder.rest()
+        elif not text:
+            return None
+        tokens, self._tokens = self._tokens, []
+        return Delta(text, tokens, stopped_by)
 
 
-def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder]:
-    """The server and its decoder, for a request that it can answer."""
+async def _answered(
+    body: GenerationRequest, request: Request, prompts: Sequence[Prompt], n_new: _New, shape: type[_Shape]
+) -> Response:
+    """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs("decoder")
     body.check()
-    assert server.decoder is not None
-    return server, server.decoder
-
-
-def _check_number(server: Server, body: GenerationRequest, n_prompts: int) -> None:
-    most = server.settings.max_client_batch_size
-    if n_prompts * (body.n or 1) > most:
-        raise Refusal("too_many_inputs", f"prompts and their answers (n) are at most {most} together", param="n")
-
-
-async def _answered(
-    server: Server, body: GenerationRequest, request: Request, ids: Sequence[Ids], n_new: Sequence[int], shape: Shape
-) -> Response:
-    """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
-    asked = _Asked(server, body, shape, _started(server, body, request.state.tenant, ids, n_new))
+    if not prompts:
+        raise Refusal("invalid", "the prompt is empty: give at least one token", param="prompt")
+    most, decoder, namespace = server.settings.max_client_batch_size, server.decoder, request.state.tenant.namespace
+    if len(prompts) * (body.n or 1) > most:
+        raise Refusal("too_large", f"prompts and their answers (n) are at most {most} together", param="n")
+    assert decoder is not None
+    ids = [await decoder.encode(prompt, namespace) for prompt in prompts]
+    asked = _Asked(server, body, shape(server, body))
     try:
+        asked.start(decoder, namespace, ids, n_new)
         if not body.stream:
             whole = await unless_gone(request, asked.whole())
             return JSONResponse(whole, headers=asked.headers())
@@ -359,29 +337,3 @@ async def _answered(
         asked.close()
         raise
     return _Events(asked.events(first, deltas), _STREAM_HEADERS | asked.headers(), asked.close)
-
-
-def _started(
-    server: Server, body: GenerationRequest, tenant: Tenant, ids: Sequence[Ids], n_new: Sequence[int]
-) -> list[Generating]:
-    """Begin `n` answers of each prompt; their seeds are one apart."""
-    assert server.decoder is not None
-    decoder, seed, eos_ids = server.decoder, body.first_seed(), server.decoder.eos_ids
-    settings = [
-        [body.sampling(most, (seed + i) % 2**63, eos_ids, decoder.vocabulary) for i in range(body.n or 1)]
-        for most in n_new
-    ]
-    answers: list[Generating] = []
-    try:
-        for prompt, of_prompt in zip(ids, settings, strict=True):
-            answers += [decoder.start(prompt, one, tenant) for one in of_prompt]
-    except Refusal:
-        for answer in answers:
-            answer.close()
-        raise
-    return answers
-
-
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    tokens = [token for delta in deltas for token in delta.tokens]
-    return Delta("".join(delta.text for delta in deltas), tokens, deltas[-1].finish_reason)

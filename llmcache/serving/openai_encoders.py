@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from pydantic_core import to_json
 
-from llmcache.serving.body_route import BodyRoute
+from llmcache.serving.bodies import BodyRoute
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
@@ -97,7 +97,7 @@ async def model(name: str, request: Request) -> JSONResponse:
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-    """Embeddings as OpenAI shapes them, of norm 1."""
+    """Embeddings of norm 1, as OpenAI shapes them."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
     server, made = await _computed(body, request, "embedding", items_of(body.input), fields)
     rows = [embedding(server, one.values, True, body.dimensions) for one in made]
@@ -162,17 +162,12 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
 async def _computed(
     body: _Body, request: Request, kind: Kind, items: Sequence[Item], fields: Fields
 ) -> tuple[Server, list[Output]]:
-    """The server, and what its model, of this kind, makes of inputs."""
-    server: Server = request.app.state.server
-    server.check_name(body.model)
-    server.needs(kind)
-    return server, await computed(server, items, request, _cut(body), fields)
-
-
-def _cut(body: _Body) -> Cut:
+    """Return the server, and the outputs of its model, of this kind; see `computed`."""
+    request.app.state.server.check_name(body.model)
     if (body.truncate_prompt_tokens or -1) > 0:
         raise Refusal("invalid", "inputs are cut at the model's own length: give -1", param="truncate_prompt_tokens")
-    return Cut(truncate=None if body.truncate_prompt_tokens is None else True)
+    cut = Cut(truncate=None if body.truncate_prompt_tokens is None else True)
+    return await computed(request, kind, items, cut, fields)
 
 
 def _about(server: Server) -> dict[str, Any]:

@@ -88,15 +88,11 @@ class GenerationRequest(BaseModel):
 
     @property
     def n_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told with each; None: not even the chosen one's log-probability."""
+        """How many of the likeliest tokens are told with each token; None: no log-probability at all."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse what the fields by themselves do not show.
-
-        Raises:
-            Refusal: Naming the field.
-        """
+        """Refuse fields that contradict each other, or ask for what is not there."""
         for name, value in (self.model_extra or {}).items():
             if value not in self.absent.get(name, (value,)):
                 raise Refusal("invalid", f"{name}: there is no such thing on this server; leave it out", param=name)
@@ -107,17 +103,7 @@ class GenerationRequest(BaseModel):
             raise Refusal("invalid", message, param="stop")
 
     def sampling(self, max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocabulary: int) -> Sampling:
-        """Settings of one answer.
-
-        Args:
-            max_new_tokens: Tokens at most.
-            seed: Of the draw; see `first_seed`.
-            eos_ids: Tokens that end an answer of the model.
-            vocabulary: Ids are below this.
-
-        Raises:
-            Refusal: A token that is to end an answer is not of the vocabulary.
-        """
+        """Return the settings of one answer of a model whose answers end with `eos_ids`."""
         more = self.stop_token_ids or []
         if max(more, default=0) >= vocabulary:
             raise Refusal("invalid", f"stop_token_ids are from 0 to {vocabulary - 1}", param="stop_token_ids")
@@ -147,7 +133,7 @@ class GenerationRequest(BaseModel):
         return self.temperature is not None and self.temperature < _LEAST_FACTOR
 
     def first_seed(self) -> int:
-        """The seed of the first answer, made up where none was given; those of others follow it."""
+        """Return the seed of the first answer, drawn where none was given; seeds of others follow it."""
         return secrets.randbits(63) if self.seed is None else self.seed % _SEED_RANGE
 
 
@@ -166,7 +152,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each of them, as a text or as token ids."""
+        """Each prompt, as a text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if all(isinstance(one, int) for one in self.prompt):
@@ -175,7 +161,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def n_logprobs(self) -> int | None:
-        """As asked."""
         return self.logprobs
 
 
@@ -217,7 +202,6 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
 
     def check(self) -> None:
-        """As of every generation; and nothing but text is taken."""
         super().check()
         if not self.messages:
             raise Refusal("invalid", "messages is empty: give one at least", param="messages")
@@ -233,12 +217,11 @@ class ChatRequest(GenerationRequest):
 
     @property
     def chat(self) -> list[dict[str, str]]:
-        """Messages as chat templates take them; parts of one are lines."""
+        """Messages as chat templates take them; parts of a message become lines."""
         return [{"role": one.role, "content": _text(one.content)} for one in self.messages]
 
     @property
     def n_logprobs(self) -> int | None:
-        """As asked."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,24 +16,24 @@ from llmcache.serving.history import EVERY_S, Interval, Sample
 from llmcache.serving.server import Server
 from llmcache.stats import Stats
 
-#: Rungs that have a colour of their own, and are drawn from below in this order; all others share one.
-RUNGS: Final = ("exact", "prefix", "semantic")
+#: Rungs that have a colour of their own, and are drawn from below in this order; all others share the last.
+_STYLES: Final = ("exact", "prefix", "semantic", "other")
 _MOST_ROUTES = 8
 
 
 def count(value: int) -> str:
-    """12,345."""
+    """Write a whole number: `12,345`."""
     return f"{value:,}"
 
 
 def percent(share: float) -> str:
-    """A share of 1: `12.3 %`; under a hundredth with one digit more."""
+    """Write a share of 1: `12.3 %`; under a hundredth with one digit more."""
     value = 100 * share
     return _joined(f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value else "0", "%")
 
 
 def size(nbytes: int | None) -> str:
-    """Bytes, in the largest unit of which there is one."""
+    """Write bytes in the largest unit that gives 1 or more."""
     if nbytes is None:
         return "-"
     value, units = float(nbytes), ["B", "kB", "MB", "GB"]
@@ -43,7 +43,7 @@ def size(nbytes: int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds, in a unit that suits them."""
+    """Write seconds in ms, s, min or h."""
     if seconds is None:
         return "-"
     if abs(seconds) < 0.9995:
@@ -54,7 +54,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _joined(value: str, unit: str) -> str:
-    """Both in one line, however narrow the page is."""
+    """Keep both in one line, however narrow the page is."""
     return f"{value}\N{NO-BREAK SPACE}{unit}"
 
 
@@ -81,7 +81,7 @@ async def page(request: Request) -> HTMLResponse:
 
 @router.get("/admin/figures", response_class=HTMLResponse)
 async def figures(request: Request) -> HTMLResponse:
-    """What of it changes."""
+    """The part of the page that changes."""
     return _html(await asyncio.to_thread(_render, "figures.html", request.app.state.server, {}), None)
 
 
@@ -103,11 +103,11 @@ def _render(template: str, server: Server, shown: Mapping[str, Any]) -> str:
 
 
 def view(server: Server) -> dict[str, Any]:
-    """What the templates show. Reads the cache's figures, which may wait for it."""
+    """Return what the templates show. Reads the cache's figures, which may wait for it."""
     stats, config = server.cache.stats(), server.cache.config
     calibration = server.cache.calibration
     allowed = config.max_drop if calibration is None else calibration.max_drop
-    samples, intervals = server.history.samples(), server.history.intervals()
+    intervals = server.history.intervals()
     return {
         "model": server.settings.model,
         "phase": server.phase,
@@ -123,7 +123,7 @@ def view(server: Server) -> dict[str, Any]:
         "bars": list(_bars(intervals)),
         "span_s": sum(one.seconds for one in intervals),
         "rungs": [{"name": n, "style": _style(n), "share": k / stats.n_requests} for n, k in stats.hits.items()],
-        "bound": _bound(samples, allowed),
+        "bound": _bound(server.history.samples(), allowed),
         "memory": list(_memory(stats, config.max_bytes)),
         "routes": server.metrics.slowest()[:_MOST_ROUTES],
         "troubles": list(_troubles(server, stats)),
@@ -132,37 +132,38 @@ def view(server: Server) -> dict[str, Any]:
 
 
 def _bars(intervals: list[Interval]) -> Iterator[dict[str, Any]]:
-    """Rectangles in a drawing of one unit a bar, and of height 1."""
+    """Yield rectangles of a drawing with one unit a bar, and height 1."""
     for x, interval in enumerate(intervals):
         top = 1.0
-        for rung, share in sorted(interval.shares.items(), key=lambda one: _rank(one[0])):
+        for rung, share in sorted(interval.shares.items(), key=lambda one: _STYLES.index(_style(one[0]))):
             top -= share
             yield {"x": x, "y": f"{top:.4f}", "height": f"{share:.4f}", "style": _style(rung)}
 
 
 def _bound(samples: list[Sample], allowed: float) -> dict[str, Any] | None:
-    """The running rate between its bounds, in a drawing of one unit a sample; None before there are two."""
-    known = [one for one in samples if one.upper is not None]
+    """Draw the running rate between its bounds, one unit a sample; None before there are two."""
+    known = [(one.at_s, one.audit) for one in samples if one.audit is not None]
     if len(known) < 2:
         return None
-    top = max(2 * allowed, min(1.0, 1.25 * (known[-1].upper or 0.0)))
+    audits = [audit for _, audit in known]
+    top = max(2 * allowed, min(1.0, 1.25 * audits[-1].upper))
 
-    def points(values: list[float | None]) -> list[str]:
+    def points(values: Sequence[float | None]) -> list[str]:
         return [f"{x},{1 - min(top, y) / top:.4f}" for x, y in enumerate(values) if y is not None]
 
-    upper, lower = points([one.upper for one in known]), points([one.lower for one in known])
+    upper, lower = points([one.upper for one in audits]), points([one.lower for one in audits])
     return {
         "top": top,
         "width": len(known) - 1,
         "band": " ".join([*upper, *reversed(lower)]),
-        "rate": " ".join(points([one.rate for one in known])),
+        "rate": " ".join(points([one.rate for one in audits])),
         "allowed": f"{1 - allowed / top:.4f}",
-        "span_s": known[-1].at_s - known[0].at_s,
+        "span_s": known[-1][0] - known[0][0],
     }
 
 
 def _memory(stats: Stats, max_bytes: int) -> Iterator[dict[str, Any]]:
-    """What is held, by bank, with the budget of each."""
+    """Yield what each bank holds, with its budget."""
     for layer, nbytes in stats.nbytes_by_layer.items():
         yield _held(f"bank of layer {layer}", nbytes, stats.max_nbytes_by_layer[layer])
     if stats.prefix_nbytes:
@@ -178,7 +179,7 @@ def _held(name: str, nbytes: int, max_bytes: int | None) -> dict[str, Any]:
 
 
 def _troubles(server: Server, stats: Stats) -> Iterator[str]:
-    """What an operator should know."""
+    """Yield what an operator should know, a sentence each."""
     if server.phase != "ready":
         yield f"The server is {server.phase}."
     if server.is_disabled:
@@ -194,8 +195,4 @@ def _troubles(server: Server, stats: Stats) -> Iterator[str]:
 
 
 def _style(rung: str) -> str:
-    return rung if rung in RUNGS else "other"
-
-
-def _rank(rung: str) -> int:
-    return RUNGS.index(rung) if rung in RUNGS else len(RUNGS)
+    return rung if rung in _STYLES else "other"

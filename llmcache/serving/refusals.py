@@ -1,8 +1,7 @@
-"""Why a request is not answered, and how each dialect says so."""
+"""Why a request is not answered, and how each dialect says so. What refuses raises a `Refusal`."""
 
 import traceback
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from llmcache.errors import LLMCacheError
 
@@ -11,8 +10,8 @@ Kind = Literal[
     "invalid",
     "empty",
     "tokenizer",
-    "too_many_inputs",
-    "body_too_large",
+    "too_large",
+    "too_long",
     "wrong_model",
     "backend",
     "overloaded",
@@ -22,12 +21,10 @@ Kind = Literal[
     "not_allowed",
     "unhealthy",
     "timeout",
-    "cancelled",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """A kind of refusal in both dialects: HTTP status and error type."""
 
     tei_status: int
@@ -41,8 +38,8 @@ TERMS: Final[dict[Kind, Terms]] = {
     "invalid": Terms(422, "Validation", 400, "invalid_request_error"),
     "empty": Terms(400, "Empty", 400, "invalid_request_error"),
     "tokenizer": Terms(422, "Tokenizer", 400, "invalid_request_error"),
-    "too_many_inputs": Terms(413, "Validation", 413, "invalid_request_error"),
-    "body_too_large": Terms(413, "Validation", 413, "invalid_request_error"),
+    "too_large": Terms(413, "Validation", 413, "invalid_request_error"),
+    "too_long": Terms(422, "Validation", 400, "invalid_request_error"),
     "wrong_model": Terms(424, "Backend", 400, "invalid_request_error"),
     "backend": Terms(424, "Backend", 500, "server_error"),
     "overloaded": Terms(429, "Overloaded", 429, "rate_limit_error"),
@@ -52,21 +49,16 @@ TERMS: Final[dict[Kind, Terms]] = {
     "not_allowed": Terms(405, "Validation", 405, "invalid_request_error"),
     "unhealthy": Terms(503, "Unhealthy", 503, "server_error"),
     "timeout": Terms(408, "Validation", 408, "invalid_request_error"),
-    "cancelled": Terms(499, "Validation", 499, "invalid_request_error"),
 }
 
 
 class Refusal(LLMCacheError):
-    """A request that is not answered. Its text may be shown to the client: it quotes nothing of the request."""
+    """Tells a client why its request is not answered. The text quotes nothing of the request."""
 
     def __init__(self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
-        """Say why.
+        """Say what was wrong and what to do about it.
 
-        Args:
-            kind: Of `TERMS`.
-            message: What was wrong, and what to do about it.
-            param: The field that was wrong, for OpenAI's error objects.
-            retry_after_s: When to try again, seconds, for `overloaded` and `unhealthy`.
+        OpenAI's error objects name the field that was wrong, `param`. Clients may try again after `retry_after_s`.
         """
         super().__init__(message)
         self.kind: Kind = kind
@@ -74,12 +66,12 @@ class Refusal(LLMCacheError):
         self.retry_after_s = retry_after_s
 
     def status(self, dialect: Dialect) -> int:
-        """HTTP status."""
+        """Return the HTTP status."""
         terms = TERMS[self.kind]
         return terms.tei_status if dialect == "tei" else terms.openai_status
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
-        """The error object."""
+        """Return the error object."""
         terms = TERMS[self.kind]
         if dialect == "tei":
             return {"error": str(self), "error_type": terms.tei_type}
@@ -88,28 +80,28 @@ class Refusal(LLMCacheError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that go with it."""
+        """Headers of the response."""
         named = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return named | ({"WWW-Authenticate": "Bearer"} if self.kind == "unauthorised" else {})
 
 
-def described(error: BaseException, request: str = "") -> str:
-    """An error's type and place, for the log. Not its text, which may quote the request.
-
-    Args:
-        error: As it was caught.
-        request: Where it is known, the id of the request.
-    """
+def described(error: BaseException, request_id: str = "") -> str:
+    """Return an error's type and place for the log, with the request's id if given; its text may quote the request."""
     places = [f"{one.filename}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__, limit=-3)]
-    where = f" in request {request}," if request else ""
+    where = f" in request {request_id}," if request_id else ""
     return f"{type(error).__name__}{where} at {' < '.join(reversed(places))}"
 
 
 def stopping() -> Refusal:
-    """Of what a server that stops does not begin, or did not finish in time: another one may answer it."""
+    """Refuse what a stopping server does not begin, or does not finish in time."""
     return Refusal("unhealthy", "the server is stopping: try again in a moment", retry_after_s=1)
 
 
+def overloaded(why: str, retry_after_s: int = 1) -> Refusal:
+    """Refuse what the server has no room for now."""
+    return Refusal("overloaded", f"{why}: try again in {retry_after_s} s", retry_after_s=retry_after_s)
+
+
 def dialect_of(path: str) -> Dialect:
-    """In which dialect a route is answered: below `/v1/` and `/v2/` OpenAI's and its relatives', else TEI's."""
+    """Return the dialect of a route: OpenAI's below `/v1/` and `/v2/`, else TEI's."""
     return "openai" if path.startswith(("/v1/", "/v2/")) else "tei"

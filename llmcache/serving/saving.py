@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
@@ -16,20 +15,10 @@ logger = logging.getLogger("llmcache.serving")
 
 
 class Saves:
-    """The folder of one server, or none.
-
-    Attributes:
-        folder: None: nothing is saved.
-        is_kept: It holds a whole save that does not fit the server, or files of others, so nothing is saved there.
-        has_failed: The latest save did.
-    """
+    """The folder of one server, or none. What `is_kept` there stays, and nothing is saved."""
 
     def __init__(self, folder: Path | None, is_kept: bool = False) -> None:
-        """Make the folder if needed; one that `is_kept` is only restored from, and has to be there.
-
-        Raises:
-            StoreError: Nothing can be saved there.
-        """
+        """Make the folder if needed; one that `is_kept` is only restored from, and has to be there."""
         self.folder = folder
         self.is_kept = is_kept
         self.has_failed = False
@@ -42,27 +31,19 @@ class Saves:
         return self.folder is not None and not self.is_kept
 
     def hang_cache(self, served: Served, config: CacheConfig | None) -> LLMCache:
-        """The cache of a model that is served: the one that was saved, if it fits; else a new one.
+        """Wrap a model in the cache that was saved, if it fits; else in a new one.
 
-        Args:
-            served: The model.
-            config: Settings; None: those of the save, or the defaults.
-
-        Raises:
-            ConfigError: What was saved cannot be served with these settings, or the model with them.
+        `config` None: the settings of the save, or the defaults. Settings that contradict the save are refused.
         """
         given = None if config is None else _for_pooled(config, served)
         restored = None if self.folder is None else self._restored(self.folder, served, given)
         if restored is not None:
             return restored
-        return LLMCache.wrap(served.model, config=given or _for_pooled(CacheConfig(), served), **_parts(served))
+        config = given or _for_pooled(CacheConfig(), served)
+        return LLMCache.wrap(served.model, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of)
 
     def save(self, cache: LLMCache) -> None:
-        """Save, where anything is saved.
-
-        Raises:
-            StoreError: It failed. An earlier save is still whole.
-        """
+        """Save, where anything is saved. If it fails, an earlier save is still whole."""
         if self.folder is None or self.is_kept:
             return
         try:
@@ -73,16 +54,15 @@ class Saves:
         self.has_failed = False
 
     def try_to_save(self, cache: LLMCache) -> None:
-        """Save, and log a failure."""
+        """Save, and log a failure, so that the next save is tried."""
         try:
             self.save(cache)
-        except (LLMCacheError, OSError) as error:
-            logger.error("the cache could not be saved: %s", error)
-        except Exception as error:  # or the next save would not be tried
-            logger.error("the cache could not be saved: %s", described(error))
+        except Exception as error:
+            told = error if isinstance(error, LLMCacheError | OSError) else described(error)
+            logger.error("the cache could not be saved: %s", told)
 
     def _restored(self, folder: Path, served: Served, config: CacheConfig | None) -> LLMCache | None:
-        """The cache that was saved; None: there is none, or it is of no use, of which the log tells."""
+        """Load the cache that was saved; None: there is none, or it cannot be used, which is logged."""
         try:
             if not self.is_kept:
                 check_ours(folder)
@@ -92,7 +72,9 @@ class Saves:
         if not (folder / MANIFEST).is_file():
             return None
         try:
-            return LLMCache.load(served.model, folder, config=config, **_parts(served))
+            return LLMCache.load(
+                served.model, folder, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of
+            )
         except UnfitBankError as error:
             self._keep(error)
         except BankFileError as error:
@@ -104,12 +86,8 @@ class Saves:
         logger.error("what lies there is not used and stays as it is, and nothing is saved: %s", error)
 
 
-def _parts(served: Served) -> dict[str, Any]:
-    return {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
-
-
 def _for_pooled(config: CacheConfig, served: Served) -> CacheConfig:
-    """Where a model pools its states, one vector is kept: states of all tokens are computed by their own route."""
+    """Keep one vector where a model pools its states: states of all tokens are computed by their own route."""
     pooled = find_pooled(served.model)
     if pooled is None or config.payload != "auto":
         return config

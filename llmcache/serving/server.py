@@ -31,6 +31,7 @@ class Server:
         """Hold what was loaded; `phase` is `starting` until `start`."""
         self.settings = settings
         self.served = served
+        self.name = settings.model
         self.model = served.model
         self.tokenizer = served.tokenizer
         self.cache = cache
@@ -38,7 +39,7 @@ class Server:
         self.thread = ModelThread()
         self.phase: Phase = "starting"
         self.started_at = int(time())
-        self.metrics = Metrics(settings.model, cache)
+        self.metrics = Metrics(settings.model, cache, lambda: self.n_waiting)
         self.history = History()
         self.is_disabled = False  # by an operator
         self._saving: asyncio.Task[None] | None = None
@@ -46,27 +47,24 @@ class Server:
         self.tokenizing = Tokenizing(
             served.tokenizer, served.max_length, vocabulary, served.prompts.values(), served.is_prompt_pooled
         )
-        self.encoder = None if served.kind == "decoder" else self._make_encoder()
-        self.decoder = self._make_decoder() if served.kind == "decoder" else None
-        self.metrics.watch(lambda: self.n_waiting)
+        self.encoder: Encoder | None = None
+        self.decoder: Decoder | None = None
 
-    @property
-    def is_caching(self) -> bool:
-        """Whether requests are served from the cache; else every one is computed, as if there were none."""
-        return self.settings.cache and not self.is_disabled
+        def is_caching() -> bool:
+            return settings.cache and not self.is_disabled
 
-    @property
-    def name(self) -> str:
-        """Under which the model is served."""
-        return self.settings.model
+        if served.kind == "decoder":
+            self.decoder = Decoder(cache, self.thread, settings, served.tokenizer, self.metrics, is_caching)
+        else:
+            self.encoder = Encoder(cache, self.thread, settings, self.tokenizing, served, self.metrics, is_caching)
 
     @property
     def n_waiting(self) -> int:
         """Inputs or generations that wait for the model."""
-        return sum(0 if part is None else part.n_waiting for part in (self.encoder, self.decoder))
+        return sum(part.n_waiting for part in (self.encoder, self.decoder) if part is not None)
 
     async def purge(self, namespace: str) -> int:
-        """Forget all entries of a namespace, its prompts, and what is computed of it now; see `LLMCache.purge`."""
+        """Purge a namespace, with its prompts and what is computed in it now; see `LLMCache.purge`."""
         # Between two steps of the model: one under way would store afterwards what it computes.
         n_requests = await self.thread.run(lambda: self.cache.purge(namespace=namespace))
         if self.decoder is not None:
@@ -87,17 +85,13 @@ class Server:
         return await self.thread.run(work)
 
     async def clear(self) -> None:
-        """Forget all of that in every namespace; see `LLMCache.clear`."""
+        """Forget all entries of all namespaces; see `LLMCache.clear`."""
         await self.thread.run(self.cache.clear)
         if self.decoder is not None:
             self.decoder.forget()
 
     def check_ready(self) -> None:
-        """Refuse a request that comes while none is answered.
-
-        Raises:
-            Refusal: The server is not ready yet, or drained, or stops.
-        """
+        """Refuse a request unless the server is ready."""
         if self.phase in ("stopping", "stopped"):
             raise stopping()
         if self.phase != "ready":
@@ -120,28 +114,20 @@ class Server:
             self.decoder.refuse_waiting()
 
     def refuse_all(self) -> None:
-        """End generations that run: who reads them is told why. What an encoder computes is soon done."""
+        """End generations that run, and tell their readers why. An encoder's batch soon ends by itself."""
         if self.decoder is not None:
             self.decoder.refuse_all()
 
     def check_name(self, name: str | None) -> None:
-        """Refuse a request for another model than the one that is served; none may be named.
-
-        Raises:
-            Refusal: It names another one.
-        """
+        """Refuse a request that names another model than the one that is served; it may name none."""
         if name not in (None, "", self.name):
             raise Refusal("not_found", f"this server has one model: {self.name}", param="model")
 
-    def needs(self, *kinds: Kind) -> None:
-        """Refuse a route that the model cannot serve.
-
-        Raises:
-            Refusal: The model is of none of these kinds.
-        """
-        if self.served.kind not in kinds:
-            wanted = " or ".join(NAMES[kind] for kind in kinds)
-            raise Refusal("wrong_model", f"this route needs {wanted}; {self.name} is {NAMES[self.served.kind]}")
+    def needs(self, kind: Kind) -> None:
+        """Refuse a route that needs another kind of model."""
+        if self.served.kind != kind:
+            text = f"this route needs {NAMES[kind]}; {self.name} is {NAMES[self.served.kind]}"
+            raise Refusal("wrong_model", text)
 
     async def start(self) -> None:
         """Warm up, then be ready."""
@@ -149,7 +135,7 @@ class Server:
         gc.collect()
         gc.freeze()  # what the model and its libraries are made of stays: to look through it takes a third of a second
         if self.saves.is_saving and self.settings.save_every_s:
-            self._saving = asyncio.get_running_loop().create_task(self._save_now_and_then(self.settings.save_every_s))
+            self._saving = asyncio.create_task(self._save_now_and_then())
         self.phase = "ready"
 
     async def stop(self) -> None:
@@ -158,48 +144,25 @@ class Server:
         if self._saving is not None:
             self._saving.cancel()
         await asyncio.to_thread(self.saves.try_to_save, self.cache)
-        if self.encoder is not None:
-            self.encoder.close()
-        if self.decoder is not None:
-            self.decoder.close()
+        for part in (self.encoder, self.decoder):
+            if part is not None:
+                part.close()
         await asyncio.to_thread(self.thread.close)
         await asyncio.to_thread(self.cache.unwrap)
         self.phase = "stopped"
 
-    def _make_encoder(self) -> Encoder:
-        pad_id = getattr(self.tokenizer, "pad_token_id", None)
-        return Encoder(
-            self.cache,
-            self.thread,
-            self.settings,
-            self.tokenizing,
-            self.served.forward,
-            0 if pad_id is None else pad_id,
-            self.metrics,
-            lambda: self.is_caching,
-        )
-
-    def _make_decoder(self) -> Decoder:
-        return Decoder(self.cache, self.thread, self.settings, self.tokenizer, self.metrics, lambda: self.is_caching)
-
     def _warm_up(self) -> None:
-        """Run short and long inputs, twice each: what a first request would wait for is done then.
-
-        It is no traffic: figures begin afterwards.
-        """
+        """Run short and long inputs, which do not count, so that no request waits for what the first run does."""
         n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
         if not n_tokens:
             return
-        if self.decoder is not None:
-            self.decoder.warm_up(n_tokens, _WARM_UP)
-        if self.encoder is not None:
-            special = set(self.tokenizer.all_special_ids)
-            token = next(i for i in range(len(special) + 1) if i not in special)
-            self.encoder.warm_up(token, n_tokens, _WARM_UP)
+        for part in (self.encoder, self.decoder):
+            if part is not None:
+                part.warm_up(n_tokens, _WARM_UP)
         self.cache.purge(namespace=_WARM_UP)
         self.cache.restart_stats()
 
-    async def _save_now_and_then(self, every_s: float) -> None:
+    async def _save_now_and_then(self) -> None:
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(self.settings.save_every_s)
             await asyncio.to_thread(self.saves.try_to_save, self.cache)

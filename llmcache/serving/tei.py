@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
-from llmcache.serving.body_route import BodyRoute
+from llmcache.serving.bodies import BodyRoute, cache_headers, rendered
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.front import unless_gone
+from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
-from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
-from llmcache.serving.tokenizing import Item, Prompted, Tokens
+from llmcache.serving.tokenizing import Item, Prompted
 
 router = APIRouter(tags=["text-embeddings-inference"], route_class=BodyRoute)
 
@@ -43,7 +43,7 @@ class _Body(BaseModel):
 
 
 class Cut(_Body):
-    """What is done about inputs that are too long."""
+    """Whether and where inputs are cut that are too long."""
 
     truncate: StrictBool | None = None
     truncation_direction: _Direction = "right"
@@ -119,10 +119,8 @@ class DecodeRequest(_Body):
 @router.post("/embed")
 async def embed(body: EmbedRequest, request: Request) -> Response:
     """Embeddings, one list of floats for each input."""
-    server: Server = request.app.state.server
-    server.needs("embedding")
     items, fields = items_of(body.inputs), Fields("inputs", not is_one(body.inputs))
-    made = await computed(server, items, request, body, fields, body.prompt_name)
+    server, made = await computed(request, "embedding", items, body, fields, body.prompt_name)
     rows = [embedding(server, one.values, body.normalize, body.dimensions) for one in made]
     return await rendered([row.tolist() for row in rows], sum(map(len, rows)), headers(server, made))
 
@@ -137,17 +135,15 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     fields = Fields("inputs", not is_one(body.inputs))
     check_number(server, len(items))
     tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
-    states = await server.encoder.states(fields.all(tokens, Tokens), server.served.states)
+    states = await server.encoder.states(fields.all(tokens))
     return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 
 @router.post("/predict")
 async def predict(body: PredictRequest, request: Request) -> Response:
     """Labels with scores, best first, of each input."""
-    server: Server = request.app.state.server
-    server.needs("classifier")
     items, is_batch = classified_of(body.inputs)
-    made = await computed(server, items, request, body, Fields("inputs", is_batch))
+    server, made = await computed(request, "classifier", items, body, Fields("inputs", is_batch))
     found = [_ranked(server, one.values, body.raw_scores) for one in made]
     n_labels = len(server.served.labels)
     return await rendered(found if is_batch else found[0], n_labels * len(found), headers(server, made))
@@ -156,11 +152,8 @@ async def predict(body: PredictRequest, request: Request) -> Response:
 @router.post("/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well texts suit a query, best first."""
-    server: Server = request.app.state.server
-    server.needs("reranker")
-    items: list[Item] = [(body.query, text) for text in body.texts]
-    fields = Fields("texts", True, beside="query")
-    made = await computed(server, items, request, body, fields)
+    items = [(body.query, text) for text in body.texts]
+    server, made = await computed(request, "reranker", items, body, Fields("texts", True, beside="query"))
     scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
     ranks = [
         {"index": i, "score": scores[i]} | ({"text": body.texts[i]} if body.return_text else {})
@@ -172,14 +165,12 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
 @router.post("/similarity")
 async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     """Cosine of the source sentence and each of the others."""
-    server: Server = request.app.state.server
-    server.needs("embedding")
     asked = body.parameters or SimilarityParameters()
-    texts: list[Item] = [body.inputs.source_sentence, *body.inputs.sentences]
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
     if len(texts) == 1:
         raise Refusal("empty", "`inputs.sentences` cannot be empty")
     fields = Fields("inputs.sentences", True, first="inputs.source_sentence", cut="set `parameters.truncate`")
-    made = await computed(server, texts, request, asked, fields, asked.prompt_name)
+    server, made = await computed(request, "embedding", texts, asked, fields, asked.prompt_name)
     source, *others = (embedding(server, one.values, True, None) for one in made)
     return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
 
@@ -243,33 +234,26 @@ async def info(request: Request) -> JSONResponse:
 
 
 async def computed(
-    server: Server, items: Sequence[Item], request: Request, cut: Cut, fields: Fields, prompt_name: str | None = None
-) -> list[Output]:
-    """What the model makes of inputs, which the request has in these fields; see `with_prompt`.
-
-    Raises:
-        Refusal: There are too many or none, or one of them is refused: the first one's reason.
-    """
+    request: Request, kind: Kind, items: Sequence[Item], cut: Cut, fields: Fields, prompt_name: str | None = None
+) -> tuple[Server, list[Output]]:
+    """Return the server, and the outputs of its model, of this kind, or refuse the request for one of its inputs."""
+    server: Server = request.app.state.server
+    server.needs(kind)
     assert server.encoder is not None
     check_number(server, len(items), fields.name)
     items = with_prompt(server, items, prompt_name)
     namespace, truncate = request.state.tenant.namespace, truncates(server, cut.truncate)
     work = server.encoder.run(items, namespace, truncate, cut.truncation_direction)
-    return fields.all(await unless_gone(request, work), Output)
+    return server, fields.all(await unless_gone(request, work))
 
 
 def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
-    """How many inputs were served from the cache, and where time went, if the operator has it told.
-
-    Who asks can tell by it what was asked before.
-    """
+    """Return headers that tell what the cache served, and where time went, if the operator reveals it."""
     if not server.settings.reveal_hits:
         return {}
-    rungs = [one.rung for one in outputs if one.rung is not None]
     return {
-        "X-Cache": "HIT" if len(rungs) == len(outputs) else "PARTIAL" if rungs else "MISS",
-        "X-Cache-Hits": str(len(rungs)),
-        "X-Cache-Rung": ",".join(dict.fromkeys(rungs)) or "none",
+        **cache_headers([one.rung for one in outputs]),
+        "X-Cache-Hits": str(sum(one.rung is not None for one in outputs)),
         "X-Compute-Tokens": str(sum(one.n_tokens for one in outputs)),
         "X-Queue-Time": f"{1e3 * max(one.queue_s for one in outputs):.3f}",
         "X-Inference-Time": f"{1e3 * max(one.compute_s for one in outputs):.3f}",
@@ -282,26 +266,26 @@ def check_number(server: Server, n: int, field: str = "inputs") -> None:
     if n == 0:
         raise Refusal("empty", f"`{field}` cannot be empty", param=field)
     if n > most:
-        raise Refusal("too_many_inputs", f"batch size {n} > maximum allowed batch size {most}")
+        raise Refusal("too_large", f"batch size {n} > maximum allowed batch size {most}")
 
 
 def truncates(server: Server, asked: bool | None) -> bool:
-    """Whether what is too long is cut."""
+    """Whether inputs that are too long are cut."""
     return server.settings.auto_truncate if asked is None else asked
 
 
 def items_of(inputs: Any) -> list[Any]:
-    """Inputs, one or several, as a list."""
+    """Return one input or several as a list."""
     return [inputs] if is_one(inputs) else list(inputs)
 
 
 def is_one(inputs: Any) -> bool:
-    """Whether inputs are one, a text or token ids, and no list of them."""
+    """Whether this is one input, a text or token ids, and no list of inputs."""
     return isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], int))
 
 
 def classified_of(inputs: Any) -> tuple[list[Item], bool]:
-    """What is to be classified, and whether the answer is a list of answers."""
+    """Return what is to be classified, and whether the answer is a list of answers."""
     if isinstance(inputs, str):
         return [inputs], False
     if inputs and isinstance(inputs[0], list):
@@ -310,11 +294,7 @@ def classified_of(inputs: Any) -> tuple[list[Item], bool]:
 
 
 def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
-    """Inputs with the prompt of this name before each; None: texts and pairs with the model's default prompt, if any.
-
-    Raises:
-        Refusal: The model has no such prompt, or an input is token ids although a prompt was named.
-    """
+    """Put the prompt of this name before each input; None: the default prompt, if any, before texts and pairs."""
     prompt = prompt_of(server, name)
     if name is not None and any(isinstance(item, list) for item in items):
         raise Refusal("invalid", "`prompt_name` needs texts: token ids are taken as they are")
@@ -325,11 +305,7 @@ def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list
 
 
 def prompt_of(server: Server, name: str | None) -> str:
-    """The model's prompt of this name; None: its default prompt, or "".
-
-    Raises:
-        Refusal: The model has no such prompt.
-    """
+    """Return the model's prompt of this name; None: its default prompt, or ""."""
     prompts, name = server.served.prompts, server.served.default_prompt if name is None else name
     if name is None:
         return ""
@@ -341,11 +317,7 @@ def prompt_of(server: Server, name: str | None) -> str:
 def embedding(
     server: Server, values: NDArray[np.float32], normalize: bool, dimensions: int | None
 ) -> NDArray[np.float32]:
-    """A vector as it is asked for: its first dimensions, by default those that the model's settings name, of norm 1.
-
-    Raises:
-        Refusal: The model has fewer dimensions.
-    """
+    """Return a vector's first dimensions, by default as many as the model's settings name, of norm 1 if asked."""
     if dimensions is not None and dimensions > len(values):
         raise Refusal("invalid", f"`dimensions`: the model has {len(values)}", param="dimensions")
     vector = values[: dimensions or server.served.dimensions]
@@ -353,7 +325,7 @@ def embedding(
 
 
 def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of each label: together 1, or of each by itself where any number may hold."""
+    """Return the probability of each label; they sum to 1, unless any number of labels may hold."""
     wide = logits.astype(np.float64)
     if server.served.is_multi_label:
         each: NDArray[np.float64] = 1 / (1 + np.exp(-wide))
@@ -364,7 +336,7 @@ def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.flo
 
 
 def sigmoid(logit: float) -> float:
-    """Of a logit, 0 to 1."""
+    """Return the probability of a logit."""
     return float(1 / (1 + np.exp(-np.float64(logit))))
 
 

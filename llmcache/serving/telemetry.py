@@ -8,16 +8,11 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-def instrument(app: "FastAPI", endpoint: str, service: str = "llmcache") -> None:
+def instrument(app: "FastAPI", endpoint: str) -> None:
     """Send a span of each request to a collector by OTLP over HTTP. Call it once the model is loaded.
 
     Instrumentation is imported here and not before: it patches HTTP clients, by which models may be downloaded. Spans
     have route, status and time, and nothing of a request's body.
-
-    Args:
-        app: Whose requests are traced.
-        endpoint: Of the collector, such as `http://localhost:4318/v1/traces`.
-        service: Its `service.name`.
 
     Raises:
         ConfigError: The extra is not installed, or the endpoint is no HTTP address.
@@ -34,6 +29,6 @@ def instrument(app: "FastAPI", endpoint: str, service: str = "llmcache") -> None
         raise ConfigError(
             f"traces need the extra 'otel' ({error.name} is missing): pip install 'llmcache-torch[otel]'"
         ) from error
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    provider = TracerProvider(resource=Resource.create({"service.name": "llmcache"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     FastAPIInstrumentor.instrument_app(app, tracer_provider=provider, excluded_urls="health,healthz,metrics")

@@ -36,24 +36,14 @@ Item = str | Prompted | tuple[str, str] | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One input in the model's tokens.
+    """One input in the model's tokens."""
 
-    Attributes:
-        ids: Special tokens included, at least one.
-        types: Token type ids, as many; () where the model takes none.
-        n_prompt: Tokens at the beginning that the model's pooling leaves out.
-    """
-
-    ids: tuple[int, ...]
-    types: tuple[int, ...] = ()
-    n_prompt: int = 0
+    ids: tuple[int, ...]  # special tokens included, at least one
+    types: tuple[int, ...] = ()  # token type ids, as many; none where the model takes none
+    n_prompt: int = 0  # tokens at the beginning that the model's pooling leaves out
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-class TooLong(Refusal):
-    """An input that has too many tokens, and is not to be cut."""
 
 
 class Tokenizing:
@@ -62,14 +52,9 @@ class Tokenizing:
     def __init__(
         self, tokenizer: Any, max_length: int, vocabulary: int, prompts: Iterable[str] = (), is_pooled: bool = True
     ) -> None:
-        """Take a tokenizer.
+        """Take a tokenizer of transformers, for ids below `vocabulary`.
 
-        Args:
-            tokenizer: Of transformers.
-            max_length: Tokens of the longest input, special ones included.
-            vocabulary: Ids that the model knows are below this.
-            prompts: Texts that may go before an input.
-            is_pooled: Their tokens are pooled as those of inputs are.
+        The `prompts` may go before an input; if `is_pooled`, their tokens are pooled as those of inputs are.
         """
         self.max_length = max_length
         self._vocabulary = vocabulary
@@ -83,22 +68,14 @@ class Tokenizing:
         self._n_prompt = {prompt: 0 if is_pooled else self._length(prompt) for prompt in prompts}
 
     def encode(self, items: Sequence[Item], truncate: bool, side: Side = "right") -> list[Tokens | Refusal]:
-        """Tokens of each input, or why it has none.
-
-        Args:
-            items: What to encode.
-            truncate: Cut what is too long; else it is refused.
-            side: Where it is cut.
-        """
+        """Return the tokens of each input, or why it has none; what is too long is refused, unless `truncate`."""
         return [self._encode(item, truncate, side) for item in items]
 
     def pieces(self, text: str, add_special_tokens: bool) -> Iterator[dict[str, Any]]:
-        """Each token of a text: `id`, `text`, `special`, and `start` and `stop` in characters, None of special ones.
+        """Yield each token: `id`, `text`, `special`, and `start` and `stop` in characters, None of special ones.
 
-        They are made one by one as they are read: a million objects at once hold everybody up when they are collected.
-
-        Raises:
-            Refusal: The text is no Unicode text; now, not when they are read.
+        They are made as they are read: to collect a million objects at once holds everybody up. A text that is no
+        Unicode is refused at once.
         """
         _check(text)
         if self._fast is None:
@@ -118,11 +95,7 @@ class Tokenizing:
         )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of tokens.
-
-        Raises:
-            Refusal: An id is not of the vocabulary.
-        """
+        """Return the text of tokens; ids that are not of the vocabulary are refused."""
         self._check_ids(ids)
         with self._lock:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -135,7 +108,10 @@ class Tokenizing:
             n_prompt = self._n_prompt[item.prompt] if isinstance(item, Prompted) else 0
             for text in texts:
                 _check(text)
-            return (self._slowly if self._fast is None else self._quickly)(texts, truncate, side, n_prompt)
+            ids, types, n_over = (self._slowly if self._fast is None else self._quickly)(texts, truncate, side)
+            if side == "left":
+                n_prompt = max(0, n_prompt - n_over)
+            return Tokens(tuple(ids), tuple(types) if self.takes_types else (), n_prompt)
         except Refusal as refusal:
             return refusal
         except Exception as error:
@@ -149,18 +125,18 @@ class Tokenizing:
         return Tokens(kept, (0,) * len(kept) if self.takes_types else ())
 
     def _length(self, prompt: str) -> int:
-        """Tokens of a prompt alone, without a special one at its end: so many sentence-transformers leaves out."""
+        """Count a prompt's tokens without a special one at its end: as many sentence-transformers leaves out."""
         made = self._encode(prompt, True, "right") if prompt else None
         if not isinstance(made, Tokens):
             return 0
         return len(made) - (made.ids[-1] in self._tokenizer.all_special_ids)
 
-    def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side, n_prompt: int) -> Tokens:
+    def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> tuple[list[int], list[int], int]:
+        """Return ids, types, and how many tokens were cut off."""
         (made,) = self._fast.encode_batch([texts if len(texts) == 2 else texts[0]])
         if n_over := self._over(len(made), truncate):
             made = self._cut(texts, side)
-        n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
-        return Tokens(tuple(made.ids), tuple(made.type_ids) if self.takes_types else (), n_prompt)
+        return made.ids, made.type_ids, n_over
 
     def _cut(self, texts: tuple[str, ...], side: Side) -> Any:
         """Encode texts and cut them, of a pair the longer one first, as fast tokenizers do by default."""
@@ -174,7 +150,8 @@ class Tokenizing:
                 part.truncate(max(n, len(part) // 2), direction=side)
         return self._fast.post_process(*parts)
 
-    def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side, n_prompt: int) -> Tokens:
+    def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> tuple[list[int], list[int], int]:
+        """Return the same, by a tokenizer without a fast one behind it."""
         with self._lock:
             named = self._tokenizer(*texts)
             if n_over := self._over(len(named["input_ids"]), truncate):
@@ -183,20 +160,14 @@ class Tokenizing:
                     named = self._tokenizer(*texts, truncation=True, max_length=self.max_length)
                 finally:
                     self._tokenizer.truncation_side = before
-        types = named.get("token_type_ids") if self.takes_types else None
-        n_prompt = max(0, n_prompt - n_over) if side == "left" else n_prompt
-        return Tokens(tuple(named["input_ids"]), () if types is None else tuple(types), n_prompt)
+        return named["input_ids"], named.get("token_type_ids", []), n_over
 
     def _over(self, n_tokens: int, truncate: bool) -> int:
-        """How many tokens are to be cut off.
-
-        Raises:
-            Refusal: There are none at all, or too many and they are not to be cut.
-        """
+        """Return how many tokens are to be cut off; none at all, or too many, are refused."""
         if n_tokens == 0:
             raise Refusal("empty", "cannot be empty")
         if n_tokens > self.max_length and not truncate:
-            raise TooLong("invalid", f"must have at most {self.max_length} tokens. Given: {n_tokens}")
+            raise Refusal("too_long", f"must have at most {self.max_length} tokens. Given: {n_tokens}")
         return max(0, n_tokens - self.max_length)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -210,7 +181,7 @@ def is_long(items: Sequence[Item]) -> bool:
 
 
 def _texts(item: str | Prompted | tuple[str, str]) -> tuple[str, ...]:
-    """A text, or a pair, with its prompt before it."""
+    """Return a text, or a pair, with its prompt before it."""
     if isinstance(item, Prompted):
         first, *others = item.texts
         return (item.prompt + first, *others)

@@ -1,6 +1,5 @@
 """`llmcache generate` and `llmcache repl`: answers, what they tell of themselves, and bad input in one line."""
 
-import builtins
 import io
 import json
 import sys
@@ -25,24 +24,6 @@ Say = Callable[..., None]
 def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with the model `tiny`, whose context has 512 tokens."""
     return str(write_prompts(tmp_path_factory.mktemp("prompts")).models)
-
-
-@pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Says lines to the conversation; an exception among them is raised instead."""
-
-    def give(*lines: str | BaseException) -> None:
-        left = iter(lines)
-
-        def answer(prompt: str) -> str:
-            line = next(left, EOFError())
-            if isinstance(line, BaseException):
-                raise line
-            return line
-
-        monkeypatch.setattr(builtins, "input", answer)
-
-    return give
 
 
 def generate(models: str, *more: str) -> int:

@@ -1,6 +1,5 @@
 """`llmcache repl --url`: a conversation with a server, and what is told of one that refuses or breaks off."""
 
-import builtins
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -20,23 +19,6 @@ from tests.serving.served import byte_tokenizer, decoder, figure, listening, mak
 
 FEW = ["--max-new-tokens", "6"]
 Say = Callable[..., None]
-
-
-@pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Says lines to the conversation; an exception among them is raised instead."""
-
-    def give(*lines: str) -> None:
-        left = iter(lines)
-
-        def answer(prompt: str) -> str:
-            if (line := next(left, None)) is None:
-                raise EOFError
-            return line
-
-        monkeypatch.setattr(builtins, "input", answer)
-
-    return give
 
 
 @contextmanager

@@ -1,10 +1,14 @@
-"""Folders with tiny models, made once a process."""
+"""Folders with tiny models, made once a process; and a client of the server that a test makes."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
-from tests.serving.served import write
+from llmcache.serving.server import Server
+from tests.serving.served import client_of, write
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +18,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("classifier", "reranker", "embedding", "decoder"):
         write(folder, kind)
     return folder
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[TestClient]:
+    """A client of the fixture `server`, which it starts and stops."""
+    with client_of(server) as made:
+        yield made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(12) as made:
+        yield made

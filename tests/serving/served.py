@@ -104,6 +104,12 @@ def figure(server: Server, name: str, **labels: str) -> float:
     return sum(found)
 
 
+def is_computing(server: Server, n_waiting: int = 0) -> bool:
+    """Whether an encoder computes one input, while so many wait."""
+    assert server.encoder is not None
+    return len(server.encoder) == 1 + n_waiting and server.n_waiting == n_waiting
+
+
 @contextmanager
 def listening(server: Server) -> Iterator[tuple[Any, str]]:
     """Within: the server listens on a free port; gives what runs it, which can be told to stop, and its address."""

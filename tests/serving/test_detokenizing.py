@@ -1,31 +1,11 @@
 """Stop texts are found over the borders of pieces, and tokens have a text by themselves."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from tests.serving.served import END
 from tests.serving.served import byte_tokenizer as tokenizer
-
-
-@pytest.mark.parametrize(
-    ("stops", "fed", "told"),
-    [
-        (("END",), ["one E", "N", "D two"], "one "),
-        (("END",), ["one E", "N", "E", "ND"], "one EN"),
-        (("abcd", "b"), ["ab"], "a"),
-        (("x", "yz"), ["ayzx"], "a"),
-        (("aab",), ["a", "a", "a", "b"], "a"),
-    ],
-)
-def test_a_stop_text_is_cut_with_what_follows(stops: tuple[str, ...], fed: list[str], told: str) -> None:
-    finder, text = StopTexts(stops), ""
-    for number, piece in enumerate(fed):
-        more, is_found = finder.add(piece)
-        text += more
-        assert is_found == (number == len(fed) - 1)
-    assert text == told
 
 
 def test_what_might_become_a_stop_text_is_held_back_no_longer_than_that() -> None:

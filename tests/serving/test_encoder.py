@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.testclient import TestClient
 from llmcache.cache import LLMCache
 from llmcache.serving.server import Server
 from tests.redis_server import wait_until
-from tests.serving.served import LABELS, client_of, figure, make_server, model_held, tokenizer
+from tests.serving.served import LABELS, client_of, figure, is_computing, make_server, model_held, tokenizer
 
 TEXTS = [f"lost my card w{i}" for i in range(8)]
 
@@ -23,12 +22,6 @@ TEXTS = [f"lost my card w{i}" for i in range(8)]
 @pytest.fixture
 def server(models: Path) -> Server:
     return make_server(models / "classifier", reveal_hits=True)
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[TestClient]:
-    with client_of(server) as made:
-        yield made
 
 
 def ask(client: TestClient, *texts: str, **more: Any) -> Any:
@@ -50,12 +43,6 @@ def check(server: Server, texts: list[str], answer: Any) -> None:
             own = server.model(**tokenizer()(text, return_tensors="pt")).logits[0].numpy()
         scores = {one["label"]: one["score"] for one in found}
         np.testing.assert_allclose([scores[label] for label in LABELS], own, atol=1e-5)
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(12) as made:
-        yield made
 
 
 def test_answers_are_the_models_own_and_only_new_inputs_are_computed(client: TestClient, server: Server) -> None:
@@ -103,9 +90,9 @@ def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_bat
     before = server.cache.stats().n_misses
     with model_held(server):
         pool.submit(ask, client, "my card")  # is the first batch
-        wait_until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+        wait_until(lambda: is_computing(server))
         asked = [pool.submit(ask, client, text) for text in ["where is cash"] * 9 + ["where is my rate"]]
-        wait_until(lambda: server.encoder is not None and len(server.encoder) == 3)
+        wait_until(lambda: is_computing(server, n_waiting=2))
         wait_until(lambda: figure(server, "concurrent_requests") == 11)
         time.sleep(0.05)  # in which the last ones are looked up
     answers = [one.result().json() for one in asked]
@@ -173,16 +160,16 @@ def test_what_cannot_be_served_is_computed(
 
 
 def test_what_nobody_waits_for_is_not_computed(client: TestClient, server: Server, pool: ThreadPoolExecutor) -> None:
-    encoder, before = server.encoder, server.cache.stats().n_misses
-    assert encoder is not None
+    assert server.encoder is not None
+    before = server.cache.stats().n_misses
     with model_held(server):
         first = pool.submit(ask, client, "my card")
-        wait_until(lambda: len(encoder) == 1 and encoder.n_waiting == 0)
+        wait_until(lambda: is_computing(server))
         assert client.portal is not None
-        gone = client.portal.start_task_soon(encoder.run, ["my cash"], "default", False, "right")
-        wait_until(lambda: encoder.n_waiting == 1)
+        gone = client.portal.start_task_soon(server.encoder.run, ["my cash"], "default", False, "right")
+        wait_until(lambda: is_computing(server, n_waiting=1))
         gone.cancel()
-        wait_until(lambda: len(encoder) == 1)
+        wait_until(lambda: is_computing(server))
     assert first.result().status_code == 200
     assert server.cache.stats().n_misses - before == 1 and figure(server, "requests_cancelled_total") == 1
 

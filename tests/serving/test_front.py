@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from llmcache.serving.front import OPEN
 from llmcache.serving.keys import add_key
 from llmcache.serving.server import Server
 from tests.redis_server import wait_until
-from tests.serving.served import client_of, figure, listening, make_server, model_held
+from tests.serving.served import client_of, figure, is_computing, listening, make_server, model_held
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 #: No routes, and spellings of open ones that are not theirs.
@@ -44,18 +44,6 @@ def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
 @pytest.fixture
 def server(models: Path) -> Server:
     return make_server(models / "classifier", max_concurrent_requests=2, payload_limit=1_000_000, body_timeout_s=0.5)
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[TestClient]:
-    with client_of(server) as made:
-        yield made
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as made:
-        yield made
 
 
 def routes_of(client: Any) -> set[tuple[str, str]]:
@@ -263,7 +251,7 @@ def test_over_a_socket(server: Server, pool: ThreadPoolExecutor) -> None:
         before = figure(server, "requests_cancelled_total")
         with model_held(server):
             first = pool.submit(raw, url, post(body.replace(b"card", b"cash")))
-            wait_until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+            wait_until(lambda: is_computing(server))
             host, port = url.removeprefix("http://").split(":")
             gone = socket.create_connection((host, int(port)))
             gone.sendall(post(body.replace(b"card", b"rate")))

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from llmcache.serving.app import create_app
-from tests.serving.served import LABELS, listening, make_server
+from tests.serving.served import LABELS, client_of, listening, make_server
 
 
 @pytest.fixture
 def embedding(models: Path) -> Iterator[TestClient]:
-    with TestClient(create_app(make_server(models / "embedding"))) as client:
+    with client_of(make_server(models / "embedding")) as client:
         yield client
 
 
@@ -61,7 +60,7 @@ def test_errors_have_openais_shape(embedding: TestClient) -> None:
 def test_errors_name_fields_of_the_dialect(
     models: Path, kind: str, path: str, body: dict[str, Any], named: str, param: str
 ) -> None:
-    with TestClient(create_app(make_server(models / kind))) as client:
+    with client_of(make_server(models / kind)) as client:
         answer = client.post(path, json=body)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
@@ -72,7 +71,7 @@ def test_errors_name_fields_of_the_dialect(
 
 
 def test_classify(models: Path) -> None:
-    with TestClient(create_app(make_server(models / "classifier"))) as client:
+    with client_of(make_server(models / "classifier")) as client:
         told = client.post("/v1/classify", json={"input": ["my card", "cash"]}).json()
     assert [one["num_classes"] for one in told["data"]] == [5, 5]
     assert told["data"][0]["label"] in LABELS

@@ -24,7 +24,7 @@ from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Health, Stats
 from tests.redis_server import wait_until
-from tests.serving.served import client_of, listening, make_server, model_held
+from tests.serving.served import client_of, is_computing, listening, make_server, model_held
 from tests.serving_browser import SIZES, open_browser
 
 #: What dashboards for vLLM and text-embeddings-inference read, behind another prefix; and our own.
@@ -47,12 +47,6 @@ NAMESPACE = {"namespace": "default"}
 @pytest.fixture
 def server(models: Path, tmp_path: Path) -> Server:
     return make_server(models / "classifier", save=tmp_path / "saved")
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[TestClient]:
-    with client_of(server) as made:
-        yield made
 
 
 def ask(client: Any, text: str = "my card") -> Any:
@@ -138,7 +132,7 @@ def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(server: Serve
     with ThreadPoolExecutor(2) as pool:
         with model_held(server):
             asked = pool.submit(ask, client)
-            wait_until(lambda: server.encoder is not None and len(server.encoder) == 1 and server.n_waiting == 0)
+            wait_until(lambda: is_computing(server))
             purging = pool.submit(client.post, "/admin/purge", json=NAMESPACE)
             time.sleep(0.05)
         assert asked.result().status_code == purging.result().status_code == 200
@@ -206,9 +200,7 @@ def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(server: Serve
     with ThreadPoolExecutor(1) as pool:
         with model_held(server):
             under_way = pool.submit(ask, client)
-            wait_until(
-                lambda: server.metrics.n_under_way == 1 and server.encoder is not None and len(server.encoder) == 1
-            )
+            wait_until(lambda: is_computing(server))
             assert done(client.post("/admin/drain")) == {"phase": "draining", "under_way": 1}
             refused = client.post("/predict", json={"inputs": "my card"})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers as tf
-from starlette.testclient import TestClient
 
 from llmcache.errors import ConfigError
-from llmcache.serving.app import create_app
 from llmcache.serving.loading import load_served
 from llmcache.serving.tokenizing import Prompted, Tokenizing, Tokens
 from tests.generation.test_detokenizer import spaced_tokenizer
-from tests.serving.served import byte_tokenizer, make_server, tokenizer
+from tests.serving.served import byte_tokenizer, client_of, make_server, tokenizer
 from tests.tiny_models import build, llama
 
 PROMPTS = {"query": "where is: ", "document": "the card ", "none": ""}
@@ -45,7 +43,7 @@ def _check(folder: Path, *, is_normal: bool = True) -> None:
     from sentence_transformers import SentenceTransformer
 
     plain, server = SentenceTransformer(str(folder)), make_server(folder)
-    with TestClient(create_app(server)) as client:
+    with client_of(server) as client:
         for name in (None, *PROMPTS):
             named = {} if name is None else {"prompt_name": name}
             for _ in range(2):

@@ -1,6 +1,7 @@
 """The routes of text-embeddings-inference: its fields, shapes, truncation and errors."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +10,35 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from llmcache.serving.app import create_app
-from tests.serving.served import LABELS, make_server
-
-Client = TestClient
+from tests.serving.served import LABELS, client_of, make_server
 
 
-def _client(folder: Path, **settings: Any) -> Iterator[Client]:
-    with TestClient(create_app(make_server(folder, **settings)), raise_server_exceptions=False) as client:
-        yield client
-
-
-@pytest.fixture
-def classifier(models: Path) -> Iterator[Client]:
-    yield from _client(models / "classifier", max_client_batch_size=4)
+@pytest.fixture(scope="module")
+def clients(models: Path) -> Iterator[dict[str, TestClient]]:
+    """A client of a server of each kind of model."""
+    with ExitStack() as stack:
+        kinds = ("classifier", "reranker", "embedding")
+        servers = {kind: make_server(models / kind, max_client_batch_size=4) for kind in kinds}
+        yield {kind: stack.enter_context(client_of(server)) for kind, server in servers.items()}
 
 
 @pytest.fixture
-def reranker(models: Path) -> Iterator[Client]:
-    yield from _client(models / "reranker")
+def classifier(clients: dict[str, TestClient]) -> TestClient:
+    return clients["classifier"]
 
 
 @pytest.fixture
-def embedding(models: Path) -> Iterator[Client]:
-    yield from _client(models / "embedding")
+def embedding(clients: dict[str, TestClient]) -> TestClient:
+    return clients["embedding"]
 
 
-def _post(client: Client, path: str, status: int = 200, **body: Any) -> Any:
+def _post(client: TestClient, path: str, status: int = 200, **body: Any) -> Any:
     answer = client.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
-def test_predict_ranks_labels_the_same_computed_or_served(classifier: Client) -> None:
+def test_predict_ranks_labels_the_same_computed_or_served(classifier: TestClient) -> None:
     first, second = (_post(classifier, "/predict", inputs="lost my card") for _ in range(2))
     assert first == second
     assert {one["label"] for one in first} == set(LABELS)
@@ -53,7 +50,7 @@ def test_predict_ranks_labels_the_same_computed_or_served(classifier: Client) ->
     assert shares.tolist() == pytest.approx(scores, abs=1e-5)
 
 
-def test_predict_takes_a_text_a_pair_and_batches(classifier: Client) -> None:
+def test_predict_takes_a_text_a_pair_and_batches(classifier: TestClient) -> None:
     single = _post(classifier, "/predict", inputs="my card")
     assert _post(classifier, "/predict", inputs=["my card"]) == single
     pair = _post(classifier, "/predict", inputs=["my card", "lost"])
@@ -62,7 +59,7 @@ def test_predict_takes_a_text_a_pair_and_batches(classifier: Client) -> None:
     assert [one["score"] for one in batch[1]] == pytest.approx([one["score"] for one in pair], abs=1e-5)
 
 
-def test_embeddings_are_of_norm_1_unless_they_are_not_to_be(embedding: Client) -> None:
+def test_embeddings_are_of_norm_1_unless_they_are_not_to_be(embedding: TestClient) -> None:
     (one,) = _post(embedding, "/embed", inputs="lost my card")
     (raw,) = _post(embedding, "/embed", inputs="lost my card", normalize=False)
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
@@ -74,7 +71,7 @@ def test_embeddings_are_of_norm_1_unless_they_are_not_to_be(embedding: Client) -
     assert _post(embedding, "/embed", 422, inputs="my card", dimensions=4000)["error_type"] == "Validation"
 
 
-def test_embed_takes_texts_and_token_ids(embedding: Client) -> None:
+def test_embed_takes_texts_and_token_ids(embedding: TestClient) -> None:
     ids = [one["id"] for one in _post(embedding, "/tokenize", inputs="lost my card")[0]]
     (by_text,) = _post(embedding, "/embed", inputs="lost my card")
     assert _post(embedding, "/embed", inputs=ids) == [by_text]
@@ -85,7 +82,7 @@ def test_embed_takes_texts_and_token_ids(embedding: Client) -> None:
     assert "from 0 to" in _post(embedding, "/embed", 422, inputs=[5, 10**6])["error"]
 
 
-def test_embed_all_gives_every_token_its_own_vector(embedding: Client) -> None:
+def test_embed_all_gives_every_token_its_own_vector(embedding: TestClient) -> None:
     _post(embedding, "/embed", inputs="lost my card")  # kept as one vector, which must not come back for each token
     (rows,) = _post(embedding, "/embed_all", inputs="lost my card")
     assert len(rows) == 5
@@ -94,7 +91,7 @@ def test_embed_all_gives_every_token_its_own_vector(embedding: Client) -> None:
     assert np.mean(rows, axis=0) == pytest.approx(np.array(raw), abs=1e-5)
 
 
-def test_similarity_is_the_cosine(embedding: Client) -> None:
+def test_similarity_is_the_cosine(embedding: TestClient) -> None:
     same, other = _post(
         embedding, "/similarity", inputs={"source_sentence": "my card", "sentences": ["my card", "the rate"]}
     )
@@ -102,7 +99,8 @@ def test_similarity_is_the_cosine(embedding: Client) -> None:
     assert other < 1
 
 
-def test_rerank_ranks_texts(reranker: Client) -> None:
+def test_rerank_ranks_texts(clients: dict[str, TestClient]) -> None:
+    reranker = clients["reranker"]
     texts = ["my card", "the rate", "lost cash"]
     ranks = _post(reranker, "/rerank", query="where is my card", texts=texts, return_text=True)
     assert sorted(one["index"] for one in ranks) == [0, 1, 2]
@@ -114,7 +112,7 @@ def test_rerank_ranks_texts(reranker: Client) -> None:
     assert "text" not in raw[0]
 
 
-def test_tokenize_and_decode(classifier: Client) -> None:
+def test_tokenize_and_decode(classifier: TestClient) -> None:
     (pieces,) = _post(classifier, "/tokenize", inputs="lost my card")
     assert [one["special"] for one in pieces] == [True, False, False, False, True]
     assert pieces[1] == {"id": 4, "text": "lost", "special": False, "start": 0, "stop": 4}
@@ -124,7 +122,7 @@ def test_tokenize_and_decode(classifier: Client) -> None:
     assert len(_post(classifier, "/tokenize", inputs=["my", "card"], add_special_tokens=False)[1]) == 1
 
 
-def test_what_is_too_long_is_cut_only_if_that_is_wanted(classifier: Client) -> None:
+def test_what_is_too_long_is_cut_only_if_that_is_wanted(classifier: TestClient) -> None:
     long = "w1 " * 20 + "card " * 20
     refused = _post(classifier, "/predict", 422, inputs=long)
     assert refused == {
@@ -173,12 +171,12 @@ CUT = "`%s` must have at most 32 tokens. Given: 4%d; shorten it, or set `%s`"
     ],
 )
 def test_an_error_names_the_input_that_was_wrong(
-    request: pytest.FixtureRequest, kind: str, path: str, body: dict[str, Any], told: str
+    clients: dict[str, TestClient], kind: str, path: str, body: dict[str, Any], told: str
 ) -> None:
-    assert _post(request.getfixturevalue(kind), path, 422, **body)["error"] == told
+    assert _post(clients[kind], path, 422, **body)["error"] == told
 
 
-def test_info_and_health(classifier: Client) -> None:
+def test_info_and_health(classifier: TestClient) -> None:
     info = classifier.get("/info").json()
     assert info["served_model_name"] == "classifier"
     assert info["model_type"]["classifier"]["id2label"]["0"] == LABELS[0]
@@ -188,7 +186,7 @@ def test_info_and_health(classifier: Client) -> None:
 
 @pytest.mark.hostile("fields of the dialects")
 @pytest.mark.parametrize("inputs", ["", ["a"] * 3, [["a", "b", "c"]], [[]], 5, None, {"a": 1}, [1.5], [True]])
-def test_wrong_inputs_are_told(classifier: Client, inputs: Any) -> None:
+def test_wrong_inputs_are_told(classifier: TestClient, inputs: Any) -> None:
     answer = classifier.post("/predict", json={"inputs": inputs})
     if inputs == "":  # special tokens alone are an input
         assert answer.status_code == 200
@@ -198,12 +196,8 @@ def test_wrong_inputs_are_told(classifier: Client, inputs: Any) -> None:
 
 
 @pytest.mark.hostile("fields of the dialects")
-def test_no_inputs_have_a_status_of_their_own(classifier: Client) -> None:
+def test_no_inputs_and_too_many_have_statuses_of_their_own(classifier: TestClient) -> None:
     assert _post(classifier, "/predict", 400, inputs=[]) == {"error": "`inputs` cannot be empty", "error_type": "Empty"}
-
-
-@pytest.mark.hostile("fields of the dialects")
-def test_too_many_inputs(classifier: Client) -> None:
     refused = _post(classifier, "/predict", 413, inputs=[["a"]] * 5)
     assert refused["error"] == "batch size 5 > maximum allowed batch size 4"
 
@@ -218,17 +212,17 @@ def test_too_many_inputs(classifier: Client) -> None:
         ("/similarity", {"inputs": {"source_sentence": "my", "sentences": ["card"]}}),
     ],
 )
-def test_a_route_of_another_kind_of_model_says_which(classifier: Client, path: str, body: dict[str, Any]) -> None:
+def test_a_route_of_another_kind_of_model_says_which(classifier: TestClient, path: str, body: dict[str, Any]) -> None:
     refused = _post(classifier, path, 424, **body)
     assert refused["error"].startswith("this route needs a")
     assert refused["error"].endswith("classifier is a classifier")
     assert refused["error_type"] == "Backend"
 
 
-def test_headers_tell_of_hits_only_where_the_operator_wants_it(models: Path, classifier: Client) -> None:
+def test_headers_tell_of_hits_only_where_the_operator_wants_it(models: Path, classifier: TestClient) -> None:
     _post(classifier, "/predict", inputs="my card")
     quiet = classifier.post("/predict", json={"inputs": "my card"}).headers
     assert not [name for name in quiet if name.startswith("x-") and name != "x-request-id"]
-    for client in _client(models / "classifier", reveal_hits=True):
+    with client_of(make_server(models / "classifier", reveal_hits=True)) as client:
         seen = [client.post("/predict", json={"inputs": "my card"}).headers["X-Cache"] for _ in range(2)]
         assert seen == ["MISS", "HIT"]

@@ -32,10 +32,9 @@ class KeyRouter(ConsistentHashRouter):  # type: ignore[misc]  # of Ray, which ha
 
 
 def routing_key(args: Sequence[Any]) -> str:
-    """What requests with one key have in common: a hash of it, as logs may hold it; empty without a key.
+    """Return a hash of the key that a request has, as logs may hold it; empty: it has none.
 
-    Args:
-        args: What the proxy sends a replica: one pickled request of HTTP. Calls from Python have others.
+    The proxy sends a replica one pickled request of HTTP; calls from Python have other arguments.
     """
     if len(args) != 1 or not isinstance(args[0], bytes):
         return ""
