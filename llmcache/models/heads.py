@@ -26,7 +26,7 @@ from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.packing import PAYLOADS, Payload, head_reads_padding
-from llmcache.models.pooling import Pooled, find_pooled
+from llmcache.models.sentences import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
 from llmcache.threads import forkable
 

@@ -6,6 +6,7 @@ Sizes: B rows, T tokens, D hidden width.
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -21,8 +22,8 @@ from llmcache.models.adapters import CACHE, Trunk, repack, unpack
 from llmcache.models.arguments import count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, listen
-from llmcache.models.packing import Payload, last_valid
-from llmcache.models.pooling import Veil
+from llmcache.models.packing import Payload
+from llmcache.models.sentences import Compute, SentenceSwap, later
 from llmcache.models.weights import Weights
 from llmcache.paper.banks import Banks
 from llmcache.paper.fingerprints import Fingerprint
@@ -73,9 +74,8 @@ class Layerwise(Switches):
         self._weights, self._opener, self._depth = weights, opener, trunk.depth
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
-        self._is_veiled = head.pooled is not None and payload.name == "mean"
         Switches.__init__(self)
-        self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
+        self.counters, self._trunk = Counters(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0
@@ -86,8 +86,12 @@ class Layerwise(Switches):
             self.installed.add(listen(trunk.norm, self._normed))
         if attention is not None:
             self.installed.add(listen(attention, self._attended))
-        if self._is_veiled and head.pooled is not None:
-            self.installed.add(self._veil.listen(head.pooled.pooling))
+        pooled = head.pooled if payload.fits_any_length else None
+        self._is_pooled = pooled is not None
+        #: Within a sentence-transformers model: what computes states of tokens that were left out. Else None.
+        self._pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
+        if pooled is not None:
+            self.installed.add(SentenceSwap(pooled.parent, self, self._pooled).remove)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -120,6 +124,8 @@ class Layerwise(Switches):
         finally:
             self._local.call = outer
         self._close(call, output, perf_counter() - started)
+        if call.reused and not call.is_closed and (left_out := self._pooled.get()) is not None:
+            left_out.append(later(swap.original, args, kwargs, call.arguments["input_ids"].device.type))
         return output
 
     def way(self) -> Call | None:
@@ -246,6 +252,8 @@ class Layerwise(Switches):
             call.reason = "disabled"
         elif self._runner.cannot_skip:
             call.reason = "unknown_output"
+        elif self._is_pooled and self._pooled.get() is None:
+            call.reason = "token_states"
         else:
             call.reason = self.counters.find_reason("read a call", self._opener.open, call, swap.arguments)
         call.is_closed = call.reason is not None
@@ -293,8 +301,6 @@ class Layerwise(Switches):
             with self.counters.guard("store a call"):
                 self._store(call)
                 self._tell_costs(call, took_s - call.lookup_s - call.storing_s)
-        if self._is_veiled and call.reused and not call.is_closed:
-            self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
         if call.reason is not None:
             n_rows = count_rows(call.arguments)
             self.counters.bypass(call.reason, n_rows)
