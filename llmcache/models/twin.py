@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from types import MethodType, NoneType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,9 +19,6 @@ from llmcache.errors import ConfigError
 from llmcache.models.hooks import plain_forward
 
 _MOST_COPIED = 1 << 20  # numbers of a buffer in a trial: larger ones hold weights (of GPTQ, say), and are shared
-_COPYING = frozenset({"__new__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"})
-_ATOMS = frozenset({bool, int, float, str, NoneType})
-_CONTAINERS = frozenset({OrderedDict, list, set})
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "ward_" in name and "_hooks" in name)
 
 
@@ -123,47 +120,12 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def _copy(module: nn.Module, shared: Iterator[object], memo: dict[int, object]) -> nn.Module:
-    """What `copy.deepcopy` makes with a memo, in half the time, without what hooks hold on to."""
-    every = list(module.modules())
-    parameters = (one for part in every for one in part._parameters.values())
-    made = (one for part in every for one in vars(part).values() if isinstance(one, Tensor))
-    replaced = {part for part in every if id(part) in memo}
+    """A copy that shares parameters and `shared`, and takes from `memo` what stands there by id; without hooks."""
+    parts = list(module.modules())
+    parameters = (one for part in parts for one in part._parameters.values())
+    made = (one for part in parts for one in vars(part).values() if isinstance(one, Tensor))
     memo |= {id(one): one.detach().clone() for one in made}  # computed ones (by weight_norm, say) cannot be copied
     memo |= {id(one): one for one in chain(parameters, shared) if one is not None}
-    parts = [part for _, part in module.named_modules(memo=replaced)] if replaced else every
-    for part in parts:
+    for part in parts:  # what hooks hold on to is not copied
         memo |= {id(hooks): type(hooks)() for name, hooks in vars(part).items() if name in _HOOKS}
-    kinds = {kind for kind in set(map(type, parts)) if _is_copied_plainly(kind)}
-    plain = {
-        part: object.__new__(type(part)) for part in parts if type(part) in kinds and _COPYING.isdisjoint(vars(part))
-    }
-    memo |= {id(part): twin for part, twin in plain.items()}
-    for part, twin in plain.items():  # first: what is made of a module that is compiled reads attributes of that
-        vars(twin).update(vars(part))
-    for part, twin in plain.items():
-        vars(twin).update((name, _copied(value, memo)) for name, value in vars(part).items())
-    made_of: nn.Module = copy.deepcopy(module, memo)
-    return made_of
-
-
-def _copied(value: Any, memo: dict[int, object]) -> Any:
-    """What `copy.deepcopy` makes of an attribute, with less ado where most are dicts and empty containers."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return value
-    if (known := memo.get(id(value))) is not None:
-        return known
-    if kind is dict:
-        made = memo[id(value)] = dict[Any, Any]()
-        made.update((_copied(key, memo), _copied(one, memo)) for key, one in value.items())
-        return made
-    if kind in _CONTAINERS and not value:
-        empty = memo[id(value)] = kind()
-        return empty
-    return copy.deepcopy(value, memo)
-
-
-def _is_copied_plainly(kind: type[nn.Module]) -> bool:
-    """Whether a copy of such a module has copies of its attributes, all in one dict, and nothing else is done to it."""
-    is_inherited = all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _COPYING)
-    return is_inherited and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    return copy.deepcopy(module, memo)
