@@ -5,18 +5,16 @@ It comes before the `prefix` rung: here a prompt is known as a whole or not at a
 
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from functools import lru_cache
+from typing import Any, Literal
 
 from llmcache.errors import RequestError
-from llmcache.threads import forkable
 
 Message = Mapping[str, Any]
 Truncate = Literal["left", "error"]
 
-_Value = TypeVar("_Value")
 _TELLS_THE_TIME = "strftime_now"  # a chat template that calls this gives another text tomorrow
 
 
@@ -71,11 +69,12 @@ class PromptCache:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._truncate = truncate
-        self._texts: _Latest[str] = _Latest(max_entries)
-        self._tokens: _Latest[tuple[int, ...]] = _Latest(max_entries)
+        self._texts = lru_cache(max_entries)(lambda template, messages: self._format(json.loads(messages)))
+        self._tokens = lru_cache(max_entries)(self._tokenise)
+        self._local = threading.local()  # `is_hit`: this thread's latest prompt was known
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._tokens.cache_info().currsize
 
     def encode(self, prompt: str | Sequence[Message]) -> Prompt:
         """Token ids of a prompt.
@@ -94,8 +93,8 @@ class PromptCache:
         _check_text(text)
         tokenizer = self._tokenizer
         flags = (getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token"))
-        key = (text, is_text, len(tokenizer), str(tokenizer.special_tokens_map), *flags)
-        ids, is_hit = self._tokens.get(key, lambda: tuple(tokenizer(text, add_special_tokens=is_text)["input_ids"]))
+        self._local.is_hit = True
+        ids = self._tokens(text, is_text, len(tokenizer), str(tokenizer.special_tokens_map), *flags)
         if not ids:
             raise RequestError("the prompt is empty: give at least one token")
         n_dropped = max(0, len(ids) - (self._max_length or len(ids)))
@@ -104,12 +103,12 @@ class PromptCache:
                 f"the prompt has {len(ids)} tokens, of which the model can take {self._max_length} here: shorten it, "
                 "or choose truncate='left'"
             )
-        return Prompt(self._cut(ids, n_dropped), is_hit, n_dropped)
+        return Prompt(self._cut(ids, n_dropped), self._local.is_hit, n_dropped)
 
     def clear(self) -> None:
         """Forget all prompts."""
-        self._texts.clear()
-        self._tokens.clear()
+        self._texts.cache_clear()
+        self._tokens.cache_clear()
 
     def _cut(self, ids: tuple[int, ...], n: int) -> tuple[int, ...]:
         """Without `n` tokens on the left; the one that every text begins with stays, as in truncation by tokenizers."""
@@ -124,16 +123,20 @@ class PromptCache:
             raise RequestError(f"give a text, or messages of role and content, one at least (got {messages!r})")
 
         plain = [dict(one) for one in messages]
-
-        def form() -> str:
-            try:
-                made = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates are programs, and refuse what they like with what they like
-                raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
-            return str(made)
-
         named = None if _TELLS_THE_TIME in str(template) else _name(plain)
-        return form() if named is None else self._texts.get((str(template), named), form)[0]
+        return self._format(plain) if named is None else self._texts(str(template), named)
+
+    def _format(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            made = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs, and refuse what they like with what they like
+            raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
+        return str(made)
+
+    def _tokenise(self, text: str, has_specials: bool, *settings: object) -> tuple[int, ...]:
+        """Token ids of a text that is not known; `settings` of the tokenizer belong to the key alone."""
+        self._local.is_hit = False
+        return tuple(self._tokenizer(text, add_special_tokens=has_specials)["input_ids"])
 
 
 def _check_text(text: str) -> None:
@@ -162,32 +165,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is list:
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)
-
-
-class _Latest(Generic[_Value]):
-    """Values by key; the one used longest ago leaves. Thread-safe."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held: OrderedDict[Hashable, _Value] = OrderedDict()
-        self._lock = forkable(threading.Lock())
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def get(self, key: Hashable, make: Callable[[], _Value]) -> tuple[_Value, bool]:
-        """The value, and whether it was held; else it is made now, outside the lock, and held."""
-        with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key], True
-        made = make()
-        with self._lock:
-            self._held[key] = made
-            while len(self._held) > self._most:
-                self._held.popitem(last=False)
-        return made, False
-
-    def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
