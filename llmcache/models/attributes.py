@@ -103,12 +103,9 @@ class Attributes:
         known: Iterable[nn.Module] = (),
         has_values: bool = True,
     ) -> None:
-        """Look at modules, and at those found with them.
+        """Look at modules by path, and at those found with them, but for `known` ones.
 
-        Args:
-            parts: By path.
-            known: Not to be looked at where they turn up.
-            has_values: Numbers, strings and containers of them count, too, not only classes and functions.
+        With `has_values` numbers, strings and containers of them count, too, not only classes and functions.
         """
         self.parts: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}  # by path; not those of parameters and buffers

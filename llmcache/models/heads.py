@@ -109,13 +109,7 @@ class Observed:
     """
 
     def __init__(self, model: nn.Module, trunk: Trunk, takes_choices: bool) -> None:
-        """Look at the head of a model, all of it that is not its trunk.
-
-        Args:
-            model: Not run: a copy of its head is.
-            trunk: Its trunk.
-            takes_choices: The model takes ids (B, choices, T).
-        """
+        """Run a copy of the model's head, which is all but its trunk; `takes_choices`: ids are (B, choices, T)."""
         self._model = model
         self._trunk = trunk
         self._takes_choices = takes_choices

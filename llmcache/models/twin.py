@@ -1,6 +1,6 @@
-"""A second module over the same tensors, which nothing hangs on.
+"""Second modules over the same tensors, without hooks.
 
-It is compiled in place of a wrapped one, tried before anything is wrapped, or computes for the audit, unseen by hooks.
+They are compiled in place of a wrapped module, tried before anything is wrapped, or compute for the audit.
 """
 
 import copy
@@ -23,10 +23,9 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if "ward_" in name and "_h
 
 
 def make_twin(module: nn.Module) -> nn.Module:
-    """A copy that shares parameters and buffers, without anybody's hooks, each part with the forward of its class.
+    """A copy that shares parameters and buffers, without hooks, each part with the forward of its class.
 
-    Raises:
-        ConfigError: Somebody replaced the forward of a part, or the module cannot be copied.
+    `ConfigError` if somebody replaced the forward of a part, or the module cannot be copied.
     """
     try:
         twin = _copy(module, (one for part in module.modules() for one in part._buffers.values()), {})
@@ -45,20 +44,11 @@ def make_twin(module: nn.Module) -> nn.Module:
 def make_trial(
     module: nn.Module, replaced: Mapping[nn.Module, nn.Module] | None = None, runs_functions: bool = False
 ) -> nn.Module:
-    """A copy in eval mode without anybody's hooks, to be run uncompiled, which shares parameters and large buffers.
+    """A copy in eval mode without hooks, to be run uncompiled, which shares parameters and large buffers.
 
-    Where an attribute cannot be copied, a lock say, attributes are shared as well.
-
-    Args:
-        module: Not touched.
-        replaced: Parts of it that are not copied, and what stands for each in the copy.
-        runs_functions: Functions that were put in place of the forward of its parts may be run, though they may call
-            the parts of `module`.
-
-    Raises:
-        TypeError: A forward was replaced by a function that must not be run.
-        ConfigError: Neither can be done.
-        Exception: Whatever copying raises where parts are replaced.
+    `replaced` names parts that are not copied, and what stands for each in the copy; then whatever copying raises is
+    raised. Else, where an attribute cannot be copied (a lock, say), attributes are shared as well. A part whose forward
+    was replaced by a function, which may call parts of the original, is a `TypeError` unless `runs_functions`.
     """
     try:
         buffers = (one for part in module.modules() for one in part._buffers.values())
@@ -84,9 +74,7 @@ def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
     """Of a module and each part, a second one with the same tensors and attributes, without hooks; cheap to make.
 
     Edits of parameters and buffers reach both. An attribute that holds a module, or a function bound to one, is shared.
-
-    Raises:
-        ConfigError: Somebody replaced the forward of a part.
+    `ConfigError` if somebody replaced the forward of a part.
     """
     replicas = {part: type(part).__new__(type(part)) for part in module.modules()}
     for part, replica in replicas.items():
