@@ -32,7 +32,7 @@ def command(
     from llmcache.models.loading import load_causal
 
     loaded = load_causal(model, models_dir)
-    chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate, name=model)
+    chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate)
     for piece in chat.ask(prompt):
         typer.echo(piece, nl=False)
     typer.echo()

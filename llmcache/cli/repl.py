@@ -66,7 +66,7 @@ def command(
 
     loaded = load_causal(model, models_dir)
     with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer) as cache:
-        chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate, name=model)
+        chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate)
         own = _Talk(chat, cache, verbose)
         _converse(own.answer, own.show_stats, chat.clear)
 

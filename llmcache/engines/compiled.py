@@ -53,11 +53,7 @@ class CompiledTrunk:
         backend: str | Callable[..., Any],
         max_padding: float,
     ) -> None:
-        """Make all graphs and try each; see `LLMCache.compile`.
-
-        Raises:
-            ConfigError: An argument is wrong, the model cannot be compiled, or no graph could be made.
-        """
+        """Make all graphs and try each; arguments and errors are those of `LLMCache.compile`."""
         if not 0 <= max_padding <= 1:
             raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
         buckets = make_buckets(lengths, rows, getattr(trunk.config, "max_position_embeddings", None))
@@ -119,12 +115,12 @@ class CompiledTrunk:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Return the trunk's output: of a graph where one has room, and the rows are padded on the right."""
         arguments = self._arguments.bind(args, kwargs)
-        bucket = self._fit(*arguments["input_ids"].shape)
-        graph = None if bucket is None else self._graphs.get(bucket)
-        if bucket is None or graph is None:
+        fitting = self._fit(*arguments["input_ids"].shape)
+        if fitting is None:
             return self.run_eagerly("shape", args, kwargs, rows)
         if not all(map(_begins, rows)):
             return self.run_eagerly("padding", args, kwargs, rows)
+        bucket, graph = fitting
         try:
             output = self._replay(graph, bucket, arguments)
         except Exception as error:
@@ -152,13 +148,14 @@ class CompiledTrunk:
             made, shape = graph(self._maker.inputs(bucket, arguments)), arguments["input_ids"].shape
             return self._maker.pack(made, shape, has_names is not False, is_owned=self._thread is not None)
 
-    def _fit(self, n_rows: int, n_tokens: int) -> Bucket | None:
-        """Return the smallest bucket that holds B rows of T tokens, unless too much of it were padding."""
-        holding = [one for one in list(self._graphs) if one.rows >= n_rows and one.length >= n_tokens]
+    def _fit(self, n_rows: int, n_tokens: int) -> tuple[Bucket, Graph] | None:
+        """Return the smallest bucket that holds B rows of T tokens and its graph, unless too much of it is padding."""
+        graphs = self._graphs.copy()
+        holding = [one for one in graphs if one.rows >= n_rows and one.length >= n_tokens]
         bucket = min(holding, key=lambda one: (one.rows * one.length, one.rows), default=None)
         if bucket is None or n_rows * n_tokens < (1 - self._max_padding) * bucket.rows * bucket.length:
             return None
-        return bucket
+        return bucket, graphs[bucket]
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
         """Return why no graph can stand for the trunk in a call that the cache understands, or None."""

@@ -34,11 +34,7 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(lengths: Sequence[int], rows: Sequence[int], n_positions: int | None) -> list[Bucket]:
-    """Return all buckets of these sizes, smallest first, within the model's positions.
-
-    Raises:
-        ConfigError: A size is no whole number over 0, or no bucket is left.
-    """
+    """Return all buckets of these sizes, smallest first, within the model's positions; one at least."""
     for name, sizes in (("lengths", lengths), ("rows", rows)):
         if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
             raise ConfigError(f"{name}: give whole numbers over 0 (got {sizes})")
@@ -52,12 +48,7 @@ class Maker:
     """Makes graphs of one trunk, and the inputs and outputs of calls that they run."""
 
     def __init__(self, trunk: Trunk, mode: str | None, backend: str | Callable[..., Any]) -> None:
-        """Make the twin and look at its output.
-
-        Raises:
-            ConfigError: The mode is unknown; the trunk has no twin; or it puts out more than states (B, T, D) and what
-                its pooler makes of them (B, D).
-        """
+        """Make the twin. `ConfigError` if it puts out more than states (B, T, D) and the pooler's (B, D)."""
         self._trunk = trunk
         self._twin = make_twin(trunk.module)
         self._backend = backend
@@ -81,11 +72,9 @@ class Maker:
                 self.takes_types = torch.equal(typed[_STATES], named[_STATES])
 
     def make(self, bucket: Bucket) -> Graph:
-        """Compile a graph and compare it with the trunk: on a full call, and on a smaller one with a padded row.
+        """Compile a graph, and compare it with the trunk on a full call, and on a smaller one with a padded row.
 
-        Raises:
-            Exception: Whatever a compiler raises.
-            ValueError: The graph puts out something else.
+        `ValueError` if the graph puts out something else; a compiler may raise anything.
         """
         twin, names, fixed = self._twin, self.names, self._fixed
 
@@ -125,13 +114,9 @@ class Maker:
         return inputs
 
     def pack(self, made: Sequence[Tensor], shape: Sequence[int], has_names: bool, is_owned: bool) -> Any:
-        """Return the trunk's output for a call of (B, T) tokens.
+        """Return the trunk's output for a call of (B, T) tokens, cut from what a graph made.
 
-        Args:
-            made: What a graph put out.
-            shape: B, T.
-            has_names: Return a `ModelOutput`; else a tuple.
-            is_owned: The graph's next run writes over `made`, so all of it is copied.
+        It is a `ModelOutput` if it `has_names`, else a tuple. All is copied if it `is_owned`, by the graph's next run.
         """
         n_rows, n_tokens = shape
         cut = [one[:n_rows, :n_tokens] if one.ndim == 3 else one[:n_rows] for one in made]

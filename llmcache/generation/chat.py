@@ -45,7 +45,17 @@ class Turn:
 class Answer(Iterator[str]):
     """An answer as it is made: pieces of text. Closed or interrupted, it is not remembered. One thread at a time."""
 
-    def __init__(self, tokens: Stream, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self,
+        question: str,
+        prompt: Prompt,
+        encode_s: float,
+        kept: Sequence[Message],
+        tokens: Stream,
+        detokenizer: Detokenizer,
+    ) -> None:
+        """Answer `question` from `tokens`; see `Turn`. `kept` is the history that the prompt has."""
+        self.question, self.prompt, self.encode_s, self.kept = question, prompt, encode_s, kept
         self._tokens = tokens
         self._detokenizer = detokenizer
         self.text = ""
@@ -71,17 +81,6 @@ class Answer(Iterator[str]):
         return self._tokens.generation()
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """A question whose answer is being read, see `Turn`, and the history that its prompt has."""
-
-    text: str
-    prompt: Prompt
-    encode_s: float
-    answer: Answer
-    kept: Sequence[Message]
-
-
 class Chat:
     """A conversation. One thread at a time.
 
@@ -96,7 +95,6 @@ class Chat:
         *,
         system: str | None = None,
         truncate: Truncate = "error",
-        name: str = "",
     ) -> None:
         """Begin a conversation.
 
@@ -108,7 +106,6 @@ class Chat:
             truncate: What is done about a history that the model has no room for: an error, or the oldest turns are
                 forgotten (`left`), some more than need be. A question that has no room by itself is cut; see
                 `PromptCache`.
-            name: Of the model, in keys of the prompt cache.
 
         Raises:
             RequestError: The context has no room for a prompt beside `max_new_tokens`.
@@ -125,9 +122,9 @@ class Chat:
                 "none for a prompt; ask for fewer"
             )
         self._longest = None if room is None else room - self._sampling.max_new_tokens
-        self.prompts = PromptCache(tokenizer, name, self._longest, truncate)
+        self.prompts = PromptCache(tokenizer, self._longest, truncate)
         self._history: list[Message] = []
-        self._open: _Open | None = None
+        self._open: Answer | None = None  # of the last question, until its turn
         self.clear()
 
     @property
@@ -153,9 +150,9 @@ class Chat:
         prompt, kept = self._encode({"role": "user", "content": text})
         encode_s = perf_counter() - started
         ids = torch.tensor([prompt.ids], device=next(self._model.parameters()).device)
-        answer = Answer(stream(self._model, ids, self._sampling), Detokenizer(self._tokenizer, prompt.ids))
-        self._open = _Open(text, prompt, encode_s, answer, kept)
-        return answer
+        tokens = stream(self._model, ids, self._sampling)
+        self._open = Answer(text, prompt, encode_s, kept, tokens, Detokenizer(self._tokenizer, prompt.ids))
+        return self._open
 
     def turn(self) -> Turn:
         """What became of the last question; remembered if its answer is whole.
@@ -165,13 +162,13 @@ class Chat:
         """
         if self._open is None:
             raise RequestError("nothing was asked: call ask() and read its answer first")
-        now, self._open = self._open, None
-        now.answer.close()
-        n_forgotten = (len(self._history) - len(now.kept)) // 2
-        if now.answer.is_whole:
-            said = [{"role": "user", "content": now.text}, {"role": "assistant", "content": now.answer.text}]
-            self._history = [*now.kept, *said]
-        return Turn(now.answer.text, now.prompt, now.encode_s, now.answer.generation(), n_forgotten)
+        answer, self._open = self._open, None
+        answer.close()
+        n_forgotten = (len(self._history) - len(answer.kept)) // 2
+        if answer.is_whole:
+            said = [{"role": "user", "content": answer.question}, {"role": "assistant", "content": answer.text}]
+            self._history = [*answer.kept, *said]
+        return Turn(answer.text, answer.prompt, answer.encode_s, answer.generation(), n_forgotten)
 
     def _encode(self, question: Message) -> tuple[Prompt, Sequence[Message]]:
         """The prompt of a question, and the history that it has room for."""
@@ -188,9 +185,6 @@ class Chat:
         return whole, self._history  # a question that has no room by itself takes none from what was said before
 
     def _prompt(self, messages: Sequence[Message]) -> Prompt:
-        return self.prompts.encode(messages if self._tokenizer.chat_template else _as_text(messages))
-
-
-def _as_text(messages: Sequence[Message]) -> str:
-    """A conversation for a model without a chat template, which goes on with a text."""
-    return "\n".join(str(message["content"]) for message in messages)
+        """The messages by the chat template; without one, their contents as one text."""
+        text = "\n".join(str(message["content"]) for message in messages)
+        return self.prompts.encode(messages if self._tokenizer.chat_template else text)

@@ -3,21 +3,18 @@
 It comes before the `prefix` rung: here a prompt is known as a whole or not at all, there the longest beginning counts.
 """
 
-import hashlib
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from functools import lru_cache
+from typing import Any, Literal
 
 from llmcache.errors import RequestError
-from llmcache.threads import forkable
 
 Message = Mapping[str, Any]
 Truncate = Literal["left", "error"]
 
-_Value = TypeVar("_Value")
 _TELLS_THE_TIME = "strftime_now"  # a chat template that calls this gives another text tomorrow
 
 
@@ -37,17 +34,15 @@ class Prompt:
 
 
 class PromptCache:
-    """Prompts of one model and tokenizer. Thread-safe.
+    """Prompts of one tokenizer. Thread-safe.
 
-    A prompt is known by the model's name, the tokenizer's digest, the chat template, the text that it comes to, the
-    longest length, the side that is cut, and whether special tokens are added. The text that a chat comes to is known
-    by its messages and the template; templates that tell the time are asked anew.
+    A text is known by its characters, the tokenizer's tokens, and whether special tokens are added. The text that a
+    chat comes to is known by its messages and the chat template; templates that tell the time are asked anew.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        model: str = "",
         max_length: int | None = None,
         truncate: Truncate = "error",
         max_entries: int = 1024,
@@ -57,7 +52,6 @@ class PromptCache:
         Args:
             tokenizer: Of the model; tokens that are added to it later count, and which of them are special. After other
                 edits call `clear`.
-            model: Its name.
             max_length: Tokens of the longest prompt, at least 1; None: any.
             truncate: What is done about a longer one: drop its beginning (`left`), all but the token that every text
                 begins with; or an error.
@@ -73,14 +67,14 @@ class PromptCache:
                 "are whole numbers, at least 1, truncate is 'left' or 'error'"
             )
         self._tokenizer = tokenizer
-        self._about = (model, tokenizer_digest(tokenizer), max_length, truncate)
         self._max_length = max_length
         self._truncate = truncate
-        self._texts: _Latest[str] = _Latest(max_entries)
-        self._tokens: _Latest[tuple[int, ...]] = _Latest(max_entries)
+        self._texts = lru_cache(max_entries)(lambda template, messages: self._format(json.loads(messages)))
+        self._tokens = lru_cache(max_entries)(self._tokenise)
+        self._local = threading.local()  # `is_hit`: this thread's latest prompt was known
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._tokens.cache_info().currsize
 
     def encode(self, prompt: str | Sequence[Message]) -> Prompt:
         """Token ids of a prompt.
@@ -97,9 +91,10 @@ class PromptCache:
         # Of a subclass of str its characters, which is what tokenizers read, whatever its own methods say.
         text = str.__str__(prompt) if isinstance(prompt, str) else self._formatted(prompt)
         _check_text(text)
-        template = "" if is_text else str(self._tokenizer.chat_template)
-        key = _digest(*self._about, *_settings(self._tokenizer), template, text, is_text)
-        ids, is_hit = self._tokens.get(key, lambda: self._tokenised(text, is_text))
+        tokenizer = self._tokenizer
+        flags = (getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token"))
+        self._local.is_hit = True
+        ids = self._tokens(text, is_text, len(tokenizer), str(tokenizer.special_tokens_map), *flags)
         if not ids:
             raise RequestError("the prompt is empty: give at least one token")
         n_dropped = max(0, len(ids) - (self._max_length or len(ids)))
@@ -108,12 +103,12 @@ class PromptCache:
                 f"the prompt has {len(ids)} tokens, of which the model can take {self._max_length} here: shorten it, "
                 "or choose truncate='left'"
             )
-        return Prompt(self._cut(ids, n_dropped), is_hit, n_dropped)
+        return Prompt(self._cut(ids, n_dropped), self._local.is_hit, n_dropped)
 
     def clear(self) -> None:
         """Forget all prompts."""
-        self._texts.clear()
-        self._tokens.clear()
+        self._texts.cache_clear()
+        self._tokens.cache_clear()
 
     def _cut(self, ids: tuple[int, ...], n: int) -> tuple[int, ...]:
         """Without `n` tokens on the left; the one that every text begins with stays, as in truncation by tokenizers."""
@@ -128,19 +123,20 @@ class PromptCache:
             raise RequestError(f"give a text, or messages of role and content, one at least (got {messages!r})")
 
         plain = [dict(one) for one in messages]
-
-        def form() -> str:
-            try:
-                made = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates are programs, and refuse what they like with what they like
-                raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
-            return str(made)
-
         named = None if _TELLS_THE_TIME in str(template) else _name(plain)
-        return form() if named is None else self._texts.get(_digest(str(template), named), form)[0]
+        return self._format(plain) if named is None else self._texts(str(template), named)
 
-    def _tokenised(self, text: str, is_text: bool) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=is_text)["input_ids"])
+    def _format(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            made = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs, and refuse what they like with what they like
+            raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
+        return str(made)
+
+    def _tokenise(self, text: str, has_specials: bool, *settings: object) -> tuple[int, ...]:
+        """Token ids of a text that is not known; `settings` of the tokenizer belong to the key alone."""
+        self._local.is_hit = False
+        return tuple(self._tokenizer(text, add_special_tokens=has_specials)["input_ids"])
 
 
 def _check_text(text: str) -> None:
@@ -169,57 +165,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is list:
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)
-
-
-class _Latest(Generic[_Value]):
-    """Values by key; the one used longest ago leaves. Thread-safe."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held: OrderedDict[str, _Value] = OrderedDict()
-        self._lock = forkable(threading.Lock())
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def get(self, key: str, make: Callable[[], _Value]) -> tuple[_Value, bool]:
-        """The value, and whether it was held; else it is made now, outside the lock, and held."""
-        with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key], True
-        made = make()
-        with self._lock:
-            self._held[key] = made
-            while len(self._held) > self._most:
-                self._held.popitem(last=False)
-        return made, False
-
-    def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
-
-
-def _settings(tokenizer: Any) -> tuple[object, ...]:
-    """What of a tokenizer may be set later, and is quickly asked."""
-    flags = (getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token"))
-    return (len(tokenizer), str(tokenizer.special_tokens_map), *flags)
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 (hex) over all that decides a tokenizer's output: its pipeline, or its vocabulary, and special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    pipeline = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
-    return _digest(type(tokenizer).__name__, pipeline, str(tokenizer.special_tokens_map))
-
-
-def _digest(*parts: object) -> str:
-    """SHA-256 (hex) of parts; no two different ones of the same types hash the same bytes."""
-    sha = hashlib.sha256()
-    for part in parts:
-        # What is a text already goes in by its characters: a subclass may say otherwise in `__str__` and `__repr__`.
-        characters = part if isinstance(part, str) else str(part)
-        packed = str.encode(characters, errors="surrogatepass")
-        sha.update(b"%d:" % len(packed))
-        sha.update(packed)
-    return sha.hexdigest()

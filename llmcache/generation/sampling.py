@@ -140,15 +140,6 @@ class CountPenalty:
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A token that was chosen; see `Token`."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
 class Chooser:
     """Chooses the tokens of one request."""
 
@@ -158,8 +149,12 @@ class Chooser:
         self._processors = sampling.processors(n_prompt)
         self._rng = torch.Generator(device).manual_seed(sampling.seed)
 
-    def __call__(self, ids: Tensor, logits: Tensor) -> Choice:
-        """Choose what follows prompt and answer so far, int64 (1, T), by its logits (1, V), which must be finite."""
+    def __call__(self, ids: Tensor, logits: Tensor) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+        """Choose what follows prompt and answer so far, int64 (1, T), by its logits (1, V), which must be finite.
+
+        Returns:
+            `id`, `logprob` and `top` of a `Token`.
+        """
         own = logits.to(torch.float32)  # as transformers: in half precision ties are many
         logprobs = torch.log_softmax(own, dim=-1)[0]
         scores = self._processors(ids, own)
@@ -171,4 +166,4 @@ class Chooser:
             chosen = int(scores.argmax(dim=-1))
         top = logprobs.topk(self._sampling.n_logprobs)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return Choice(chosen, float(logprobs[chosen]), tuple(pair for pair in pairs if pair[1] > -math.inf))
+        return chosen, float(logprobs[chosen]), tuple(pair for pair in pairs if pair[1] > -math.inf)

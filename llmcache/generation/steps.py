@@ -5,7 +5,6 @@ Both run without gradients, on the model as it is: a cache that hangs on it serv
 Sizes: B rows, T tokens a row (padding included), S tokens that a K/V cache holds a row, V vocabulary.
 """
 
-from functools import cache as remember
 from inspect import signature
 from typing import Any
 from weakref import WeakSet
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from llmcache.errors import RequestError, UnsupportedModelError
 from llmcache.generation.kv_caches import Kind, check_room, make_cache
-from llmcache.generation.validation import check_context, check_last, check_prompt, decoder_config
+from llmcache.generation.validation import check_context, check_ids, check_prompt, decoder_config
 
 #: K/V caches of prompts that were padded: nothing in a cache itself tells which of its columns are tokens.
 _PADDED: WeakSet[Any] = WeakSet()
@@ -94,7 +93,7 @@ def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor 
         UnsupportedModelError: The model is no causal language model.
     """
     config = decoder_config(model)
-    check_last(config, last)
+    check_ids(config, "last", last, 1, "(B,), the newest token of each row")
     if not hasattr(kv_cache, "get_seq_length"):
         raise RequestError(f"kv_cache: give the one that prefill() returned (got {type(kv_cache).__name__})")
     n_held = int(kv_cache.get_seq_length())
@@ -128,10 +127,9 @@ def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep
     """Logits (B, n_keep, V) of the last columns."""
     padding: dict[str, Tensor] = {}
     if mask is not None and not bool(mask.all()):
-        kind: type = type(model)
-        if "position_ids" not in _argument_names(kind):
+        if "position_ids" not in signature(type(model).forward).parameters:
             raise UnsupportedModelError(
-                f"{kind.__name__} takes no position_ids, so padding would move its tokens: give one row a call"
+                f"{type(model).__name__} takes no position_ids, so padding would move its tokens: give one row a call"
             )
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         padding = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
@@ -146,8 +144,3 @@ def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep
         )
     logits: Tensor = output.logits[:, -n_keep:]  # a model that does not know `logits_to_keep` gives all
     return logits
-
-
-@remember
-def _argument_names(kind: type) -> frozenset[str]:
-    return frozenset(signature(kind.forward).parameters)  # type: ignore[attr-defined]

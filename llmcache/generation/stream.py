@@ -71,7 +71,12 @@ def generate(
 
 
 class Stream(Iterator[Token]):
-    """The tokens of one request; made by `stream`. One thread at a time."""
+    """The tokens of one request; made by `stream`. One thread at a time.
+
+    Attributes:
+        stopped_by: Why the newest token is the last; None: more follow.
+        outcome: What the cache on the model made of the prefill; None before it, and without a cache.
+    """
 
     def __init__(
         self,
@@ -94,8 +99,8 @@ class Stream(Iterator[Token]):
         self._n_prompt = ids.shape[1]
         self._choose = Chooser(sampling, ids.device, self._n_prompt)
         self._tokens: list[Token] = []
-        self._stopped_by: StoppedBy | None = None
-        self._outcome: Outcome | None = None
+        self.stopped_by: StoppedBy | None = None
+        self.outcome: Outcome | None = None
         self._kv_nbytes = 0
         n_run = self._n_prompt + sampling.max_new_tokens - 1  # the last token is not run
         if cache == "static" and max_length is None:
@@ -108,16 +113,6 @@ class Stream(Iterator[Token]):
         """The next token, computed now."""
         return next(self._steps)
 
-    @property
-    def stopped_by(self) -> StoppedBy | None:
-        """Why the newest token is the last; None: more follow."""
-        return self._stopped_by
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """What the cache on the model made of the prefill; None before it, and without a cache."""
-        return self._outcome
-
     def close(self) -> None:
         """End it before its end. Twice does nothing."""
         self._steps.close()
@@ -129,32 +124,30 @@ class Stream(Iterator[Token]):
             logprobs=tuple(token.logprob for token in self._tokens),
             top=tuple(token.top for token in self._tokens),
             times=Latency(tuple(token.time_s for token in self._tokens)) if self._tokens else None,
-            stopped_by=self._stopped_by,
+            stopped_by=self.stopped_by,
             n_prompt=self._n_prompt,
             kv_nbytes=self._kv_nbytes,
-            outcome=self._outcome,
+            outcome=self.outcome,
         )
 
     def _run(self, ids: Tensor, kv_cache: Any) -> Generator[Token, None, None]:
         logits = run_prompt(self._model, self._config, ids, None, kv_cache)
         if self._listener is not None and self._listener.last:
-            self._outcome = self._listener.last[0]
-        while self._stopped_by is None:
-            token = self._choose(ids, logits)
-            self._tokens.append(Token(token.id, token.logprob, token.top, self._clock() - self._started_s))
+            self.outcome = self._listener.last[0]
+        while True:
+            token = Token(*self._choose(ids, logits), self._clock() - self._started_s)
+            self._tokens.append(token)
             self._kv_nbytes = held_nbytes(kv_cache)
-            self._stopped_by = self._end()
-            yield self._tokens[-1]
-            if self._stopped_by is None:
-                newest = torch.tensor([token.id], dtype=ids.dtype, device=ids.device)
-                ids = torch.cat([ids, newest[None]], dim=1)
-                logits = decode_step(self._model, newest, kv_cache)
-
-    def _end(self) -> StoppedBy | None:
-        """Why the newest token is the last, or None."""
-        if self._tokens[-1].id in self._stops:
-            return "stop"
-        return "length" if len(self._tokens) == self._max_new_tokens else None
+            if token.id in self._stops:
+                self.stopped_by = "stop"
+            elif len(self._tokens) == self._max_new_tokens:
+                self.stopped_by = "length"
+            yield token
+            if self.stopped_by is not None:
+                return
+            newest = torch.tensor([token.id], dtype=ids.dtype, device=ids.device)
+            ids = torch.cat([ids, newest[None]], dim=1)
+            logits = decode_step(self._model, newest, kv_cache)
 
 
 def _check(config: Any, ids: Any, sampling: Sampling) -> None:

@@ -28,25 +28,24 @@ def decoder_config(model: Any) -> Any:
 
 def check_prompt(config: Any, ids: Any, attention_mask: Any = None) -> None:
     """See to it that the model can be given these tokens (B, T), and the mask (B, T), 1 for tokens, 0 for padding."""
-    _check_integers("ids", ids, 2, "(1, T), or (B, T) with an attention mask")
+    check_ids(config, "ids", ids, 2, "(1, T), or (B, T) with an attention mask")
     if ids.numel() == 0:
         raise RequestError(
             f"the prompt is empty (shape {tuple(ids.shape)}): give a token at least, the model's bos_token_id "
             f"({getattr(config, 'bos_token_id', None)}), say"
         )
-    check_vocabulary("ids", ids, config)
     if attention_mask is not None:
         _check_mask(config, ids, attention_mask)
     check_context(config, ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max()), 0)
 
 
-def check_last(config: Any, last: Any) -> None:
-    """See to it that the newest token of each row is int64 or int32 (B,), of the vocabulary."""
-    _check_integers("last", last, 1, "(B,), the newest token of each row")
-    check_vocabulary("last", last, config)
-
-
-def check_vocabulary(name: str, ids: Tensor, config: Any) -> None:
+def check_ids(config: Any, name: str, ids: Any, ndim: int, shape: str) -> None:
+    """See to it that token ids are int64 or int32, of so many dimensions (`shape`, in words), and of the vocabulary."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise RequestError(f"{name}: token ids are a tensor of int64 (got {kind}); use return_tensors='pt'")
+    if ids.ndim != ndim:
+        raise RequestError(f"{name}: the shape is {tuple(ids.shape)}; give {shape}")
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.numel():
         raise RequestError(
@@ -56,6 +55,7 @@ def check_vocabulary(name: str, ids: Tensor, config: Any) -> None:
 
 
 def check_context(config: Any, n_tokens: int, n_new: int) -> None:
+    """See to it that so many tokens, and new ones after them, fit the model's context."""
     limit = context_length(config)
     if limit is None or n_tokens + n_new <= limit:
         return
@@ -67,14 +67,6 @@ def check_context(config: Any, n_tokens: int, n_new: int) -> None:
         f"{n_tokens} tokens and max_new_tokens={n_new} exceed the model's context of {limit}: "
         f"{limit - n_tokens} new ones fit; lower max_new_tokens, or cut the prompt"
     )
-
-
-def _check_integers(name: str, ids: Any, ndim: int, shape: str) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise RequestError(f"{name}: token ids are a tensor of int64 (got {kind}); use return_tensors='pt'")
-    if ids.ndim != ndim:
-        raise RequestError(f"{name}: the shape is {tuple(ids.shape)}; give {shape}")
 
 
 def _check_mask(config: Any, ids: Tensor, mask: Any) -> None:

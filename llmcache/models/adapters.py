@@ -9,7 +9,7 @@ Sizes: B rows, T tokens, D hidden width.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -89,47 +89,35 @@ class Adapter:
 
 _BERT_SPECIALS = (100, 101, 102, 103)  # [UNK] [CLS] [SEP] [MASK] of every published BERT vocabulary
 
-ADAPTERS: dict[str, Adapter] = {
-    adapter.family: adapter
-    for adapter in (
-        Adapter("bert", ("BertModel",), "encoder.layer", attention="attention.self", special_ids=_BERT_SPECIALS),
-        Adapter(
-            "roberta",
-            ("RobertaModel", "XLMRobertaModel", "CamembertModel"),
-            "encoder.layer",
-            attention="attention.self",
-        ),
-        Adapter(
-            "distilbert", ("DistilBertModel",), "transformer.layer", attention="attention", special_ids=_BERT_SPECIALS
-        ),
-        Adapter("electra", ("ElectraModel",), "encoder.layer", attention="attention.self", special_ids=_BERT_SPECIALS),
-        Adapter("gpt2", ("GPT2Model",), "h", norm="ln_f", attention="attn", is_causal=True),
-        Adapter("mpnet", ("MPNetModel",), "encoder.layer", attention="attention.attn", skipped=None),
-        Adapter(
-            "deberta", ("DebertaModel", "DebertaV2Model"), "encoder.layer", attention="attention.self", skipped=None
-        ),
-        Adapter("rembert", ("RemBertModel",), "encoder.layer", attention="attention.self", skipped=_before_attentions),
-        Adapter("modernbert", ("ModernBertModel",), "layers", norm="final_norm", attention="attn", skipped=None),
-        Adapter(
-            "llama",
-            ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
-            "layers",
-            norm="norm",
-            attention="self_attn",
-            is_causal=True,
-        ),
-        Adapter(
-            "t5",
-            ("T5Stack",),
-            "block",
-            norm="final_layer_norm",
-            attention="layer.0.SelfAttention",
-            skipped=_t5_block,
-        ),
-        Adapter("bart", ("BartEncoder",), "layers", attention="self_attn"),
-    )
-}
-_OF_TRANSFORMERS = tuple(ADAPTERS.values())  # rows that tell of transformers' own classes, not of any so named
+
+def _like_bert(family: str, *trunks: str, **more: Any) -> Adapter:
+    return Adapter(family, trunks, "encoder.layer", attention="attention.self", **more)
+
+
+#: These tell of transformers' own classes, not of any so named.
+_ROWS = (
+    _like_bert("bert", "BertModel", special_ids=_BERT_SPECIALS),
+    _like_bert("roberta", "RobertaModel", "XLMRobertaModel", "CamembertModel"),
+    _like_bert("electra", "ElectraModel", special_ids=_BERT_SPECIALS),
+    _like_bert("deberta", "DebertaModel", "DebertaV2Model", skipped=None),
+    _like_bert("rembert", "RemBertModel", skipped=_before_attentions),
+    Adapter("distilbert", ("DistilBertModel",), "transformer.layer", attention="attention", special_ids=_BERT_SPECIALS),
+    Adapter("mpnet", ("MPNetModel",), "encoder.layer", attention="attention.attn", skipped=None),
+    Adapter("modernbert", ("ModernBertModel",), "layers", norm="final_norm", attention="attn", skipped=None),
+    Adapter("bart", ("BartEncoder",), "layers", attention="self_attn"),
+    Adapter("t5", ("T5Stack",), "block", norm="final_layer_norm", attention="layer.0.SelfAttention", skipped=_t5_block),
+    Adapter("gpt2", ("GPT2Model",), "h", norm="ln_f", attention="attn", is_causal=True),
+    Adapter(
+        "llama",
+        ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
+        "layers",
+        norm="norm",
+        attention="self_attn",
+        is_causal=True,
+    ),
+)
+#: By family.
+ADAPTERS: dict[str, Adapter] = {adapter.family: adapter for adapter in _ROWS}
 
 
 def register_adapter(adapter: Adapter) -> None:
@@ -191,7 +179,7 @@ class Trunk:
         flag: a row's states depend on the rows beside it.
         """
         said = _directions(self.module)
-        if self.adapter not in _OF_TRANSFORMERS:
+        if self.adapter not in _ROWS:
             return said != self.directions
         if len(said) < len(self.directions):  # without a flag attention takes it for set
             return True
@@ -212,9 +200,13 @@ class Trunk:
     @property
     def attention(self) -> str:
         """The attention implementation in use, with the code of functions that users registered; "" without a name."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         name = str(setting(self.module.config, "_attn_implementation", ""))
-        own = _registered(name)
-        return " ".join((name, *map(_describe, own))) if own else name
+        found = (table.get(name) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
+        own = (one for one in found if one is not None and not str(one.__module__).startswith("transformers."))
+        return " ".join((name, *map(_describe, own)))
 
 
 def locate(model: nn.Module, family: str = "auto") -> Trunk:
@@ -222,14 +214,14 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
 
     `family` names the row of the table that describes it; `auto`: the one that names its class, or its shape tells.
     """
-    if family != "auto":
-        return _of_family(model, family)
-    by_class = {trunk: adapter for adapter in ADAPTERS.values() for trunk in adapter.trunks}
     # Both halves of T5 share one class; the decoder half says so of itself.
     candidates = [module for module in model.modules() if not getattr(module, "is_decoder", False)]
+    if family != "auto":
+        return _of_family(model, candidates, family)
+    by_class = {trunk: adapter for adapter in ADAPTERS.values() for trunk in adapter.trunks}
     for module in candidates:
         adapter = by_class.get(type(module).__name__)
-        if adapter is not None and (adapter not in _OF_TRANSFORMERS or is_from(module, "transformers")):
+        if adapter is not None and (adapter not in _ROWS or is_from(module, "transformers")):
             return _dissect(module, adapter)
     guesses = [(module, adapter) for module in candidates if (adapter := _recognise(module))]
     for module, adapter in guesses:
@@ -249,29 +241,27 @@ def is_from(module: nn.Module, package: str) -> bool:
     return type(module).__module__.split(".")[0] == package
 
 
-def _of_family(model: nn.Module, family: str) -> Trunk:
+def _of_family(model: nn.Module, candidates: Sequence[nn.Module], family: str) -> Trunk:
     """The trunk that the user says is of a family, whoever defined its class."""
     if family not in ADAPTERS:
         raise ConfigError(f"adapter: unknown name {family!r}; known: auto, {', '.join(sorted(ADAPTERS))}")
     adapter = ADAPTERS[family]
-    for module in model.modules():
-        if type(module).__name__ in adapter.trunks and not getattr(module, "is_decoder", False):
+    for module in candidates:
+        if type(module).__name__ in adapter.trunks:
             return _dissect(module, adapter)
     raise ConfigError(f"adapter={family!r}: {type(model).__name__} holds no {' or '.join(adapter.trunks)}")
 
 
 def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
+    name = type(module).__name__
     try:
         layers: nn.ModuleList = _follow(module, adapter.layers)
         norm = _follow(module, adapter.norm) if adapter.norm else None
     except AttributeError as error:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: not as its adapter {adapter.family!r} says: {error}"
-        ) from error
+        raise UnsupportedModelError(f"{name}: not as its adapter {adapter.family!r} says: {error}") from error
     if len(layers) == 0:
-        raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
+        raise UnsupportedModelError(f"{name}: {adapter.layers} holds no layers, nothing to reuse")
     if not hasattr(module, "config"):
-        name = type(module).__name__
         raise UnsupportedModelError(
             f"{name}: no config; give it one with vocab_size, as models of transformers have it"
         )
@@ -312,25 +302,20 @@ def _follow(module: Any, path: str) -> Any:
 
 def _recognise(module: nn.Module) -> Adapter | None:
     """Describe a trunk that is not in the table, or None when the module is not one."""
-    if not hasattr(module, "config") or "input_ids" not in inspect.signature(module.forward).parameters:
+    taken = Arguments(module.forward).names if hasattr(module, "config") else ()
+    if "input_ids" not in taken:
         return None
-    keeps_kv = CACHE in inspect.signature(module.forward).parameters
-    for path, layers in _layer_lists(module):
+    for path, layers in module.named_modules():
+        parts = path.split(".")
+        is_list = isinstance(layers, nn.ModuleList) and len({type(layer) for layer in layers}) == 1
+        if not is_list or len(parts) > 2 or parts[-1] not in _LIST_NAMES:  # held by the module, or a child of it
+            continue
         names = Arguments(layers[0].forward).names
         is_like_a_layer = names[:1] and names[0] in _HIDDEN_NAMES and not _STATES & set(names)
-        knows_its_kv = CACHE in names or not keeps_kv
-        if is_like_a_layer and knows_its_kv and len({type(layer) for layer in layers}) == 1:
+        if is_like_a_layer and (CACHE in names or CACHE not in taken):
             name = type(module).__name__
             return Adapter(name, (name,), path, is_causal=CACHE in names, is_guess=True, skipped=None)
     return None
-
-
-def _layer_lists(module: nn.Module) -> Iterator[tuple[str, Sequence[nn.Module]]]:
-    """Lists of layers held by the module itself or by a child of it."""
-    for path, child in module.named_modules():
-        parts = path.split(".")
-        if len(parts) <= 2 and parts[-1] in _LIST_NAMES and isinstance(child, nn.ModuleList) and len(child):
-            yield path, list(child)
 
 
 def unpack(output: Any) -> Tensor:
@@ -359,29 +344,16 @@ def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def vocabulary_size(trunk: Trunk) -> int:
-    ask: Callable[[], Any] | None = getattr(trunk.module, "get_input_embeddings", None)
+    module: Any = trunk.module
     embedding = None
-    with suppress(NotImplementedError):  # transformers could not tell which of its embeddings it is
-        embedding = ask() if ask else None
-    told = setting(trunk.config, "vocab_size")
-    size = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else told
+    with suppress(AttributeError, NotImplementedError):  # no model of transformers; it cannot tell which of several
+        embedding = module.get_input_embeddings()
+    size = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else setting(trunk.config, "vocab_size")
     if size is None:
-        name = type(trunk.module).__name__
-        raise UnsupportedModelError(f"{name}: it has no embedding of tokens, and its config no vocab_size")
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: it has no embedding of tokens, and its config no vocab_size"
+        )
     return int(size)
-
-
-def _registered(attention: str) -> list[Any]:
-    """Functions that transformers looks up by the name of an attention implementation, but its own."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    own = []
-    for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        one = table.get(attention)
-        if one is not None and not str(one.__module__).startswith("transformers."):
-            own.append(one)
-    return own
 
 
 def first_position(trunk: nn.Module) -> int:

@@ -59,18 +59,7 @@ class Arguments:
 def select_rows(
     arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor, n_rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keep some rows of what a layer is passed.
-
-    Args:
-        arguments: Names of the layer's arguments.
-        args: Passed by position.
-        kwargs: Passed by name.
-        rows: Row numbers, int64 (R,), on the tensors' device.
-        n_rows: B of the call.
-
-    Returns:
-        The arguments; of tensors that hold one row a request, the chosen rows.
-    """
+    """What a layer is passed for some of a call's B rows, whose numbers are int64 (R,), on the tensors' device."""
     chosen = {
         name: _select(value, rows, n_rows) if name in _BY_ROW or name == arguments.names[0] else value
         for name, value in arguments.bind(args, kwargs).items()

@@ -32,68 +32,27 @@ from llmcache.models.hooks import Swap
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # torch's own, which is looked at elsewhere
 
-# Attributes that decide no state: notes of transformers and accelerate about loading, saving, losses and places.
+# Attributes that decide no state: notes about loading, saving, losses, kernels and places.
 _IDLE = frozenset(
-    [
-        "_is_hf_initialized",
-        "_output_capturing_hooks_installed",
-        "_hf_hook",
-        "_old_forward",
-        "__reduce_ex__",
-        "_replicate_for_data_parallel",
-        "hf_device_map",
-        "name_or_path",
-        "generation_config",
-        "kernel_config",
-        "loss_type",
-        "gradient_checkpointing",
-        "_gradient_checkpointing_func",
-        "warnings_issued",
-        "all_tied_weights_keys",
-        "_tied_weights_keys",
-        "_keep_in_fp32_modules",
-        "_keep_in_fp32_modules_strict",
-        "_keys_to_ignore_on_load_missing",
-        "_no_split_modules",
-        "_keys_to_ignore_on_load_unexpected",
-        "_keys_to_ignore_on_save",
-        "_skip_keys_device_placement",
-        "_tp_plan",
-        "_ep_plan",
-        "_pp_plan",
-        "_fsdp_plan",
-        "_tp_size",
-        "_device_mesh",
-        "_attn_implementation",
-        "_compiled_call_impl",
-        "_use_kernels",
-        "_weight_conversions",
-        "_is_buffer",
-        "persistent",
-        "tensor_model_parallel",
+    (
+        *("_is_hf_initialized", "_output_capturing_hooks_installed", "_hf_hook", "_old_forward", "hf_device_map"),
+        *("__reduce_ex__", "_replicate_for_data_parallel", "_compiled_call_impl", "_is_buffer", "persistent"),
+        *("name_or_path", "generation_config", "kernel_config", "_use_kernels", "loss_type", "warnings_issued"),
+        *("gradient_checkpointing", "_gradient_checkpointing_func", "_attn_implementation", "_weight_conversions"),
+        *("all_tied_weights_keys", "_tied_weights_keys", "_no_split_modules", "_skip_keys_device_placement"),
+        *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"),
+        *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"),
+        *("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_device_mesh", "tensor_model_parallel"),
         "peft_config",  # what of it decides states is in PEFT's layers
-    ]
+    )
 )
 # Of configs: what shapes the output, is part of the key already, or belongs to heads, losses, generation and saving.
 _IDLE_IN_CONFIG = frozenset(
-    [
-        "return_dict",
-        "use_cache",
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "tokenizer_class",
-        "model_type",
-        "transformers_version",
-        "name_or_path",
-        "finetuning_task",
-        "task_specific_params",
-        "quantization_config",
-    ]
+    (
+        *("return_dict", "use_cache", "architectures", "dtype", "torch_dtype", "model_type", "quantization_config"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        *("tokenizer_class", "transformers_version", "name_or_path"),
+    )
 )
 _UNREAD: dict[type, frozenset[str]] = {  # by exact class: what its forward does not read
     nn.Linear: frozenset(["in_features", "out_features"]),
@@ -113,36 +72,23 @@ _STRANGERS = (
     *("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers"),
     *("torch._dynamo", "torch._inductor", "torch.amp"),
 )
-_KINDS = ("same", "flat", "deep")  # how attributes are compared: by identity, by elements, by what they print as
 _MANY = 256  # elements, from which on a container of settings is not compared in each call
 _HOMES = ("__dict__", "__weakref__")  # among slots
 _DEPTH = 32  # of objects and containers that are looked into
 
 
 class _Fields:
-    """Attributes of an object that are in no dict, as if they were."""
+    """Attributes of an object that are in no dict, and what a function closes over, as if they were in one."""
 
-    def __init__(self, of: Any, names: Iterable[str]) -> None:
-        self.of = of
-        self.names = list(names)
+    def __init__(self, of: Any, names: Iterable[str], cells: Mapping[str, types.CellType] | None = None) -> None:
+        self.of, self.cells = of, cells or {}
+        self.names = [*names, *self.cells]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self.of, name, None)
-
-
-class _Cells(_Fields):
-    """What a function closes over, and what it is made of beside that."""
-
-    def __init__(self, of: types.FunctionType) -> None:
-        super().__init__(of, ("__defaults__", "__kwdefaults__", "__code__"))
-        self.cells = dict(zip(of.__code__.co_freevars, of.__closure__ or (), strict=True))
-        self.names += self.cells
-
-    def __getitem__(self, name: str) -> Any:
-        return content(self.cells[name]) if name in self.cells else super().__getitem__(name)
+        return content(self.cells[name]) if name in self.cells else getattr(self.of, name, None)
 
 
 Space = dict[str, Any] | _Fields
@@ -157,12 +103,9 @@ class Attributes:
         known: Iterable[nn.Module] = (),
         has_values: bool = True,
     ) -> None:
-        """Look at modules, and at those found with them.
+        """Look at modules by path, and at those found with them, but for `known` ones.
 
-        Args:
-            parts: By path.
-            known: Not to be looked at where they turn up.
-            has_values: Numbers, strings and containers of them count, too, not only classes and functions.
+        With `has_values` numbers, strings and containers of them count, too, not only classes and functions.
         """
         self.parts: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}  # by path; not those of parameters and buffers
@@ -176,27 +119,25 @@ class Attributes:
         self._alive: list[Any] = []
         self._within: set[int] = set()  # ids of what is being looked into
         self._n_found = 0  # tensors and modules, each as often as it was met
+        # By how attributes are compared (`same`: by identity; `flat`: by elements; `deep`: by repr), and their names.
         self._groups: dict[tuple[str, tuple[str, ...]], list[Space]] = defaultdict(list)
         self._containers: list[Iterable[Any]] = []
         self._pending = deque(parts.items())
         while self._pending:
             self._read_module(*self._pending.popleft())
-        self._getters = {kind: self._make_getters(kind) for kind in _KINDS}
+        self._getters: dict[str, list[tuple[Callable[[Space], tuple[Any, ...]], list[Space]]]] = defaultdict(list)
+        for (kind, names), spaces in self._groups.items():
+            names = names * 2 if len(names) == 1 else names  # of a single one itemgetter returns no tuple
+            self._getters[kind].append((itemgetter(*names), spaces))
 
     def state(self) -> tuple[Iterator[Any], Iterator[Any], tuple[Any, ...]]:
         """Settings and what containers of tensors hold, compared by identity; contents, compared by value."""
-        rows = chain.from_iterable(starmap(map, self._getters["same"]))
-        settings, held = chain.from_iterable(rows), chain.from_iterable(self._containers)
-        return settings, held, self._contents() if self._getters["flat"] or self._getters["deep"] else ()
+        flat = (tuple(value.items() if isinstance(value, dict) else value) for value in self._values("flat"))
+        contents = (*flat, *map(repr, self._values("deep")))
+        return self._values("same"), chain.from_iterable(self._containers), contents
 
-    def _contents(self) -> tuple[Any, ...]:
-        flat = (_freeze(value) for get in self._getters["flat"] for values in map(*get) for value in values)
-        deep = (repr(value) for get in self._getters["deep"] for values in map(*get) for value in values)
-        return (*flat, *deep)
-
-    def _make_getters(self, kind: str) -> list[tuple[Callable[[Space], tuple[Any, ...]], list[Space]]]:
-        groups = ((names, spaces) for (of, names), spaces in self._groups.items() if of == kind)
-        return [(itemgetter(*_twice(names)), spaces) for names, spaces in groups]
+    def _values(self, kind: str) -> Iterator[Any]:
+        return chain.from_iterable(chain.from_iterable(starmap(map, self._getters[kind])))
 
     # -- what is read --------------------------------------------------------------------------------------------------
 
@@ -206,20 +147,18 @@ class Attributes:
         if isinstance(module, torch.jit.ScriptModule):
             self.unseen = self.unseen or path
             return
-        of = type(module)
-        self.kinds[of] = self.kinds.get(of) or describe(of)
-        self.facts.append(f"{path}: {self.kinds[of]}")
-        idle = _IDLE | _OF_MODULES | _UNREAD.get(type(module), frozenset())
+        kind = type(module)
+        self.kinds[kind] = self.kinds.get(kind) or describe(kind)
+        self.facts.append(f"{path}: {self.kinds[kind]}")
+        idle = _IDLE | _OF_MODULES | _UNREAD.get(kind, frozenset())
         if "forward" in vars(module) and _is_own(module, vars(module)["forward"]):
             idle |= {"forward"}
             self._groups["same", ("forward",)].append(vars(module))  # decides nothing until it is replaced
-        self._read(
-            path, vars(module), [name for name in vars(module) if name not in idle and not _is_made(module, name)]
-        )
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None:
-                    self._read_tensor(f"{path}.{name}", tensor)
+        names = [name for name in vars(module) if name not in idle and not _is_made(module, name)]
+        self._read(path, vars(module), names)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                self._read_tensor(f"{path}.{name}", tensor)
 
     def _read(self, path: str, space: Space, names: Iterable[str]) -> None:
         """Take in attributes, and compare them from now on."""
@@ -257,7 +196,8 @@ class Attributes:
         self._known[id(config)] = path
         space = vars(config)
         self.spaces.append(space)
-        names = [name for name in space if _counts_in_config(name)]
+        # Other checks look at flags for the output, and at the name of the attention implementation.
+        names = [name for name in space if not (name.startswith(("_", "output_")) or name in _IDLE_IN_CONFIG)]
         for name in names:
             if hasattr(space[name], "model_type"):
                 self._read_config(f"{path}.{name}", space[name])
@@ -287,10 +227,9 @@ class Attributes:
         elif id(value) in self._within or len(self._within) > _DEPTH:
             self.facts.append(f"{path} {unlike_any_other(value)}")
         else:
+            search = self._search_all if isinstance(value, _CONTAINERS) else self._search_object
             self._within.add(id(value))
-            is_held = (
-                self._search_all(path, value) if isinstance(value, _CONTAINERS) else self._search_object(path, value)
-            )
+            is_held = search(path, value)
             self._within.remove(id(value))
             return is_held
         return True
@@ -305,12 +244,11 @@ class Attributes:
                     self._search_wrapper(f"{path}.{name}", value)
 
     def _search_all(self, path: str, value: Any) -> bool:
-        elements = value.values() if isinstance(value, dict) else value
-        names = value if isinstance(value, dict) else range(len(value))
-        pairs = zip(names, elements, strict=True)
+        """Look into a container."""
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
         found = [self._search(f"{path}.{name}", element) for name, element in pairs]
         if any(found) and not isinstance(value, tuple | frozenset):
-            self._containers.append(elements)
+            self._containers.append(value.values() if isinstance(value, dict) else value)
         if hasattr(value, "__dict__"):  # of a class of somebody's own
             self.facts.append(f"{path}: {describe(type(value))}")
             self._read(path, vars(value), list(vars(value)))
@@ -368,7 +306,8 @@ def _spaces_of(value: Any) -> Iterator[Space]:
     """Where an object keeps what it is made of."""
     if isinstance(value, types.FunctionType):
         if value.__closure__ or not is_installed(value):
-            yield _Cells(value)
+            cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+            yield _Fields(value, ("__defaults__", "__kwdefaults__", "__code__"), cells)
     elif isinstance(value, types.MethodType):
         yield _Fields(value, ("__self__", "__func__"))
     elif isinstance(value, functools.partial):
@@ -410,23 +349,9 @@ def _is_own(module: nn.Module, forward: Any) -> bool:
     return getattr(forward, "__func__", None) is type(module).forward
 
 
-def _counts_in_config(name: str) -> bool:
-    """Whether a config's value may decide states, which other checks do not look at."""
-    return not (name.startswith(("_", "output_")) or name in _IDLE_IN_CONFIG)
-
-
 def _tensors_of(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, list | tuple):
         for part in state:
             yield from _tensors_of(part)
-
-
-def _twice(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names with which `itemgetter` returns a tuple: of a single one it would return the bare value."""
-    return names * 2 if len(names) == 1 else names
-
-
-def _freeze(value: Any) -> Any:
-    return tuple(value.items()) if isinstance(value, dict) else tuple(value)

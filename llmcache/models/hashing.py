@@ -99,25 +99,8 @@ def unlike_any_other(value: Any) -> str:
     return _UNREAD[-1][1]
 
 
-def _describe_repr(value: Any, depth: int = 0) -> str:
-    return repr(value)
-
-
-for _plain in (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.layout,
-    np.generic,
-    slice,
-    PurePath,
-):
-    describe.register(_plain, _describe_repr)
+for _plain in (*_CONSTANTS, torch.dtype, torch.layout, np.generic, slice, PurePath):
+    describe.register(_plain, lambda value, depth=0: repr(value))
 
 
 @describe.register
@@ -281,10 +264,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 @lru_cache(4096)
 def _digest_code(code: types.CodeType) -> str:
-    constants = (_digest_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts)
+    # The repr of a frozenset differs by process, and that of code by address.
+    constants = (describe(one) if isinstance(one, frozenset | types.CodeType) else repr(one) for one in code.co_consts)
     made_of = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, *constants)
     return hashlib.sha256(repr(made_of).encode()).hexdigest()
-
-
-def _constant(value: Any) -> str:
-    return describe(value) if isinstance(value, frozenset) else repr(value)  # whose order differs by process

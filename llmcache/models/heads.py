@@ -8,12 +8,12 @@ that answers token by token may not: start and end positions would index another
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,15 +26,12 @@ from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.packing import PAYLOADS, Payload, head_reads_padding
-from llmcache.models.pooling import Pooled, find_pooled
+from llmcache.models.sentences import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
 from llmcache.threads import forkable
 
 # Read by the dozen in every call.
 _CONFIG, _FORWARD, _PRE_HOOKS = itemgetter("config"), attrgetter("forward"), attrgetter("_forward_pre_hooks")
-
-#: Makes a call of a copy, and returns all tensors of the output.
-_Ask: TypeAlias = Callable[[Mapping[str, Tensor]], list[Tensor]]
 
 #: One vector a request; an answer per token (span, tag, language model); unknown, so all hidden states.
 Reads = Literal["pooled", "tokens", "states"]
@@ -112,20 +109,14 @@ class Observed:
     """
 
     def __init__(self, model: nn.Module, trunk: Trunk, takes_choices: bool) -> None:
-        """Look at the head of a model, all of it that is not its trunk.
-
-        Args:
-            model: Not run: a copy of its head is.
-            trunk: Its trunk.
-            takes_choices: The model takes ids (B, choices, T).
-        """
+        """Run a copy of the model's head, which is all but its trunk; `takes_choices`: ids are (B, choices, T)."""
         self._model = model
         self._trunk = trunk
         self._takes_choices = takes_choices
         self._lock = forkable(threading.Lock(), is_waited_for=False)
         self._known: dict[str, bool] = {}  # whether `payload` is enough, by digest of the trunk's weights
         self._survey()
-        self.payload, self.reads_padding = observe(model, trunk, takes_choices)
+        self.payload, self.reads_padding = self._observe()
 
     def was_of(self, digest: str) -> None:
         """Record the digest of the trunk's weights for which `payload` was observed."""
@@ -140,17 +131,21 @@ class Observed:
                 if not is_as_seen or len(self._known) > _MAX_STATES:
                     self._known.clear()
                     self._survey()
-                is_enough = observe(self._model, self._trunk, self._takes_choices)[0] == self.payload
+                is_enough = self._observe()[0] == self.payload
                 self._known[digest] = is_enough
         return not is_enough
 
     def _survey(self) -> None:
-        """Find out what there is to look at."""
-        self._parts = parts = _parts_of(self._model, self._trunk)
-        self._readers = _readers_of(parts, self._trunk)
-        self._configs = [vars(part) for part in parts if "config" in vars(part)]
-        self._children = [part._modules for part in (*parts, self._trunk.module)]
-        pairs = [(vars(part), name) for part in parts for name in _settings_of(part)]
+        """Find what reads the trunk's last states: all modules outside of it, and its pooler."""
+        trunk = self._trunk.module
+        within = set(trunk.modules())
+        pooler = getattr(trunk, "pooler", None)
+        self._parts = [part for part in self._model.modules() if part not in within]
+        self._parts += pooler.modules() if isinstance(pooler, nn.Module) else ()
+        self._readers = [part for part in self._parts if trunk not in set(part.modules())]
+        self._configs = [vars(part) for part in self._parts if "config" in vars(part)]
+        self._children = [part._modules for part in (*self._parts, trunk)]
+        pairs = [(vars(part), name) for part in self._parts for name in _settings_of(part)]
         self._settings = [space for space, _ in pairs], [name for _, name in pairs]
         self._seen = self._state()
 
@@ -167,43 +162,25 @@ class Observed:
             *map(getattr, configs, repeat("pad_token_id"), repeat(None)),
         )
 
-
-def _parts_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
-    """Modules that read the trunk's last states: all outside of it, and its pooler."""
-    within = set(trunk.module.modules())
-    parts = [part for part in model.modules() if part not in within]
-    pooler = getattr(trunk.module, "pooler", None)
-    return [*parts, *pooler.modules()] if isinstance(pooler, nn.Module) else parts
-
-
-def _readers_of(parts: Sequence[nn.Module], trunk: Trunk) -> list[nn.Module]:
-    """Of these modules, those that may be called with the trunk's last states."""
-    return [part for part in parts if trunk.module not in set(part.modules())]
-
-
-def observe(model: nn.Module, trunk: Trunk, takes_choices: bool) -> tuple[PayloadName, bool]:
-    """The payload that keeps one row and is enough for a model's head, else `sequence`; whether it reads padding."""
-    parts = _parts_of(model, trunk)
-    # A head of the user's own, or a hook, may read other rows of longer requests than of those that are tried.
-    if (
-        trunk.adapter.is_guess
-        or not all(map(_is_known, parts))
-        or are_hooked(_readers_of(parts, trunk), only_before=True)
-    ):
-        return "sequence", True
-    try:
-        with untouched(device_of(trunk.module)):
-            shown = _Shown(trunk)
-            trial = make_trial(model, {trunk.module: shown})
-            ask = _asking(trial)
-            cases = []
-            for call in _calls(trunk, takes_choices):
-                with suppress(Exception):  # of a call that the model refuses
-                    cases.append((call, ask(call)))
-            enough = next((name for name in _TRIED if _is_enough(ask, shown, name, cases)), None)
-            return enough or "sequence", enough is None
-    except Exception:  # whatever an odd model raises
-        return "sequence", True
+    def _observe(self) -> tuple[PayloadName, bool]:
+        """The payload of one row that is enough for the head, else `sequence`; whether the head reads padding."""
+        trunk = self._trunk
+        # A head of the user's own, or a hook, may read other rows of longer requests than of those that are tried.
+        is_known = not trunk.adapter.is_guess and all(map(_is_known, self._parts))
+        if not is_known or are_hooked(self._readers, only_before=True):
+            return "sequence", True
+        try:
+            with untouched(device_of(trunk.module)):
+                shown = _Shown(trunk)
+                trial = make_trial(self._model, {trunk.module: shown})
+                cases = []
+                for call in _calls(trunk, self._takes_choices):
+                    with suppress(Exception):  # of a call that the model refuses
+                        cases.append((call, _ask(trial, call)))
+                enough = next((name for name in _TRIED if _is_enough(trial, shown, name, cases)), None)
+                return enough or "sequence", enough is None
+        except Exception:  # whatever an odd model raises
+            return "sequence", True
 
 
 class _Shown(nn.Module):
@@ -218,14 +195,14 @@ class _Shown(nn.Module):
         self.n_placed = 0
         self._arguments = Arguments(module.forward)
         self._width, self._pad_id = setting(trunk.config, "hidden_size"), setting(trunk.config, "pad_token_id")
-        self._kind = next(one.dtype for one in module.parameters() if one.is_floating_point())
+        self._dtype = next(one.dtype for one in module.parameters() if one.is_floating_point())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as Output
 
         ids, mask = (self._arguments.get(args, kwargs, name) for name in ("input_ids", "attention_mask"))
         made = torch.randn(*ids.shape, self._width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        states = made.to(ids.device, self._kind)
+        states = made.to(ids.device, self._dtype)
         if self.payload is not None:
             for row, own_ids in enumerate(ids.tolist()):
                 valid = np.arange(len(own_ids)) if mask is None else np.flatnonzero(mask[row].tolist())
@@ -240,15 +217,21 @@ class _Shown(nn.Module):
             self.n_placed += 1
 
 
-def _is_enough(ask: _Ask, shown: _Shown, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]) -> bool:
-    """Whether a head answers as before when the trunk's states come from entries with this payload."""
+def _is_enough(trial: nn.Module, shown: _Shown, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]) -> bool:
+    """Whether a model answers as before when the trunk's states come from entries with this payload."""
     shown.payload, shown.n_placed = PAYLOADS[name](), 0
     try:
-        found = [tensor for call, _ in cases for tensor in ask(call)]
+        found = [tensor for call, _ in cases for tensor in _ask(trial, call)]
     except Exception:  # of what is not kept, say: int8 layers refuse NaN
         return False
     expected = [tensor for _, answer in cases for tensor in answer]
     return shown.n_placed > 1 and len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def _ask(trial: nn.Module, call: Mapping[str, Tensor]) -> list[Tensor]:
+    """All tensors that a model puts out; sentence-transformers take their arguments as one."""
+    is_one = "input_ids" not in Arguments(trial.forward).names and is_from(trial, "sentence_transformers")
+    return list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
 
 
 def _calls(trunk: Trunk, takes_choices: bool) -> Iterator[dict[str, Tensor]]:
@@ -264,12 +247,6 @@ def _calls(trunk: Trunk, takes_choices: bool) -> Iterator[dict[str, Tensor]]:
         for rows, masks in ((row[None], mask[None]), (torch.stack([full, row]), torch.stack([mask | 1, mask]))):
             call = {"input_ids": rows, "attention_mask": masks}
             yield {name: value[None] if takes_choices else value for name, value in call.items()}
-
-
-def _asking(trial: nn.Module) -> _Ask:
-    """For all tensors that a model returns; it may take its arguments by name or, as sentence-transformers, as one."""
-    is_one = "input_ids" not in Arguments(trial.forward).names and is_from(trial, "sentence_transformers")
-    return lambda call: list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:

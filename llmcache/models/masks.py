@@ -12,10 +12,9 @@ from llmcache.models.adapters import CACHE
 
 
 def flatten(arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """Put the 2-D mask in place of a 4-D one that may be made of it. Reads no tensor.
+    """Put a 2-D mask in place of a 4-D one that may be made of it. Reads no tensor.
 
-    Told beside the arguments: the 4-D mask, bool (B, 1, T, M), to be compared with `expand`, or None where there was
-    none.
+    Returned with the arguments: the 4-D mask, bool (B, 1, T, M), to be compared with `expand`, or None.
     """
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if isinstance(mask, dict) and len(mask) == 1:  # by kind of layer, all of which are of one kind

@@ -8,6 +8,7 @@ has to be waited for: there, all places are looked at in one call of 64.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,10 @@ _SELDOM = 64  # looks
 class _View:
     """Places of some tensors that are read at once, and what was there."""
 
-    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int], read: Callable[[], bytes]) -> None:
-        """Read so many bytes of each, once `take` is called."""
-        self._tensors = tensors
-        self._sizes = sizes
-        self.read = read
+    def __init__(self, chunks: Sequence[tuple[Tensor, Any]], read: Callable[[list[Any]], bytes]) -> None:
+        """Look at chunks of the tensors' memory, which `read` joins; nothing is read before `take`."""
+        self._chunks = chunks
+        self.read = partial(read, [chunk for _, chunk in chunks])
         self.seen = b""
 
     def take(self) -> None:
@@ -35,10 +35,10 @@ class _View:
         return self.read() != self.seen
 
     def edited(self) -> Iterator[Tensor]:
-        """Those of which other bytes are there now."""
+        """The tensor of each chunk that holds other bytes now."""
         now, end = self.read(), 0
-        for tensor, size in zip(self._tensors, self._sizes, strict=True):
-            begin, end = end, end + size
+        for tensor, chunk in self._chunks:
+            begin, end = end, end + len(chunk)
             if now[begin:end] != self.seen[begin:end]:
                 yield tensor
 
@@ -59,8 +59,8 @@ class Samples:
                 self._mapped.append(memory)
             else:
                 far[memory.device].append((tensor, memory))
-        self._near = [_near(near, place) for place in range(N_PLACES)]
-        self._far = [_far(held) for held in far.values()]
+        self._near = [_View(_chunks(near, [place]), b"".join) for place in range(N_PLACES)]
+        self._far = [_View(_chunks(held, range(N_PLACES)), _read_far) for held in far.values()]
         self._addresses = list(map(Tensor.data_ptr, self._mapped))
         self._n_looks = 0
         self._differ = False
@@ -85,8 +85,9 @@ class Samples:
         return self._differ
 
     def edited(self) -> list[Tensor]:
-        """Tensors that have other bytes now, at any place."""
-        return [tensor for view in (*self._near, *self._far) for tensor in view.edited()]
+        """Tensors that have other bytes now, at any place; each once."""
+        found = {id(tensor): tensor for view in (*self._near, *self._far) for tensor in view.edited()}
+        return list(found.values())
 
 
 def _memory(tensor: Tensor) -> Tensor | None:
@@ -102,28 +103,16 @@ def _memory(tensor: Tensor) -> Tensor | None:
         return None
 
 
-def _chunk(n_bytes: int, place: int, number: int) -> slice:
-    """Where to look in the memory of a tensor, by its number among all."""
-    share = (place + number * _GOLDEN % 1) / N_PLACES
-    begin = int(max(0, n_bytes - _WIDTH) * share) // _WIDTH * _WIDTH
-    return slice(begin, min(n_bytes, begin + _WIDTH))
+def _chunks(held: Sequence[tuple[Tensor, Any]], places: Iterable[int]) -> list[tuple[Tensor, Any]]:
+    """64 bytes of the memory of each tensor at each of the places, which differ by the tensor's number."""
+    chunks = []
+    for number, (tensor, memory) in enumerate(held):
+        for place in places:
+            share = (place + number * _GOLDEN % 1) / N_PLACES
+            begin = int(max(0, len(memory) - _WIDTH) * share) // _WIDTH * _WIDTH
+            chunks.append((tensor, memory[begin : begin + _WIDTH]))
+    return chunks
 
 
-def _near(held: Sequence[tuple[Tensor, memoryview]], place: int) -> _View:
-    """One place of each tensor in the host's memory."""
-    views = [memory[_chunk(memory.nbytes, place, number)] for number, (_, memory) in enumerate(held)]
-    return _View([tensor for tensor, _ in held], [view.nbytes for view in views], partial(b"".join, views))
-
-
-def _far(held: Sequence[tuple[Tensor, Tensor]]) -> _View:
-    """All places of each tensor on another device."""
-    chunks = [
-        [memory[_chunk(len(memory), place, number)] for place in range(N_PLACES)]
-        for number, (_, memory) in enumerate(held)
-    ]
-    flat = [chunk for of_one in chunks for chunk in of_one]
-
-    def read() -> bytes:
-        return torch.cat(flat).cpu().numpy().tobytes()
-
-    return _View([tensor for tensor, _ in held], [sum(map(len, of_one)) for of_one in chunks], read)
+def _read_far(chunks: list[Tensor]) -> bytes:
+    return torch.cat(chunks).cpu().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""PEFT's layers, told by their shape: which adapters are in force, and what belongs to others.
+"""PEFT's layers, recognised by their attributes: which adapters are in force, and what belongs to others.
 
 What belongs to an adapter that is not in force decides no state, so it is no part of a digest: adapters may come and go
 beside the one that is used.

@@ -1,6 +1,6 @@
-"""A second module over the same tensors, which nothing hangs on.
+"""Second modules over the same tensors, without hooks.
 
-It is compiled in place of a wrapped one, tried before anything is wrapped, or computes for the audit, unseen by hooks.
+They are compiled in place of a wrapped module, tried before anything is wrapped, or compute for the audit.
 """
 
 import copy
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from types import MethodType, NoneType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,17 +19,13 @@ from llmcache.errors import ConfigError
 from llmcache.models.hooks import plain_forward
 
 _MOST_COPIED = 1 << 20  # numbers of a buffer in a trial: larger ones hold weights (of GPTQ, say), and are shared
-_COPYING = frozenset({"__new__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"})
-_ATOMS = frozenset({bool, int, float, str, NoneType})
-_CONTAINERS = frozenset({OrderedDict, list, set})
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "ward_" in name and "_hooks" in name)
 
 
 def make_twin(module: nn.Module) -> nn.Module:
-    """A copy that shares parameters and buffers, without anybody's hooks, each part with the forward of its class.
+    """A copy that shares parameters and buffers, without hooks, each part with the forward of its class.
 
-    Raises:
-        ConfigError: Somebody replaced the forward of a part, or the module cannot be copied.
+    `ConfigError` if somebody replaced the forward of a part, or the module cannot be copied.
     """
     try:
         twin = _copy(module, (one for part in module.modules() for one in part._buffers.values()), {})
@@ -48,20 +44,11 @@ def make_twin(module: nn.Module) -> nn.Module:
 def make_trial(
     module: nn.Module, replaced: Mapping[nn.Module, nn.Module] | None = None, runs_functions: bool = False
 ) -> nn.Module:
-    """A copy in eval mode without anybody's hooks, to be run uncompiled, which shares parameters and large buffers.
+    """A copy in eval mode without hooks, to be run uncompiled, which shares parameters and large buffers.
 
-    Where an attribute cannot be copied, a lock say, attributes are shared as well.
-
-    Args:
-        module: Not touched.
-        replaced: Parts of it that are not copied, and what stands for each in the copy.
-        runs_functions: Functions that were put in place of the forward of its parts may be run, though they may call
-            the parts of `module`.
-
-    Raises:
-        TypeError: A forward was replaced by a function that must not be run.
-        ConfigError: Neither can be done.
-        Exception: Whatever copying raises where parts are replaced.
+    `replaced` names parts that are not copied, and what stands for each in the copy; then whatever copying raises is
+    raised. Else, where an attribute cannot be copied (a lock, say), attributes are shared as well. A part whose forward
+    was replaced by a function, which may call parts of the original, is a `TypeError` unless `runs_functions`.
     """
     try:
         buffers = (one for part in module.modules() for one in part._buffers.values())
@@ -87,9 +74,7 @@ def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
     """Of a module and each part, a second one with the same tensors and attributes, without hooks; cheap to make.
 
     Edits of parameters and buffers reach both. An attribute that holds a module, or a function bound to one, is shared.
-
-    Raises:
-        ConfigError: Somebody replaced the forward of a part.
+    `ConfigError` if somebody replaced the forward of a part.
     """
     replicas = {part: type(part).__new__(type(part)) for part in module.modules()}
     for part, replica in replicas.items():
@@ -123,47 +108,12 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def _copy(module: nn.Module, shared: Iterator[object], memo: dict[int, object]) -> nn.Module:
-    """What `copy.deepcopy` makes with a memo, in half the time, without what hooks hold on to."""
-    every = list(module.modules())
-    parameters = (one for part in every for one in part._parameters.values())
-    made = (one for part in every for one in vars(part).values() if isinstance(one, Tensor))
-    replaced = {part for part in every if id(part) in memo}
+    """A copy that shares parameters and `shared`, and takes from `memo` what stands there by id; without hooks."""
+    parts = list(module.modules())
+    parameters = (one for part in parts for one in part._parameters.values())
+    made = (one for part in parts for one in vars(part).values() if isinstance(one, Tensor))
     memo |= {id(one): one.detach().clone() for one in made}  # computed ones (by weight_norm, say) cannot be copied
     memo |= {id(one): one for one in chain(parameters, shared) if one is not None}
-    parts = [part for _, part in module.named_modules(memo=replaced)] if replaced else every
-    for part in parts:
+    for part in parts:  # what hooks hold on to is not copied
         memo |= {id(hooks): type(hooks)() for name, hooks in vars(part).items() if name in _HOOKS}
-    kinds = {kind for kind in set(map(type, parts)) if _is_copied_plainly(kind)}
-    plain = {
-        part: object.__new__(type(part)) for part in parts if type(part) in kinds and _COPYING.isdisjoint(vars(part))
-    }
-    memo |= {id(part): twin for part, twin in plain.items()}
-    for part, twin in plain.items():  # first: what is made of a module that is compiled reads attributes of that
-        vars(twin).update(vars(part))
-    for part, twin in plain.items():
-        vars(twin).update((name, _copied(value, memo)) for name, value in vars(part).items())
-    made_of: nn.Module = copy.deepcopy(module, memo)
-    return made_of
-
-
-def _copied(value: Any, memo: dict[int, object]) -> Any:
-    """What `copy.deepcopy` makes of an attribute, with less ado where most are dicts and empty containers."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return value
-    if (known := memo.get(id(value))) is not None:
-        return known
-    if kind is dict:
-        made = memo[id(value)] = dict[Any, Any]()
-        made.update((_copied(key, memo), _copied(one, memo)) for key, one in value.items())
-        return made
-    if kind in _CONTAINERS and not value:
-        empty = memo[id(value)] = kind()
-        return empty
-    return copy.deepcopy(value, memo)
-
-
-def _is_copied_plainly(kind: type[nn.Module]) -> bool:
-    """Whether a copy of such a module has copies of its attributes, all in one dict, and nothing else is done to it."""
-    is_inherited = all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _COPYING)
-    return is_inherited and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    return copy.deepcopy(module, memo)

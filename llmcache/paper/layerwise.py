@@ -6,6 +6,7 @@ Sizes: B rows, T tokens, D hidden width.
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -21,8 +22,8 @@ from llmcache.models.adapters import CACHE, Trunk, repack, unpack
 from llmcache.models.arguments import can_select_rows, count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, listen
-from llmcache.models.packing import Payload, last_valid
-from llmcache.models.pooling import Veil
+from llmcache.models.packing import Payload
+from llmcache.models.sentences import Compute, SentenceSwap, later
 from llmcache.models.weights import Weights
 from llmcache.paper.bank import State
 from llmcache.paper.banks import Banks, Check
@@ -70,8 +71,7 @@ class Layerwise(Switches):
         self._searched = {0: [*reversed(banks)]} if is_ahead else {layer: [layer] for layer in banks}
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
-        self._is_veiled = head.pooled is not None and payload.name == "mean"
-        self.counters, self._veil, self._trunk = Counters(), Veil(), trunk
+        self.counters, self._trunk = Counters(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0
@@ -82,8 +82,12 @@ class Layerwise(Switches):
             self.installed.add(listen(trunk.norm, self._normed))
         if attention is not None:
             self.installed.add(listen(attention, self._attended))
-        if self._is_veiled and head.pooled is not None:
-            self.installed.add(self._veil.listen(head.pooled.pooling))
+        pooled = head.pooled if payload.fits_any_length else None
+        self._is_pooled = pooled is not None
+        #: Within a sentence-transformers model: what computes states of tokens that were left out. Else None.
+        self._pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
+        if pooled is not None:
+            self.installed.add(SentenceSwap(pooled.parent, self, self._pooled).remove)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -116,6 +120,8 @@ class Layerwise(Switches):
         finally:
             self._local.call = outer
         self._close(call, output, perf_counter() - started)
+        if call.reused and call.reason is None and (left_out := self._pooled.get()) is not None:
+            left_out.append(later(swap.original, args, kwargs, call.arguments["input_ids"].device.type))
         return output
 
     def call_under_way(self) -> Call | None:
@@ -240,6 +246,8 @@ class Layerwise(Switches):
             call.reason = "disabled"
         elif self._runner.cannot_skip:
             call.reason = "unknown_output"
+        elif self._is_pooled and self._pooled.get() is None:
+            call.reason = "token_states"
         else:
             call.reason = self.counters.find_reason("read a call", self._opener.open, call, swap.arguments)
         call.lookup_s = perf_counter() - started
@@ -276,8 +284,6 @@ class Layerwise(Switches):
         """Store and count what was done in a call that has succeeded; note what became of each row."""
         started = perf_counter()
         if call.reason is None:
-            if self._is_veiled and call.reused:
-                self._veil.draw(output, {row: last_valid(call.rows[row].valid) for row in call.reused})
             with self.counters.guard("store a call"):
                 self._store(call)
                 self._tell_costs(call, took_s - call.lookup_s - call.storing_s)

@@ -15,7 +15,7 @@ from llmcache.models.arguments import Arguments
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of
-from llmcache.models.intact import Layers
+from llmcache.models.intact import find_reason_of_layers
 from llmcache.models.masks import flatten
 from llmcache.models.packing import Payload
 from llmcache.models.weights import Weights
@@ -44,7 +44,6 @@ class Opener:
         """Remember what calls are read by."""
         self._trunk, self._head, self._payload = trunk, head, payload
         self._fingerprint, self._weights, self._coupling, self._reader = fingerprint, weights, coupling, reader
-        self._layers = Layers(trunk)
         self._observed = head.observed if payload.fits_any_length else None
         # What it is asked of is part of the digest.
         self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
@@ -109,7 +108,7 @@ class Opener:
 
     def _find_reason_of_model(self, call: Call) -> str | None:
         """Why calls of the model, as it is now, cannot be served."""
-        if reason := self._layers.find_reason():
+        if reason := find_reason_of_layers(self._trunk):
             return reason
         if self._head.pooled is not None and self._head.pooled.has_changed():
             return "other_pooling"

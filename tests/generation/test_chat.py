@@ -74,22 +74,6 @@ def test_without_a_template_the_conversation_is_one_text(model: Any) -> None:
     assert read(chat, "how are") == said(model, plain, ids)
 
 
-def test_later_turns_are_served_from_the_prefix_and_say_the_same(begin: Begin, model: Any) -> None:
-    questions = [LONG, "how are you", "w3"]
-    own = begin()
-    expected = [read(own, text) for text in questions]
-    with LLMCache.wrap(model, auto_bypass=False):
-        chat, turns = begin(), []
-        for text in questions:
-            answer = "".join(chat.ask(text))
-            turns.append(chat.turn())
-            assert answer == turns[-1].text
-    assert [turn.text for turn in turns] == expected
-    assert [turn.generation.rung for turn in turns] == [None, "prefix", "prefix"]
-    assert turns[1].generation.n_prefix == 42  # the whole of the first prompt: two blocks of 16, and its tail
-    assert all(turn.generation.n_prompt == len(turn.prompt.ids) and turn.encode_s > 0 for turn in turns)
-
-
 def test_a_question_that_is_asked_again_is_known(begin: Begin) -> None:
     chat = begin()
     for is_known in (False, True):
@@ -185,11 +169,3 @@ def test_a_conversation_cannot_be_changed_from_outside(begin: Begin) -> None:
         chat.turn()
     with pytest.raises(RequestError, match=r"ask with a text \(got int\)"):
         chat.ask(5)  # type: ignore[arg-type]
-
-
-def test_seeded_answers_come_again(model: Any, tokenizer: tf.PreTrainedTokenizerFast) -> None:
-    def answer(seed: int) -> str:
-        drawn = replace(GREEDY, do_sample=True, temperature=5.0, seed=seed)
-        return read(Chat(model, tokenizer, drawn), "how are you")
-
-    assert answer(3) == answer(3) != answer(4)

@@ -11,7 +11,7 @@ import pytest
 import transformers as tf
 
 from llmcache.errors import RequestError
-from llmcache.generation.prompt_cache import PromptCache, tokenizer_digest
+from llmcache.generation.prompt_cache import PromptCache
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -184,13 +184,6 @@ def test_what_cannot_be_a_prompt_is_refused(template: str | None, prompt: Any, t
 def test_settings_out_of_range_are_refused(tokenizer: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="at least 1"):
         PromptCache(tokenizer, **wrong)
-
-
-def test_tokenizers_that_differ_have_other_digests() -> None:
-    one, other = word_tokenizer(WORDS), word_tokenizer(WORDS + " more")
-    assert tokenizer_digest(one) == tokenizer_digest(word_tokenizer(WORDS)) != tokenizer_digest(other)
-    one.add_special_tokens({"pad_token": "[PAD]"})
-    assert tokenizer_digest(one) != tokenizer_digest(word_tokenizer(WORDS))
 
 
 def test_many_threads_get_the_same_tokens(tokenizer: Any) -> None:

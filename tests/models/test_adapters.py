@@ -9,20 +9,9 @@ import transformers as tf
 from torch import nn
 
 from llmcache import LLMCache, UnsupportedModelError
-from llmcache.models.adapters import ADAPTERS, locate, special_ids
+from llmcache.models.adapters import locate, special_ids
 from llmcache.models.arguments import Arguments, can_select_rows, select_rows
-from tests.models.checks import repeated
-from tests.tiny_models import (
-    BARE,
-    CLASSIFIERS,
-    GENERATORS,
-    STRANGERS,
-    build,
-    llama,
-    padded,
-    states,
-    tokens,
-)
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, llama, states, tokens
 
 
 @pytest.mark.parametrize(
@@ -59,15 +48,6 @@ def test_the_trunk_of_every_family(family: str) -> None:
 def test_of_an_encoder_decoder_the_encoder(family: str) -> None:
     model = build(GENERATORS[family])
     assert locate(model).module is model.get_encoder()
-
-
-def test_recognised_by_shape() -> None:
-    model = build(STRANGERS["convbert"])
-    trunk = locate(model)
-    assert type(trunk.module).__name__ not in {name for adapter in ADAPTERS.values() for name in adapter.trunks}
-    inputs = padded([6, 4])
-    stats = repeated(model, inputs, read=lambda output: states(output)[inputs["attention_mask"].bool()])
-    assert (stats.hits, stats.n_layers_skipped) == ({"exact": 2}, 2 * trunk.depth)
 
 
 def test_a_class_that_only_has_the_name_of_one_of_transformers_is_told_by_its_shape() -> None:

@@ -24,20 +24,9 @@ def test_equal_weights_have_equal_digests(model: nn.Module, monkeypatch: pytest.
     assert weights.digest() == first  # not made anew while nothing changes
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda p: p.mul_(1.5),
-        lambda p: p.copy_(torch.randn_like(p)),
-        lambda p: p.view(-1)[3:4].fill_(9.0),
-        lambda p: setattr(p, "data", p.data.clone().fill_(2.0)),
-        lambda p: nn.init.normal_(p),
-        torch.inference_mode()(lambda p: p.mul_(2.0)),
-    ],
-)
-def test_an_edited_tensor_is_seen(model: nn.Module, edit: Callable[[torch.Tensor], object]) -> None:
+@pytest.mark.parametrize("edit", [lambda p: p.view(-1)[3:4].fill_(9.0), torch.inference_mode()(lambda p: p.mul_(2.0))])
+def test_an_edit_of_a_buffer_that_is_not_saved_is_seen(edit: Callable[[torch.Tensor], object]) -> None:
     llama = build(BARE["llama"])
-    assert follows(model, lambda: edit(model.encoder.layer[2].output.dense.weight))
     assert follows(llama, lambda: edit(llama.rotary_emb.inv_freq))
 
 
