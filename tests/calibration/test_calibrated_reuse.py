@@ -450,7 +450,7 @@ def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("answer", ["labels", "score", "embedding"])
 def test_accuracy_is_one_of_classes(model: nn.Module, answer: str) -> None:
-    with LLMCache.wrap(model, answer=answer) as cache, pytest.raises(CalibrationError, match="one of classes"):
+    with LLMCache.wrap(model, answer=answer) as cache, pytest.raises(CalibrationError, match="compares classes"):
         cache.calibrate(BATCHES, labels=LABELS, metric="accuracy", **LOOSE)
 
 
