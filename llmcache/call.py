@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from itertools import filterfalse, repeat
-from operator import attrgetter
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
@@ -53,7 +52,6 @@ from llmcache.stores.entries import StoredEntries
 from llmcache.stores.tier import Tier
 
 _MOST_SCOPES = 256  # scopes kept for each state of the trunk
-_REASON = attrgetter("bypass_reason")
 
 
 class CachedForward(Swap, Switches):
@@ -119,7 +117,8 @@ class CachedForward(Swap, Switches):
     def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
         """Add the rung `semantic`, last, with its observer, audit and sharing. It serves only with a calibration."""
         self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
-        self._worker, self.rungs = audit.worker if audit.is_on else self._worker, (*self.rungs, semantic)
+        self._worker = audit.worker if audit.is_on else self._worker
+        self.rungs = (*self.rungs, semantic)
 
     def on(self, trunk: Trunk, engine: str) -> "CachedForward":
         """Replace the forward of a twin of the trunk: its calls are keyed by `engine`, observed, and never stored."""
@@ -298,10 +297,8 @@ class CachedForward(Swap, Switches):
         is_known = call.kind in self.packings or self.packings.are_known(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
-        rows = list(filterfalse(_REASON, call.rows))
         for rung in self.rungs:
-            if call.hits:
-                rows = [row for row in rows if row.number not in call.hits]
+            rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
             if rung.is_lossless:
@@ -448,8 +445,9 @@ class CachedForward(Swap, Switches):
                 call.entries[number] = Entry(key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
             cost = 1e3 * call.computing_s / len(call.computed)
-            for _ in range(self._bank.put(call.entries.values(), call.generation, cost, call.mark if waits else None)):
-                self._counters.too_large()
+            mark = call.mark if waits else None
+            if n_too_large := self._bank.put(call.entries.values(), call.generation, cost, mark):
+                self._counters.too_large(n_too_large)
             if self._stored is not None:
                 self._stored.put(call, call.entries.values())
                 self._stored.tier.computed(call, len(call.computed) * n_tokens)

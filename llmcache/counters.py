@@ -150,11 +150,11 @@ class Counters:
         is_failing = self._calls.is_large or self._recomputes.is_large
         return Health(is_failing, self._calls.value, self._recomputes.value, dict(self._failures))
 
-    def too_large(self) -> None:
-        """Count a request that does not fit; log the first."""
+    def too_large(self, n: int) -> None:
+        """Count `n` requests, 1 or more, that do not fit; log the first."""
         with self._lock:
-            self._totals["too_large"] += 1
-            is_first = self._totals["too_large"] == 1
+            is_first = not self._totals["too_large"]
+            self._totals["too_large"] += n
         if is_first:
             logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 

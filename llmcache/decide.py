@@ -79,8 +79,8 @@ class Risk:
         """Return the index of the neighbour with the least risk, and that risk; infinite if none may serve."""
         number, least, weights = 0, inf, self._weights
         for candidate, features in _describe(seen) if weights else ():
-            odds = sum(map(mul, weights, features), weights[-1])
-            if (risk := 1 / (1 + exp(min(-odds, _HIGHEST)))) < least:
+            log_odds = sum(map(mul, weights, features), weights[-1])
+            if (risk := 1 / (1 + exp(min(-log_odds, _HIGHEST)))) < least:
                 number, least = candidate, risk
         return number, least
 
@@ -226,7 +226,8 @@ class Semantic:
                 continue
             call.choices[row.number] = choice
             if choice.risk <= limit:
-                entry, share = choice.source.entry, min(1.0, choice.risk / limit) if limit > 0 else 1.0
+                entry = choice.source.entry
+                share = min(1.0, choice.risk / limit) if limit > 0 else 1.0
                 hit = Hit(self.name, entry.key, entry.fields, (), choice.similarity, choice.source.answer, share)
                 call.hits[row.number] = hit
                 used.append(entry.key)

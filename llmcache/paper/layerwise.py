@@ -230,8 +230,8 @@ class Layerwise(Switches):
             reuse, entry = call.checked[number]
             if reuse.layer == state.layer:
                 checks.append(Check(state.layer, entry, state.tensors["hidden"], reuse.hidden))
-        for _ in range(self._banks.put(states, checks, call.n_purges)):
-            self.counters.too_large()
+        if n_too_large := self._banks.put(states, checks, call.n_purges):
+            self.counters.too_large(n_too_large)
 
     # -- a call --------------------------------------------------------------------------------------------------------
 

@@ -351,7 +351,7 @@ class Prefix:
             self._put(call, prefill, chain, new)
         link = Link(row.again or row.key, tail.ids)
         if not self._put(call, prefill, (*chain[:n_own], link), {**new, link.key: tail}):
-            self._counters.too_large()
+            self._counters.too_large(1)
 
     def _make_blocks(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> list[Block]:
         """The full blocks of a row but the first, in slabs."""
