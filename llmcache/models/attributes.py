@@ -132,8 +132,10 @@ class Attributes:
 
     def state(self) -> tuple[Iterator[Any], Iterator[Any], tuple[Any, ...]]:
         """Settings and what containers of tensors hold, compared by identity; contents, compared by value."""
-        flat = (tuple(value.items() if isinstance(value, dict) else value) for value in self._values("flat"))
-        contents = (*flat, *map(repr, self._values("deep")))
+        contents: tuple[Any, ...] = ()
+        if self._getters["flat"] or self._getters["deep"]:
+            flat = (tuple(value.items() if isinstance(value, dict) else value) for value in self._values("flat"))
+            contents = (*flat, *map(repr, self._values("deep")))
         return self._values("same"), chain.from_iterable(self._containers), contents
 
     def _values(self, kind: str) -> Iterator[Any]:
