@@ -79,7 +79,7 @@ class Bank:
         make_policy: Callable[[], Policy],
         max_bytes: int,
         max_entries: int | None = None,
-        make_way: Callable[[], object] = lambda: None,
+        make_way: Callable[[], object] | None = None,
     ) -> None:
         """Start empty.
 
@@ -87,7 +87,8 @@ class Bank:
             make_policy: Makes a policy; its methods are called under the bank's lock.
             max_bytes: Budget for the sum of the entries' `nbytes`.
             max_entries: Most entries; None: no limit.
-            make_way: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
+            make_way: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget. None:
+                nothing shares it.
         """
         self.max_bytes = max_bytes
         self.max_entries = max_entries
@@ -155,7 +156,8 @@ class Bank:
             self._pinned |= {entry.key for entry in entries}
             self._pinned_nbytes += nbytes
             self.nbytes += nbytes
-        self._make_way()
+        if self._make_way is not None:
+            self._make_way()
         return True
 
     def release(self) -> None:
@@ -218,7 +220,8 @@ class Bank:
                 if cost is not None and self.heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
         self._trimmer.stored(n_stored, len(self))
-        self._make_way()
+        if self._make_way is not None:
+            self._make_way()
         return n_too_large
 
     def generation(self, namespace: str) -> int:
