@@ -3,7 +3,7 @@
 import copy
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,11 @@ def classifier() -> Any:
 
 @functools.cache
 def _fitted() -> nn.Module:
-    model: Any = build(CLASSIFIERS["bert"])
+    return fit_head(build(CLASSIFIERS["bert"]))
+
+
+def fit_head(model: Any) -> Any:
+    """Have a BERT with a classifier tell the topics apart, and return it."""
     ids, topics = requests(400, seed=99)
     with torch.no_grad():
         pooled = model.bert(input_ids=ids).pooler_output.double()
@@ -59,10 +63,13 @@ def _fitted() -> nn.Module:
 
 
 @contextmanager
-def calibrated(model: nn.Module | None = None, **settings: Any) -> Iterator[LLMCache]:
+def calibrated(
+    model: nn.Module | None = None, answer_of: Callable[[Any], Tensor] | None = None, **settings: Any
+) -> Iterator[LLMCache]:
     """A cache of `classifier()` that was calibrated on `requests(300)`, as loaded: calibrated once a process."""
     folder = _saved(tuple(sorted({"max_drop": 0.05, "auto_bypass": False, **settings}.items())))
-    with LLMCache.load(classifier() if model is None else model, folder.name) as cache:
+    reading = {} if answer_of is None else {"answer_of": answer_of}
+    with LLMCache.load(classifier() if model is None else model, folder.name, **reading) as cache:
         yield cache
 
 

@@ -13,6 +13,7 @@ from llmcache import ConfigError, LLMCache
 from llmcache.found import Found, Part
 from llmcache.request.reading import RequestReader
 from tests.contract.models import fresh, inputs_of, plain, rows
+from tests.contract.streams import ask, calibrated, requests
 from tests.tiny_models import states, tokenizer
 
 FAMILY = ("bert", "classifier")
@@ -174,3 +175,13 @@ def test_a_batch_of_sentence_transformers(tmp_path: Path) -> None:
     assert numbers(found) == ((1,), (0, 2)) and found.served is not None
     torch.testing.assert_close(cache(dict(found.served.inputs))["sentence_embedding"], expected[[1]])
     assert cache.last[0].rung == "exact"
+
+
+def test_what_was_found_before_a_request_was_forgotten_is_not_served() -> None:
+    with calibrated(audit=0) as cache:
+        row = next(row[None] for row in requests(60, seed=7)[0] if ask(cache, row[None]) == ["semantic"])
+        found = cache.look_up({"input_ids": row})
+        assert found.served is not None
+        cache.forget(input_ids=row)
+        cache(**found.served.inputs)
+        assert cache.last[0].rung is None
