@@ -167,61 +167,52 @@ def nothing_is_reused(cache: LLMCache) -> None:
     assert "semantic" not in rungs_of(cache, fresh(60))
 
 
+NO_REQUESTS: list[tuple[Any, str]] = [
+    *[(wrong, "give a list of tokenised inputs or of texts") for wrong in (None, 5, "text", {"input_ids": 1})],
+    ([1, 2], "request 0 is a int"),
+    ([{"x": torch.ones(1)}], "request 0 has no input_ids"),
+    (["a text"] * N, "texts need the tokenizer"),
+    ([], "0 requests"),
+]
+WRONG_LABELS: list[tuple[dict[str, Any], str]] = [
+    ({"metric": "accuracy"}, "needs a label"),
+    ({"metric": "accuracy", "labels": [0] * 3}, f"3 labels for {N} requests"),
+    ({"metric": "accuracy", "labels": [77] * N}, "does not know: 77"),
+    ({"metric": "accuracy", "labels": ["nonsense"] * N}, "does not know: 'nonsense'"),
+    ({"metric": "accuracy", "labels": [0] * 9 + [None] * (N - 9)}, f"{N - 9} of {N} have none"),
+    ({"metric": "accuracy", "labels": [0] * 9 + [-1] * (N - 9)}, r"does not know: -1 \(the first is that of row 9"),
+    ({"metric": Metric(lambda output, label: 1 / 0), "labels": [0] * N}, "request 0, label 0: it failed"),
+    ({"metric": Metric(lambda output, label: 2.0), "labels": [0] * N}, "request 0, label 0: it gave 2.0, out of 0"),
+]
+#: In place of request 3.
+WRONG_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": torch.full((1, 500), 12)}, "request 3 has 500 tokens, and model or tokenizer take 64"),
+    ({"input_ids": torch.full((1, 5), 10**6)}, "request 3: token id 1000000 is not in the model's vocabulary"),
+    ({"input_ids": torch.full((1, 5), -4)}, "request 3: token id -4 is not in"),
+    ({"input_ids": torch.full((5,), 12)}, r"request 3: input_ids must be .* \(got shape \(5,\)\)"),
+    ({"input_ids": torch.full((1, 0), 12)}, r"request 3: input_ids must be .* \(got shape \(1, 0\)\)"),
+    ({"inputs_embeds": torch.ones(1, 5, 32)}, "request 3 has no input_ids"),
+    ({"input_ids": None, "inputs_embeds": torch.ones(1, 5, 32)}, "request 3 has no input_ids"),
+    ({"input_ids": [[12, 13]]}, r"request 3: input_ids must be .* \(got a list\)"),
+]
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("given", "more", "message"),
     [
-        *[(wrong, "give a list of tokenised inputs or of texts") for wrong in (None, 5, "text", {"input_ids": 1})],
-        ([1, 2], "request 0 is a int"),
-        ([{"x": torch.ones(1)}], "request 0 has no input_ids"),
-        (["a text"] * N, "texts need the tokenizer"),
-        ([], "0 requests"),
+        *((wrong, {}, message) for wrong, message in NO_REQUESTS),
+        *((SAMPLE, more, message) for more, message in WRONG_LABELS),
+        *(([*SAMPLE[:3], wrong, *SAMPLE[4:]], {}, message) for wrong, message in WRONG_REQUESTS),
     ],
 )
-def test_what_cannot_be_learned_from_is_refused(cache: LLMCache, wrong: Any, message: str) -> None:
+def test_what_cannot_be_learned_from_is_refused_at_once(
+    cache: LLMCache, given: Any, more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CalibrationError, match=message):
-        cache.calibrate(wrong, **LOOSE)
+        cache.calibrate(given, **{"max_drop": 0.4, **more})
+    assert cache.stats().n_requests <= 1  # which a metric was tried on
     nothing_is_reused(cache)
     assert set(rungs_of(cache, fresh(60))) == {"exact"}
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"metric": "accuracy"}, "needs a label"),
-        ({"metric": "accuracy", "labels": [0] * 3}, f"3 labels for {N} requests"),
-        ({"metric": "accuracy", "labels": [77] * N}, "does not know: 77"),
-        ({"metric": "accuracy", "labels": ["nonsense"] * N}, "does not know: 'nonsense'"),
-        ({"metric": "accuracy", "labels": [0] * 9 + [None] * (N - 9)}, f"{N - 9} of {N} have none"),
-        ({"metric": "accuracy", "labels": [0] * 9 + [-1] * (N - 9)}, r"does not know: -1 \(the first is that of row 9"),
-        ({"metric": Metric(lambda output, label: 1 / 0), "labels": [0] * N}, "request 0, label 0: it failed"),
-        ({"metric": Metric(lambda output, label: 2.0), "labels": [0] * N}, "request 0, label 0: it gave 2.0, out of 0"),
-    ],
-)
-def test_wrong_labels_and_metrics_are_refused_at_once(cache: LLMCache, more: dict[str, Any], message: str) -> None:
-    with pytest.raises(CalibrationError, match=message):
-        cache.calibrate(SAMPLE, max_drop=0.4, **more)
-    assert cache.stats().n_requests <= 1
-    nothing_is_reused(cache)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"input_ids": torch.full((1, 500), 12)}, "request 3 has 500 tokens, and model or tokenizer take 64"),
-        ({"input_ids": torch.full((1, 5), 10**6)}, "request 3: token id 1000000 is not in the model's vocabulary"),
-        ({"input_ids": torch.full((1, 5), -4)}, "request 3: token id -4 is not in"),
-        ({"input_ids": torch.full((5,), 12)}, r"request 3: input_ids must be .* \(got shape \(5,\)\)"),
-        ({"input_ids": torch.full((1, 0), 12)}, r"request 3: input_ids must be .* \(got shape \(1, 0\)\)"),
-        ({"inputs_embeds": torch.ones(1, 5, 32)}, "request 3 has no input_ids"),
-        ({"input_ids": None, "inputs_embeds": torch.ones(1, 5, 32)}, "request 3 has no input_ids"),
-        ({"input_ids": [[12, 13]]}, r"request 3: input_ids must be .* \(got a list\)"),
-    ],
-)
-def test_a_request_that_the_model_cannot_take_is_named_at_once(cache: LLMCache, wrong: Any, message: str) -> None:
-    with pytest.raises(CalibrationError, match=message):
-        cache.calibrate([*SAMPLE[:3], wrong, *SAMPLE[4:]], **LOOSE)
-    assert cache.stats().n_requests == 0
-    nothing_is_reused(cache)
 
 
 @pytest.mark.parametrize(
