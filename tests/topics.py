@@ -61,13 +61,9 @@ def edited(weight: torch.Tensor) -> Iterator[None]:
 
 
 class Reading:
-    """Finds logits; on demand those of a model that has another opinion now, or none at all."""
+    """Finds logits; on demand those of a model that has another opinion now."""
 
-    def __init__(self) -> None:
-        self.drifts = False
-        self.fails = False
+    drifts = False
 
     def __call__(self, output: Any) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("no answer today")
         return output.logits.roll(1, dims=-1) if self.drifts else output.logits

@@ -226,21 +226,6 @@ def test_a_calibration_is_renewed_from_what_was_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_a_look_that_fails_is_counted_and_raises_nowhere(cache: LLMCache, reading: Reading) -> None:
-    n_hits, upper = n_hits_of(cache, fresh(40)), known(cache).upper
-    reading.fails = True
-    assert cache.drain() == n_hits > 10
-    assert cache.stats().errors >= n_hits
-    stats = known(cache)
-    assert (stats.n_recomputed, stats.n_waiting) == (0, 0)
-    assert (stats.n_alarms, stats.status) == (1, "tightened")  # all of them count as changed
-    assert upper > 0.9  # as they do while they wait
-    reading.fails = False
-    n_more = n_hits_of(cache, fresh(80, seed=80))
-    assert known_after(cache) == (n_more, n_more, 0, 0) and n_more > 10
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight_of", "n_counted"), [(trunk_weight, 40), (lambda model: model.classifier.bias, 80)], ids=["trunk", "head"]
 )

@@ -215,17 +215,6 @@ def test_without_a_background_only_draining_does_jobs() -> None:
     assert owner.worker.drain() == 1
 
 
-def test_jobs_of_many_threads_are_all_done_once() -> None:
-    owner = Owner(idle_s=0.0)
-    threads = [threading.Thread(target=lambda i=i: [owner.add((i, n)) for n in range(50)]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    owner.worker.drain()
-    assert sorted(what for what, _ in owner.done) == [(i, n) for i in range(4) for n in range(50)]
-
-
 @pytest.mark.slow
 def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
     script = """

@@ -191,9 +191,11 @@ def test_a_model_that_makes_its_own_mask_is_looked_into() -> None:
             return super().forward(input_ids, torch.ones_like(input_ids))
 
     with LLMCache.wrap(Maskless(masked).eval(), **SETTINGS) as cache:
-        cache.calibrate([{"input_ids": one["input_ids"]} for one in varied(240, 0)])
-        for one in varied(60, 50):
-            cache(input_ids=one["input_ids"])
+        learned, asked = ([{"input_ids": one["input_ids"]} for one in varied(n, n)] for n in (240, 60))
+        learned.sort(key=lambda one: one["input_ids"].shape[1])
+        cache.calibrate(batched(learned, size=27))  # batches of one length each
+        for one in asked:
+            cache(**one)
         n_hits = cache.drain()
         assert (known(cache).n_recomputed, cache.stats().errors) == (n_hits, 0)
         assert n_hits > 10

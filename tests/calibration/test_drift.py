@@ -126,11 +126,11 @@ def unlike(n: int, noise: float = 1.0, seed: int = 7) -> list[Inputs]:
 def test_requests_that_come_again_and_again_void_nothing() -> None:
     pool = [*requests(N_CALIBRATED)[0], *requests(700, seed=3)[0]]
     with calibrated(audit=AuditOptions(rate=1.0, in_background=False)) as cache:
-        for few in batched([pool[i] for i in np.random.default_rng(0).integers(len(pool), size=1500)], size=5):
+        for few in batched([pool[i] for i in np.random.default_rng(0).integers(len(pool), size=900)], size=5):
             cache(**few)
             cache.drain()  # what was audited is stored, and its repeats are exact
         assert known(cache).status == "certified"
-        assert min(cache.stats().hits.values()) > 300
+        assert min(cache.stats().hits.values()) > 150
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache, WrapError
-from llmcache.models.hooks import parts_of
 from tests.calls.helpers import X, pair, run, wrapped
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, TOKEN_HEADS, build, states
 
@@ -77,15 +76,6 @@ def test_an_exception_above_the_trunk_is_the_callers_alone() -> None:
     with pytest.raises(ValueError, match="Expected input batch_size"):
         cache(**X, labels=torch.zeros(7, dtype=torch.long))
     assert torch.equal(states(cache(**X)), run(alone, **X))
-
-
-def test_parts_of_a_module_are_all_its_modules_once() -> None:
-    model: Any = build(BARE["bert"])
-    model.again = next(model.children())  # at two places
-    model.register_module("empty", None)
-    parts = parts_of(model)
-    assert {*parts} == {*model.modules()} - {model}
-    assert len(parts) == len({*parts})
 
 
 def test_a_hook_on_a_module_that_was_put_in_place_of_an_equal_one_is_run() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.calls.helpers import X, agree, assert_close, pair, run, wrapped
+from tests.calls.helpers import X, assert_close, pair, run, wrapped
 from tests.contract.judge import ask
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, padded, tokens
 
@@ -52,20 +52,6 @@ def test_eight_threads_get_the_plain_answers_while_entries_leave() -> None:
     assert stats.n_hits > 0
     assert (stats.errors, stats.bypassed) == (0, {})
     assert stats.n_stored <= 5 and all(n <= 5 for n in stats.n_entries.values())
-
-
-def test_wrong_inputs_of_one_thread_do_not_disturb_the_others() -> None:
-    cache, alone = pair(CLASSIFIERS["bert"])
-
-    def work(seed: int) -> None:
-        for i in range(10):
-            if seed % 2 and i % 2:
-                with pytest.raises(IndexError):
-                    cache(input_ids=torch.full((1, 4), 10_000))
-            else:
-                agree(cache, alone, **X)
-
-    in_threads(work)
 
 
 def test_weights_that_change_while_threads_run_are_followed() -> None:

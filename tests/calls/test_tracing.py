@@ -138,17 +138,6 @@ def test_a_tangent_is_not_lost(cache: LLMCache, model: nn.Module, alone: nn.Modu
     assert bypassed(cache) == 2
 
 
-def test_other_weights_for_one_call_give_their_own_answer(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
-    """`functional_call` alone transforms nothing: its weights have a digest of their own."""
-    weight = model.get_parameter(WEIGHT).detach() * 2
-    agree(cache, alone, input_ids=SEEN)
-    with torch.no_grad():
-        expected = functional_call(alone, {WEIGHT: weight}, (), {"input_ids": SEEN}).logits
-        for _ in range(2):
-            assert_close(functional_call(model, {WEIGHT: weight}, (), {"input_ids": SEEN}).logits, expected)
-    agree(cache, alone, input_ids=SEEN)
-
-
 def test_fake_tensors(cache: LLMCache) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         assert cache.model(input_ids=mode.from_tensor(SEEN)).logits.shape == (2, 5)
