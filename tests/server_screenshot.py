@@ -21,10 +21,11 @@ from llmcache.serving.loading import Served
 from llmcache.serving.saving import Saves
 from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
+from tests.contract.streams import N_TOPICS, fit_head
 from tests.serving.served import listening, tokenizer
 from tests.serving_browser import open_browser
 from tests.tiny_models import build
-from tests.topics import N_TOPICS, batched, fit_head, requests
+from tests.topics import batched, requests
 
 _N_SAMPLES, _EVERY_S = 240, 15.0
 _N_KNOWN = 400

@@ -74,19 +74,3 @@ def test_locks_that_are_taken_in_another_order_are_waited_for_without_a_deadlock
     assert in_child(lambda: n_acts == [True, False])
     thread.join()
     assert n_acts == [True] and not (first.locked() or second.locked())
-
-
-def test_what_the_forking_thread_holds_it_holds_in_the_child() -> None:
-    lock, changed, event = forkable(threading.RLock()), forkable(threading.Condition()), forkable(threading.Event())
-
-    def works() -> bool:
-        lock.release()
-        is_free = lock.acquire(blocking=False)
-        with changed:
-            changed.notify()
-        event.set()
-        return is_free and event.wait(5)
-
-    lock.acquire()
-    assert in_child(works)
-    lock.release()

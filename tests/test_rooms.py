@@ -67,22 +67,18 @@ GENERATION = {"generation", "models", "request", "errors", "threads"}
 
 
 @functools.cache
-def imports(path: Path, with_types: bool = True) -> list[tuple[str, list[str]]]:
-    """Modules that a file imports, with the names it takes from them; without those for types alone if asked to."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    guarded = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    for_types = {id(node) for guard in guarded for node in ast.walk(guard)}
-    found = []
-    for node in ast.walk(tree):
-        if not with_types and id(node) in for_types:
-            continue
+def imports(path: Path) -> list[tuple[str, list[str], bool]]:
+    """Modules that a file imports, the names it takes from them, and whether it does so for types alone."""
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    guards = (node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    for_types = {node for guard in guards for node in ast.walk(guard)}
+    found: list[tuple[str, list[str], bool]] = []
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.append((node.module or "", [name.name for name in node.names]))
+            found.append((node.module or "", [name.name for name in node.names], node in for_types))
         elif isinstance(node, ast.Import):
-            found += [(name.name, []) for name in node.names]
+            found += [(name.name, [], node in for_types) for name in node.names]
     return found
 
 
@@ -90,8 +86,8 @@ def rooms_of(package: str) -> Iterator[tuple[Path, str, str, list[str]]]:
     """Each import of one room by a file of the package: file, its own room, the room imported, the names."""
     for path in sorted((ROOT / package).rglob("*.py")):
         own = path.relative_to(ROOT / package).with_suffix("").parts[0]
-        for module, names in imports(path, with_types=False):
-            if module.startswith(f"{package}."):
+        for module, names, is_for_types in imports(path):
+            if module.startswith(f"{package}.") and not is_for_types:
                 yield path.relative_to(ROOT), own, module.split(".")[1], names
 
 
@@ -126,14 +122,14 @@ def test_no_room_takes_a_private_name_of_another(package: str) -> None:
 
 def test_the_library_knows_nothing_of_the_experiments() -> None:
     for path in (ROOT / "llmcache").rglob("*.py"):
-        assert not [module for module, _ in imports(path) if module.split(".")[0] in ("experiments", "tests")], path
+        assert not [module for module, *_ in imports(path) if module.split(".")[0] in ("experiments", "tests")], path
 
 
 def test_experiments_know_public_names_and_the_lab_alone() -> None:
     """Of the inside they take what `llmcache.lab` has, and all of that; commands share the console's rooms."""
     taken = set()
     for path in (ROOT / "experiments").rglob("*.py"):
-        for module, names in imports(path):
+        for module, names, _ in imports(path):
             if module == "llmcache.lab":
                 taken |= set(names)
             elif module.split(".")[0] == "llmcache" and not module.startswith("llmcache.cli."):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 VOCABULARY = 96
 PAD = 0
 
-
 #: Sizes by the names that most families give them; and the ids of special tokens.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -22,6 +21,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _SPECIAL: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+_COMMON: dict[str, Any] = {**_SIZES, **_SPECIAL, "num_hidden_layers": 3}
 _SEQ2SEQ: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -34,134 +34,109 @@ _SEQ2SEQ: dict[str, Any] = {
     "max_position_embeddings": 64,
     **_SPECIAL,
     "forced_eos_token_id": None,
+    "decoder_start_token_id": 2,
+}
+_STRANGE_SEQ2SEQ: dict[str, Any] = {**_SEQ2SEQ, "encoder_layers": 3, "decoder_start_token_id": PAD}
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 4,
+    "num_heads": 4,
+    "decoder_start_token_id": PAD,
+    "pad_token_id": PAD,
+    "eos_token_id": 1,
+}
+_QWEN3: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "head_dim": 8}
+
+#: By family: what the names of its classes begin with, and the settings of its config.
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", _SIZES),
+    "roberta": ("Roberta", {**_SIZES, **_SPECIAL}),
+    "distilbert": ("DistilBert", {**_SIZES, "hidden_dim": 48}),
+    "electra": ("Electra", {**_SIZES, "embedding_size": 24}),
+    "gpt2": ("GPT2", {**_SIZES, **_SPECIAL}),
+    "llama": ("Llama", {**_SIZES, **_SPECIAL, "num_key_value_heads": 2}),
+    "t5": ("T5", _T5),
+    "bart": ("Bart", _SEQ2SEQ),
+    "mpnet": ("MPNet", {**_SIZES, "pad_token_id": PAD}),
+    "deberta": (
+        "DebertaV2",
+        {**_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+    ),
 }
 
-
-def _bert(**more: object) -> tf.BertConfig:
-    return tf.BertConfig(**_SIZES, **more)
+Make = Callable[[], nn.Module]
 
 
-def _roberta() -> tf.RobertaConfig:
-    return tf.RobertaConfig(**_SIZES, **_SPECIAL)
+def _maker(prefix: str, kind: str, settings: dict[str, Any]) -> Make:
+    """Makes, say, a `BertModel` of a `BertConfig` with these settings."""
+    return lambda: getattr(tf, prefix + kind)(getattr(tf, f"{prefix}Config")(**settings))
 
 
-def _distilbert() -> tf.DistilBertConfig:
-    return tf.DistilBertConfig(
-        vocab_size=VOCABULARY, dim=32, n_layers=4, n_heads=4, hidden_dim=48, max_position_embeddings=64
-    )
-
-
-def _electra() -> tf.ElectraConfig:
-    return tf.ElectraConfig(**_SIZES, embedding_size=24)
-
-
-def _gpt2() -> tf.GPT2Config:
-    return tf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, **_SPECIAL)
+def _of(family: str, kind: str, **more: Any) -> Make:
+    prefix, settings = _FAMILIES[family]
+    return _maker(prefix, kind, {**settings, **more})
 
 
 def llama(**changes: Any) -> tf.LlamaConfig:
     """A tiny Llama's settings, some of them changed."""
-    return tf.LlamaConfig(**{**_SIZES, **_SPECIAL, "num_key_value_heads": 2, **changes})
-
-
-def _t5() -> tf.T5Config:
-    return tf.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=4,
-        num_heads=4,
-        decoder_start_token_id=PAD,
-        pad_token_id=PAD,
-        eos_token_id=1,
-    )
-
-
-def _bart() -> tf.BartConfig:
-    return tf.BartConfig(**_SEQ2SEQ, decoder_start_token_id=2)
-
-
-def _mpnet() -> tf.MPNetConfig:
-    return tf.MPNetConfig(**_SIZES, pad_token_id=PAD)
-
-
-def _deberta() -> tf.DebertaV2Config:
-    return tf.DebertaV2Config(**_SIZES, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8)
+    return tf.LlamaConfig(**{**_FAMILIES["llama"][1], **changes})
 
 
 # Bare models; the value is built anew for each test.
-BARE: dict[str, Callable[[], nn.Module]] = {
-    "bert": lambda: tf.BertModel(_bert()),
-    "roberta": lambda: tf.RobertaModel(_roberta()),
-    "distilbert": lambda: tf.DistilBertModel(_distilbert()),
-    "electra": lambda: tf.ElectraModel(_electra()),
-    "gpt2": lambda: tf.GPT2Model(_gpt2()),
-    "llama": lambda: tf.LlamaModel(llama()),
-    "t5": lambda: tf.T5EncoderModel(_t5()),
-    "bart": lambda: tf.BartModel(_bart()).encoder,
-    "mpnet": lambda: tf.MPNetModel(_mpnet()),
-    "deberta": lambda: tf.DebertaV2Model(_deberta()),
+BARE: dict[str, Make] = {
+    **{family: _of(family, "Model") for family in _FAMILIES},
+    "t5": _of("t5", "EncoderModel"),
+    "bart": lambda: tf.BartModel(tf.BartConfig(**_SEQ2SEQ)).encoder,
 }
 
-CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
-    "bert": lambda: tf.BertForSequenceClassification(_bert(num_labels=5)),
-    "roberta": lambda: tf.RobertaForSequenceClassification(_roberta()),
-    "distilbert": lambda: tf.DistilBertForSequenceClassification(_distilbert()),
-    "electra": lambda: tf.ElectraForSequenceClassification(_electra()),
-    "gpt2": lambda: tf.GPT2ForSequenceClassification(_gpt2()),
-    "llama": lambda: tf.LlamaForSequenceClassification(llama()),
-    "t5": lambda: tf.T5ForSequenceClassification(_t5()),
-    "bart": lambda: tf.BartForSequenceClassification(_bart()),
+CLASSIFIERS: dict[str, Make] = {
+    **{family: _of(family, "ForSequenceClassification") for family in _FAMILIES if family not in ("mpnet", "deberta")},
+    "bert": _of("bert", "ForSequenceClassification", num_labels=5),
 }
 
-GENERATORS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: tf.GPT2LMHeadModel(_gpt2()),
-    "llama": lambda: tf.LlamaForCausalLM(llama()),
-    "t5": lambda: tf.T5ForConditionalGeneration(_t5()),
-    "bart": lambda: tf.BartForConditionalGeneration(_bart()),
+GENERATORS: dict[str, Make] = {
+    "gpt2": _of("gpt2", "LMHeadModel"),
+    "llama": _of("llama", "ForCausalLM"),
+    "t5": _of("t5", "ForConditionalGeneration"),
+    "bart": _of("bart", "ForConditionalGeneration"),
 }
-
-_COMMON: dict[str, Any] = {**_SIZES, **_SPECIAL, "num_hidden_layers": 3}
-_STRANGE_SEQ2SEQ: dict[str, Any] = {**_SEQ2SEQ, "encoder_layers": 3, "decoder_start_token_id": PAD}
 
 # Families that no adapter names, and one that keeps a window of K/V only.
-STRANGERS: dict[str, Callable[[], nn.Module]] = {
-    "qwen3": lambda: tf.Qwen3Model(tf.Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=8)),
-    "modernbert": lambda: tf.ModernBertModel(
-        tf.ModernBertConfig(**_COMMON, cls_token_id=3, sep_token_id=4, local_attention=4, global_attn_every_n_layers=2)
+STRANGERS: dict[str, Make] = {
+    "qwen3": _maker("Qwen3", "Model", _QWEN3),
+    "modernbert": _maker(
+        "ModernBert",
+        "Model",
+        {**_COMMON, "cls_token_id": 3, "sep_token_id": 4, "local_attention": 4, "global_attn_every_n_layers": 2},
     ),
-    "megatron": lambda: tf.MegatronBertModel(tf.MegatronBertConfig(**_COMMON)),
-    "convbert": lambda: tf.ConvBertModel(tf.ConvBertConfig(**_COMMON, embedding_size=32)),
-    "squeezebert": lambda: tf.SqueezeBertModel(tf.SqueezeBertConfig(**_COMMON, embedding_size=32)),
+    "megatron": _maker("MegatronBert", "Model", _COMMON),
+    "convbert": _maker("ConvBert", "Model", {**_COMMON, "embedding_size": 32}),
+    "squeezebert": _maker("SqueezeBert", "Model", {**_COMMON, "embedding_size": 32}),
 }
 
-STRANGE_GENERATORS: dict[str, Callable[[], nn.Module]] = {
-    "neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_COMMON)),
-    "falcon": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, pad_token_id=PAD
-        )
-    ),
-    "gpt_bigcode": lambda: tf.GPTBigCodeForCausalLM(
-        tf.GPTBigCodeConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64)
-    ),
-    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=8)),
-    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_COMMON, num_key_value_heads=2, sliding_window=4)),
-    "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**_STRANGE_SEQ2SEQ)),
-    "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**_STRANGE_SEQ2SEQ)),
+STRANGE_GENERATORS: dict[str, Make] = {
+    "neox": _maker("GPTNeoX", "ForCausalLM", _COMMON),
+    "falcon": _maker("Falcon", "ForCausalLM", _COMMON),
+    "gpt_bigcode": _maker("GPTBigCode", "ForCausalLM", _COMMON),
+    "qwen3": _maker("Qwen3", "ForCausalLM", _QWEN3),
+    "mistral": _maker("Mistral", "ForCausalLM", {**_COMMON, "num_key_value_heads": 2, "sliding_window": 4}),
+    "marian": _maker("Marian", "MTModel", _STRANGE_SEQ2SEQ),
+    "mbart": _maker("MBart", "ForConditionalGeneration", _STRANGE_SEQ2SEQ),
 }
 
-TOKEN_HEADS: dict[str, Callable[[], nn.Module]] = {
-    "span": lambda: tf.BertForQuestionAnswering(_bert()),
-    "token": lambda: tf.BertForTokenClassification(_bert()),
-    "masked": lambda: tf.BertForMaskedLM(_bert()),
-    "causal": lambda: tf.GPT2LMHeadModel(_gpt2()),
-    "seq2seq": lambda: tf.T5ForConditionalGeneration(_t5()),
+TOKEN_HEADS: dict[str, Make] = {
+    "span": _of("bert", "ForQuestionAnswering"),
+    "token": _of("bert", "ForTokenClassification"),
+    "masked": _of("bert", "ForMaskedLM"),
+    "causal": GENERATORS["gpt2"],
+    "seq2seq": GENERATORS["t5"],
 }
 
 
-def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def build(make: Make, seed: int = 0) -> nn.Module:
     """A seeded model in eval mode, its weights large enough that different inputs give clearly different outputs."""
     torch.manual_seed(seed)
     model = make().eval()

@@ -7,7 +7,8 @@ from torch import nn
 
 from llmcache import LLMCache
 from tests import inside
-from tests.topics import Reading, calibrated, classifier
+from tests.contract.streams import calibrated, classifier
+from tests.topics import Reading
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """Jobs wait for idle moments, for their patience or for `drain`; none is lost or done twice."""
 
-import gc
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -215,29 +213,6 @@ def test_without_a_background_only_draining_does_jobs() -> None:
     assert owner.worker._thread is None and not owner.done
     assert owner.worker.ease == 1.0  # who drains has asked for all of it
     assert owner.worker.drain() == 1
-
-
-@pytest.mark.slow
-def test_waiting_jobs_keep_no_owner_alive_and_the_thread_ends_with_it() -> None:
-    owner = Owner(idle_s=1e6, patience_s=1e6)
-    owner.add()
-    thread, gone = owner.worker._thread, weakref.ref(owner)
-    del owner
-    gc.collect()
-    assert gone() is None
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-
-
-def test_jobs_of_many_threads_are_all_done_once() -> None:
-    owner = Owner(idle_s=0.0)
-    threads = [threading.Thread(target=lambda i=i: [owner.add((i, n)) for n in range(50)]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    owner.worker.drain()
-    assert sorted(what for what, _ in owner.done) == [(i, n) for i in range(4) for n in range(50)]
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from llmcache import LLMCache
 from llmcache.calibration.drift import BATCH, DriftDetector, Marks, Profile, profile
 from llmcache.config import AuditOptions
 from tests import inside, topics
-from tests.topics import N_CALIBRATED, Inputs, batched, calibrated, classifier, known, requests
+from tests.contract.streams import calibrated, classifier
+from tests.topics import N_CALIBRATED, Inputs, batched, known, requests
 
 N = 800  # of C
 REPEAT = Marks(-inf, 1.0, 0)  # of a source
@@ -46,9 +47,9 @@ def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | No
 
 @pytest.mark.slow
 def test_like_requests_are_seldom_told() -> None:
-    """At most 1 % a 20,000 requests, beside the 1 % of calibrations whose sample misleads; here 40 streams of 5,000."""
+    """At most 1 % a 20,000 requests, beside the 1 % of calibrations whose sample misleads; here 20 streams of 5,000."""
     told = [
-        told_after(DriftDetector(compared(seed)), draw(np.random.default_rng(seed + 1000), 5000)) for seed in range(40)
+        told_after(DriftDetector(compared(seed)), draw(np.random.default_rng(seed + 1000), 5000)) for seed in range(20)
     ]
     assert sum(one is not None for one in told) == 0
 
@@ -78,15 +79,14 @@ def test_a_request_that_comes_again_and_again_counts_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_c", [0.0, 0.3])
-@pytest.mark.parametrize("later", [0.3, 0.95])
+@pytest.mark.parametrize(("on_c", "later"), [(0.0, 0.95), (0.3, 0.3), (0.3, 0.95)])
 def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -> None:
     """They are served their own answers. Where a cache learned from what it computed, C holds none of them."""
     told = [
         told_after(DriftDetector(compared(seed, on_c)), draw(np.random.default_rng(seed + 50), 4000, repeats=later))
-        for seed in range(10)
+        for seed in range(5)
     ]
-    assert told == [None] * 10
+    assert told == [None] * 5
 
 
 def test_what_is_no_repeat_is_compared_among_repeats() -> None:
@@ -122,25 +122,19 @@ def unlike(n: int, noise: float = 1.0, seed: int = 7) -> list[Inputs]:
     return requests(n, seed=seed, noise=noise)[0]
 
 
-def often(pool: list[Inputs], n: int, power: float) -> list[Inputs]:
-    """Some of the pool come often: the more so, the larger the power; 0: none more than others."""
-    weights = np.arange(1.0, len(pool) + 1) ** -power
-    return [pool[i] for i in np.random.default_rng(0).choice(len(pool), n, p=weights / weights.sum())]
-
-
 @pytest.mark.slow
 def test_requests_that_come_again_and_again_void_nothing() -> None:
     pool = [*requests(N_CALIBRATED)[0], *requests(700, seed=3)[0]]
     with calibrated(audit=AuditOptions(rate=1.0, in_background=False)) as cache:
-        for few in batched(often(pool, 1500, power=0), size=5):
+        for few in batched([pool[i] for i in np.random.default_rng(0).integers(len(pool), size=900)], size=5):
             cache(**few)
             cache.drain()  # what was audited is stored, and its repeats are exact
         assert known(cache).status == "certified"
-        assert min(cache.stats().hits.values()) > 300
+        assert min(cache.stats().hits.values()) > 150
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("audit", "noise"), [(0.0, 1.0), (0.05, 0.2), (0.05, 1.0)])
+@pytest.mark.parametrize(("audit", "noise"), [(0.05, 0.2), (0.0, 1.0)])
 def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
     audit: float, noise: float, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -182,15 +176,14 @@ def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.1, 0.5])
-def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
+def test_repeats_of_what_it_learned_from_void_nothing() -> None:
     learned, rng = requests(N_CALIBRATED + 50)[0], np.random.default_rng(1)
     with LLMCache.wrap(classifier(), learn=N_CALIBRATED, max_drop=0.05, audit=0.05) as cache:
         ask(cache, learned)
         cache.drain()
         assert known(cache).status == "certified"
         fresh = requests(500, seed=6)[0]
-        ask(cache, [learned[rng.integers(N_CALIBRATED)] if rng.random() < share else one for one in fresh])
+        ask(cache, [learned[rng.integers(N_CALIBRATED)] if rng.random() < 0.5 else one for one in fresh])
         assert known(cache).status == "certified"
 
 

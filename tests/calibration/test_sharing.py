@@ -1,5 +1,6 @@
 """One calibration for all caches on a store: published, taken up, decided alike, and ended for all of them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,20 @@ def begun(cache: LLMCache) -> LLMCache:
     return cache
 
 
-def calibrated(folder: Path, **settings: Any) -> LLMCache:
-    cache = wrap(folder, **settings)
-    cache.calibrate(batched(requests(300)[0]))
-    cache.drain()
-    return cache
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the calibration of a cache that has ended."""
+    folder = tmp_path_factory.mktemp("published") / "store"
+    with wrap(folder) as cache:
+        cache.calibrate(batched(requests(300)[0]))
+        cache.drain()
+    return folder
+
+
+@pytest.fixture
+def folder(published: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(published, tmp_path / "store")
 
 
 def told(cache: LLMCache) -> list[tuple[str | None, float | None, str | None]]:
@@ -39,9 +49,9 @@ def told(cache: LLMCache) -> list[tuple[str | None, float | None, str | None]]:
     return found
 
 
-def test_what_one_has_calibrated_all_decide_alike(tmp_path: Path) -> None:
+def test_what_one_has_calibrated_all_decide_alike(folder: Path) -> None:
     """A cache takes up the calibration that another one published, also in place of learning one."""
-    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second, begun(wrap(tmp_path, learn=200)) as third:
+    with begun(wrap(folder)) as first, begun(wrap(folder)) as second, begun(wrap(folder, learn=200)) as third:
         assert first.calibration == second.calibration == third.calibration is not None
         decided = told(first)
         assert {"semantic", None} == {rung for rung, *_ in decided}
@@ -51,35 +61,35 @@ def test_what_one_has_calibrated_all_decide_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_drop": 0.2}, {"answer": "embedding"}])
-def test_other_settings_share_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_other_settings_share_nothing(folder: Path, settings: dict[str, Any]) -> None:
     """A calibration is for those who ask for what it shows, and decide as it does."""
-    with calibrated(tmp_path), begun(wrap(tmp_path, **settings)) as other:
+    with begun(wrap(folder, **settings)) as other:
         assert other.calibration is None
 
 
-def test_a_purge_ends_it_for_all(tmp_path: Path) -> None:
+def test_a_purge_ends_it_for_all(folder: Path) -> None:
     """After a purge of the sources' namespace nobody reuses them, and nobody takes them up."""
-    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second:
+    with begun(wrap(folder)) as first, begun(wrap(folder)) as second:
         assert second.calibration is not None
         first.purge(namespace="default")
         second(input_ids=STREAM[:1])
         assert first.calibration is None and second.calibration is None
-        with begun(wrap(tmp_path)) as later:
+        with begun(wrap(folder)) as later:
             assert later.calibration is None
 
 
-def test_a_newer_one_takes_its_place(tmp_path: Path) -> None:
+def test_a_newer_one_takes_its_place(folder: Path) -> None:
     """Who calibrates again does so for all."""
-    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second:
+    with begun(wrap(folder)) as first, begun(wrap(folder)) as second:
         first.calibrate(batched(requests(320, seed=5)[0]))
         first.drain()
         second.drain()
         assert second.calibration == first.calibration
 
 
-def test_drift_ends_it_for_all(tmp_path: Path) -> None:
+def test_drift_ends_it_for_all(folder: Path) -> None:
     """Once one cache sees requests unlike those of the calibration, no cache reuses approximately."""
-    with calibrated(tmp_path) as first, begun(wrap(tmp_path)) as second:
+    with begun(wrap(folder)) as first, begun(wrap(folder)) as second:
         made = first.calibration
         assert made is not None and first.calibrated is not None
         first.calibrated.drifted(made)

@@ -1,13 +1,12 @@
 """Calibrating on texts: in batches of one length, in order, and told in three lines."""
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 
 from llmcache import CalibrationError, LLMCache
-from tests.contract.streams import batched, classifier, requests
+from tests.contract.streams import calibrated, classifier, requests
 
 
 class Words:
@@ -60,13 +59,12 @@ def test_the_one_that_cannot_be_computed_is_named() -> None:
         cache.observe(given)
 
 
-def test_a_calibration_prints_in_three_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_calibration_prints_in_three_lines() -> None:
     """Hits, bound and sources come first, also in a notebook."""
-    caplog.set_level(logging.ERROR)
-    with LLMCache.wrap(classifier(), max_drop=0.05) as cache:
-        made = cache.calibrate(batched(requests(300)[0]))
+    with calibrated(audit=0) as cache:
+        made = cache.calibration
+    assert made is not None and made.chosen is not None
     first, second, third = str(made).splitlines()
-    assert made.chosen is not None
     chosen = made.chosen
     assert first == f"{chosen.hit_rate:.0%} hits, at most {chosen.bound:.2%} changed at 95%, {made.n_sources:,} sources"
     assert str(made.n_tested) in second and third == "certified"

@@ -1,15 +1,14 @@
 """Wrapped models beside the same without a cache, and what both put out."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.tiny_models import CLASSIFIERS, build, padded, states
+from tests.contract.judge import ask
+from tests.tiny_models import CLASSIFIERS, Make, build, padded, states
 
-Make = Callable[[], nn.Module]
 X = padded([6, 4])
 
 
@@ -30,15 +29,9 @@ def one_layer() -> nn.Module:
     return model
 
 
-def quietly(model: nn.Module, **inputs: Any) -> Any:
-    """What a model puts out in inference mode."""
-    with torch.inference_mode():
-        return model(**inputs)
-
-
 def run(model: nn.Module, **inputs: Any) -> Tensor:
     """Its logits or last states."""
-    return states(quietly(model, **inputs))
+    return states(ask(model, **inputs))
 
 
 def assert_close(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:
@@ -57,22 +50,3 @@ def agree(cache: LLMCache, alone: nn.Module, **inputs: Any) -> Any:
 def rungs(cache: LLMCache) -> list[str | None]:
     """Of the rows of the last call, by which each was served."""
     return [outcome.rung for outcome in cache.last]
-
-
-def attributes(model: nn.Module) -> list[dict[str, Any]]:
-    """Every module's `__dict__`, containers copied one level deep."""
-    return [
-        {name: dict(value) if isinstance(value, dict) else value for name, value in module.__dict__.items()}
-        for module in model.modules()
-    ]
-
-
-def once(do: Callable[[], Any]) -> Callable[..., None]:
-    """A hook that does something the first time."""
-    left = [do]
-
-    def hook(*_: Any) -> None:
-        if left:
-            left.pop()()
-
-    return hook

@@ -12,13 +12,15 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from llmcache import ConfigError, LLMCache, UnsupportedModelError
 from llmcache.request.bypass import CURES
-from tests.calls.helpers import Make, agree, assert_close, one_layer, pair, quietly, run, wrapped
+from tests.calls.helpers import agree, assert_close, one_layer, pair, run, wrapped
+from tests.contract.judge import ask, check_same
 from tests.tiny_models import (
     BARE,
     CLASSIFIERS,
     GENERATORS,
     STRANGE_GENERATORS,
     STRANGERS,
+    Make,
     build,
     llama,
     padded,
@@ -29,25 +31,12 @@ Call = Callable[[nn.Module], Any]
 X = padded([6, 4, 5])
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Bit-equal, whatever models return."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return isinstance(b, tuple | list) and len(a) == len(b) and all(map(equal, a, b))
-    if hasattr(a, "layers"):
-        return equal([(kv.keys, kv.values) for kv in a.layers], [(kv.keys, kv.values) for kv in b.layers])
-    return bool(a == b)
-
-
 def asking(**more: Any) -> Call:
     """Makes a call with more arguments; those that are functions are given the model."""
 
     def call(model: nn.Module) -> Any:
         made = {name: value(model) if callable(value) else value for name, value in more.items()}
-        return quietly(model, **{**X, **made})
+        return ask(model, **{**X, **made})
 
     return call
 
@@ -64,7 +53,7 @@ def in_training(kind: type[nn.Module]) -> Call:
         for module in model.modules():
             module.training = isinstance(module, kind)
         torch.manual_seed(5)
-        output = quietly(model, **X)
+        output = ask(model, **X)
         model.eval()
         return output
 
@@ -73,15 +62,14 @@ def in_training(kind: type[nn.Module]) -> Call:
 
 def all_states_by_config(model: nn.Module) -> Any:
     model.config.output_hidden_states = True
-    try:
-        return quietly(model, **X)
-    finally:
-        model.config.output_hidden_states = False
+    output = ask(model, **X)
+    model.config.output_hidden_states = False
+    return output
 
 
 def hooked(model: nn.Module) -> Any:
     handle = model.encoder.layer[1].register_forward_hook(lambda *_: None)
-    output = quietly(model, **X)
+    output = ask(model, **X)
     handle.remove()
     return output
 
@@ -108,30 +96,18 @@ def test_bypassed_calls_are_the_plain_models(case: str, caplog: pytest.LogCaptur
     reason, call = BYPASSES[case]
     model = build(BARE["bert"])
     model.set_attn_implementation("eager")  # the one that has attentions
-    plain = dict(call(model))
+    plain = call(model)
     with LLMCache.wrap(model) as cache:
         cache(**X)  # entries that could be served wrongly
         with caplog.at_level(logging.DEBUG, logger="llmcache"):
-            assert equal(dict(call(model)), plain)
-            assert equal(dict(call(model)), plain)
+            for _ in range(2):
+                check_same(call(model), plain, exact=True)
         stats = cache.stats()
     assert stats.bypassed == {reason: 6}
     assert (stats.n_hits, stats.n_misses, stats.n_requests, stats.errors) == (0, 3, 9, 0)
     told = [message for message in caplog.messages if reason in message]
     assert len(told) == 1
     assert CURES[reason] in told[0]
-
-
-def test_calling_the_cache_needs_no_context() -> None:
-    cache = wrapped(BARE["bert"])
-    assert torch.is_grad_enabled()
-    cache(**X)
-    cache(X["input_ids"], X["attention_mask"])
-    with torch.no_grad():
-        output = cache.model(**X).last_hidden_state
-    assert not output.is_inference()
-    output.add_(1.0)  # a normal tensor, which may be written
-    assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 6}, {})
 
 
 def test_decode_steps_are_counted_apart_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,11 +122,8 @@ def test_decode_steps_are_counted_apart_and_no_warning(caplog: pytest.LogCapture
 
 def test_disabled_is_plain_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     cache, alone = pair(BARE["bert"])
-    with caplog.at_level(logging.INFO, logger="llmcache"):
-        with cache.disabled():
-            assert equal(dict(cache(**X)), dict(quietly(alone, **X)))
-        with pytest.raises(KeyError), cache.disabled():
-            raise KeyError
+    with caplog.at_level(logging.INFO, logger="llmcache"), cache.disabled():
+        check_same(cache(**X), ask(alone, **X), exact=True)
     assert cache.stats().bypassed == {"disabled": 3}
     assert cache.stats().n_stored == 0
     assert caplog.records == []
@@ -176,7 +149,6 @@ def test_compiled_models_run_their_own_graph() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "emptied"), [(BARE["bert"], "input_ids"), (CLASSIFIERS["distilbert"], "attention_mask")]
 )
@@ -202,49 +174,29 @@ def test_the_tokenizers_special_tokens_are_no_content() -> None:
     assert (stats.bypassed, stats.n_misses, stats.hits, stats.errors) == ({"no_content": 2}, 1, {"exact": 1}, 0)
 
 
-def test_a_mask_with_holes_is_a_request_like_any_other() -> None:
-    cache, alone = pair(BARE["bert"])
-    ids, mask = tokens(1, 6), torch.tensor([[1, 0, 1, 1, 0, 1]])
-    for _ in range(2):
-        agree(cache, alone, input_ids=ids, attention_mask=mask)
-    agree(cache, alone, input_ids=ids)  # the same tokens, all valid: another request
-    stats = cache.stats()
-    assert (stats.errors, stats.hits, stats.n_misses) == (0, {"exact": 1}, 2)
-
-
 class QuantizedCache(tf.DynamicCache):
     """Stands for those whose layers do not keep K/V as given."""
 
 
-class OffloadedCache(tf.DynamicCache):
-    """Likewise, on another device."""
-
-
 @pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (STRANGE_GENERATORS["mistral"], tf.DynamicCache),
-        (GENERATORS["llama"], QuantizedCache),
-        (GENERATORS["llama"], OffloadedCache),
-    ],
+    ("make", "kind"), [(STRANGE_GENERATORS["mistral"], tf.DynamicCache), (GENERATORS["llama"], QuantizedCache)]
 )
 def test_kv_caches_that_cannot_be_filled(make: Make, kind: type[tf.DynamicCache]) -> None:
     cache, alone = pair(make)
     settings = {"config": alone.config} if kind is tf.DynamicCache else {}
     inputs = padded([7, 5])
-    plain = quietly(alone, **inputs, past_key_values=kind(**settings))
+    plain = ask(alone, **inputs, past_key_values=kind(**settings))
     for _ in range(2):
-        assert equal(dict(cache(**inputs, past_key_values=kind(**settings))), dict(plain))
+        check_same(cache(**inputs, past_key_values=kind(**settings)), plain, exact=True)
     assert cache.stats().bypassed == {"kv_cache_kind": 4}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_causal_classifier_answers_without_the_kv_that_its_head_never_reads(family: str) -> None:
-    cache, alone = pair(CLASSIFIERS[family])
+def test_a_causal_classifier_answers_without_the_kv_that_its_head_never_reads() -> None:
+    cache, alone = pair(CLASSIFIERS["gpt2"])
     inputs = {"input_ids": tokens(2, 5)}
-    plain = quietly(alone, **inputs)
+    plain = ask(alone, **inputs)
     assert list(cache(**inputs)) == [name for name in plain if name != "past_key_values"]
-    assert equal(dict(cache(**inputs, use_cache=True)), dict(plain))
+    check_same(cache(**inputs, use_cache=True), plain, exact=True)
     assert cache.stats().bypassed == {"kv_cache_with_pooled_payload": 2}
 
 
@@ -307,13 +259,12 @@ def test_what_a_classifiers_entry_does_not_keep_is_not_taken_for_states() -> Non
 
 # -- what decides an output and is not part of the key -----------------------------------------------------------------
 
-DECODERS = GENERATORS | STRANGE_GENERATORS
 PACKED = {"input_ids": tokens(1, 8), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_an_argument_that_is_false_is_not_one_that_is_absent(family: str) -> None:
-    cache, alone = pair(DECODERS[family])
+    cache, alone = pair(GENERATORS[family])
     inputs = {"input_ids": tokens(2, 20)}
     longer = {"input_ids": torch.cat([inputs["input_ids"], tokens(2, 3, seed=4)], dim=1)}
     assert (run(alone, **inputs) - run(alone, **inputs, is_causal=False)).abs().max() > 0.1
@@ -349,9 +300,8 @@ def test_tokens_put_elsewhere_in_the_kv_cache_are_bypassed() -> None:
     assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 1}, {"unknown_argument": 2})
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_causal_classifier_is_not_run_without_kv_where_positions_would_then_tell_texts_apart(family: str) -> None:
-    cache, alone = pair(CLASSIFIERS[family])
+def test_a_causal_classifier_is_not_run_without_kv_where_positions_would_then_tell_texts_apart() -> None:
+    cache, alone = pair(CLASSIFIERS["llama"])
     assert (run(alone, **PACKED) - run(alone, **PACKED, use_cache=False)).abs().max() > 1e-3
     for _ in range(2):
         agree(cache, alone, **PACKED)
@@ -369,16 +319,9 @@ def test_one_packed_row_goes_by_alone() -> None:
     assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 1}, {"packed": 2})
 
 
-_MOE = llama(num_hidden_layers=2).to_dict() | {"num_experts_per_tok": 1}
-MIXTURES: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": lambda: tf.MixtralModel(tf.MixtralConfig(**_MOE, num_local_experts=2)),
-    "qwen3": lambda: tf.Qwen3MoeModel(tf.Qwen3MoeConfig(**_MOE, num_experts=2, moe_intermediate_size=16)),
-}
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_router_logits_that_are_asked_for_by_config_after_warming(family: str) -> None:
-    cache = wrapped(MIXTURES[family])
+def test_router_logits_that_are_asked_for_by_config_after_warming() -> None:
+    sizes = llama(num_hidden_layers=2).to_dict() | {"num_experts_per_tok": 1, "num_local_experts": 2}
+    cache = wrapped(lambda: tf.MixtralModel(tf.MixtralConfig(**sizes)))
     inputs = {"input_ids": tokens(1, 6)}
     for _ in range(2):
         cache(**inputs)
@@ -388,7 +331,6 @@ def test_router_logits_that_are_asked_for_by_config_after_warming(family: str) -
     assert len(cache(**inputs, output_router_logits=True).router_logits) == 2
     assert cache(**inputs, output_router_logits=False).get("router_logits") is None
     assert cache.stats().bypassed == {"more_output": 2}
-    assert "more_output" in CURES
 
 
 def test_positions_that_are_no_integers_are_computed() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from llmcache import LLMCache
-from tests.calls.helpers import agree, assert_close, pair, quietly, run, rungs, wrapped
+from tests.calls.helpers import agree, assert_close, pair, run, rungs, wrapped
+from tests.contract.judge import ask
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
 OUTER, OTHER = padded([6, 4, 5]), padded([7, 3], seed=50)
@@ -156,7 +157,7 @@ class Asks(torch.nn.Module):
 
 def test_of_two_forwards_of_the_trunk_in_one_answer_nothing_is_learned() -> None:
     cache = wrapped(Asks, learn=118, max_drop=0.05, answer="class", payload="cls", allow_unsafe=True)
-    quietly(cache.model, input_ids=tokens(4, 6))
+    ask(cache.model, input_ids=tokens(4, 6))
     assert cache.calibrated is not None and cache.calibrated._observed == []
     assert (cache.stats().n_stored, cache.stats().errors) == (8, 0)
 
@@ -173,18 +174,3 @@ def test_a_thread_that_is_started_in_a_copy_of_the_context() -> None:
             agree(cache, alone, **OUTER)
     assert_close(MADE[0], run(alone, **OTHER), OTHER["attention_mask"])
     assert (cache.stats().errors, cache.stats().n_stored) == (0, 5)
-
-
-@pytest.mark.slow
-def test_threads_that_call_within_calls() -> None:
-    cache, alone = nesting()
-    rows = [padded([3 + i % 4, 5], seed=i) for i in range(6)]
-
-    def work(seed: int) -> None:
-        for i in range(12):
-            agree(cache, alone, **rows[(seed + i) % len(rows)])
-            assert len(cache.last) == 2
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert MADE and (cache.stats().errors, cache.stats().bypassed) == (0, {})

@@ -7,8 +7,9 @@ import torch
 
 from llmcache import LLMCache, NotCachedError
 from tests.calls.helpers import wrapped
+from tests.contract.streams import calibrated
 from tests.tiny_models import CLASSIFIERS, padded
-from tests.topics import calibrated, known, requests
+from tests.topics import known, requests
 
 ONE, TWO = padded([6], seed=1), padded([6], seed=2)
 BOTH = {name: torch.cat([ONE[name], TWO[name]]) for name in ONE}
@@ -39,13 +40,6 @@ def test_an_unknown_request_raises_before_a_layer_runs_and_leaves_no_trace(cache
     assert cache.stats().n_misses == 2
 
 
-def test_a_known_one_is_served_and_counted_once(cache: LLMCache) -> None:
-    stored = cache(**ONE).logits
-    assert torch.equal(_tried(cache, ONE).logits, stored)
-    assert cache.stats().hits == {"exact": 1}
-    assert cache.last[0].rung == "exact"
-
-
 def test_of_a_batch_it_is_told_which_rows_are_missing(cache: LLMCache) -> None:
     cache(**ONE)
     with pytest.raises(NotCachedError) as caught:
@@ -63,14 +57,6 @@ def test_a_call_that_must_bypass_the_cache_raises_too(cache: LLMCache) -> None:
         _tried(cache, ONE)
     assert caught.value.rows is None
     assert cache.stats().bypassed == {}
-
-
-def test_namespaces_hold(cache: LLMCache) -> None:
-    with cache.namespace("a"):
-        cache(**ONE)
-        _tried(cache, ONE)
-    with pytest.raises(NotCachedError), cache.namespace("b"):
-        _tried(cache, ONE)
 
 
 @pytest.mark.slow

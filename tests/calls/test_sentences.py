@@ -38,21 +38,6 @@ def dense(model: Any) -> Any:
     return Dense(32, 32, module_input_name="token_embeddings")
 
 
-def test_states_of_tokens_that_are_not_kept_are_computed_where_they_are_owed(model: Any) -> None:
-    plain, tokens = model.encode(TEXTS), model.encode(TEXTS, output_value="token_embeddings")
-    features = model.preprocess(TEXTS)
-    with torch.inference_mode():
-        states = model[0](dict(features))["token_embeddings"]
-    with LLMCache.wrap(model, payload="mean") as cache:
-        for _ in range(2):
-            check(model, plain)
-        assert cache.stats().hits == {"exact": len(TEXTS)}
-        check(model, tokens, output_value="token_embeddings")
-        with torch.inference_mode():  # a module called by itself
-            torch.testing.assert_close(model[0](dict(features))["token_embeddings"], states)
-        assert (cache.stats().bypassed, cache.stats().errors) == ({"token_states": len(TEXTS)}, 0)
-
-
 def test_a_module_that_reads_tokens_gets_all_of_them(model: Any) -> None:
     model.insert(1, dense(model).eval())
     plain = model.encode(TEXTS)
@@ -72,8 +57,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("payload", ["mean", "sequence"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "payload"), [*((change, "mean") for change in CHANGES), ("mode", "sequence")])
 def test_another_pooling_after_wrapping_is_computed(model: Any, change: str, payload: str) -> None:
     with LLMCache.wrap(model, payload=payload) as cache:
         model.encode(TEXTS)

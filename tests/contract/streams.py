@@ -1,19 +1,31 @@
-"""The requests of `tests.topics` as rows of one tensor, and its classifier that tells their topics apart."""
+"""Requests about a few topics, and a tiny classifier that tells them apart: what calibrations are tried on."""
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests import topics
-from tests.topics import calibrated, classifier
+from tests.tiny_models import CLASSIFIERS, build
 
-__all__ = ["ask", "batched", "calibrated", "classifier", "requests"]
+N_TOPICS = 5  # as many as the classifier has labels
+_WORDS, _FIRST = 12, 10  # words of each topic, and the id of the first one
 
 
-def requests(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids (n, 8) and topics (n,)."""
-    inputs, owners = topics.requests(n, seed)
-    return torch.cat([one["input_ids"] for one in inputs]), torch.tensor(owners)
+def requests(n: int, seed: int = 0, n_words: int = 6, noise: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Token ids (n, n_words + 2) and topics (n,): some words of a request belong to another topic."""
+    rng = torch.Generator().manual_seed(seed)
+    topics = torch.randint(N_TOPICS, (n,), generator=rng)
+    other = torch.randint(N_TOPICS, (n, n_words), generator=rng)
+    owners = torch.where(torch.rand(n, n_words, generator=rng) < noise, other, topics[:, None])
+    words = _FIRST + owners * _WORDS + torch.randint(_WORDS, (n, n_words), generator=rng)
+    edge = torch.ones(n, 1, dtype=torch.int64)
+    return torch.cat([edge, words, 2 * edge], dim=1), topics
 
 
 def batched(ids: Tensor, size: int = 50) -> list[dict[str, Tensor]]:
@@ -23,4 +35,48 @@ def batched(ids: Tensor, size: int = 50) -> list[dict[str, Tensor]]:
 
 def ask(cache: LLMCache, ids: Tensor) -> list[str | None]:
     """Ask each request alone; which rung answered it."""
-    return topics.rungs_of(cache, batched(ids, 1))
+    return [(cache(input_ids=row[None]), cache.last[0].rung)[1] for row in ids]
+
+
+def classifier() -> Any:
+    """A tiny BERT whose head was fitted to the topics, in eval mode."""
+    return copy.deepcopy(_fitted())
+
+
+@functools.cache
+def _fitted() -> nn.Module:
+    return fit_head(build(CLASSIFIERS["bert"]))
+
+
+def fit_head(model: Any) -> Any:
+    """Have a BERT with a classifier tell the topics apart, and return it."""
+    ids, topics = requests(400, seed=99)
+    with torch.no_grad():
+        pooled = model.bert(input_ids=ids).pooler_output.double()
+        rows = torch.cat([pooled, torch.ones(len(ids), 1, dtype=torch.float64)], dim=1)
+        wanted = torch.nn.functional.one_hot(topics, N_TOPICS).double()
+        ridge = 1e-3 * torch.eye(rows.shape[1], dtype=torch.float64)
+        weights = torch.linalg.solve(rows.T @ rows + ridge, rows.T @ wanted)
+        model.classifier.weight.copy_(20 * weights[:-1].T)
+        model.classifier.bias.copy_(20 * weights[-1])
+    return model
+
+
+@contextmanager
+def calibrated(
+    model: nn.Module | None = None, answer_of: Callable[[Any], Tensor] | None = None, **settings: Any
+) -> Iterator[LLMCache]:
+    """A cache of `classifier()` that was calibrated on `requests(300)`, as loaded: calibrated once a process."""
+    folder = _saved(tuple(sorted({"max_drop": 0.05, "auto_bypass": False, **settings}.items())))
+    reading = {} if answer_of is None else {"answer_of": answer_of}
+    with LLMCache.load(classifier() if model is None else model, folder.name, **reading) as cache:
+        yield cache
+
+
+@functools.cache
+def _saved(settings: tuple[tuple[str, Any], ...]) -> "tempfile.TemporaryDirectory[str]":
+    folder = tempfile.TemporaryDirectory(prefix="calibrated-")
+    with LLMCache.wrap(classifier(), **dict(settings)) as cache:
+        assert cache.calibrate(batched(requests(300)[0])).is_certified
+        cache.save(folder.name)
+    return folder

@@ -1,8 +1,9 @@
 """`cache.look_up(batch)`: what is served and what is missing, each run without a second look-up, and never stale."""
 
 import gc
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from llmcache import ConfigError, LLMCache
 from llmcache.found import Found, Part
 from llmcache.request.reading import RequestReader
+from tests.contract import streams
+from tests.contract.judge import ask, check_same
 from tests.contract.models import fresh, inputs_of, plain, rows
 from tests.tiny_models import states, tokenizer
 
@@ -41,13 +44,10 @@ def n_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def run(cache: LLMCache, part: Part | None) -> Any:
-    """Logits or states of a part, compared with the plain model's."""
+def run(cache: LLMCache, part: Part | None) -> None:
+    """Run a part, and compare with the plain model."""
     assert part is not None
-    found = states(cache(**part.inputs))
-    with torch.inference_mode():
-        torch.testing.assert_close(found, states(plain(*FAMILY)(**rows(BATCH, *part.rows))), atol=1e-5, rtol=1e-5)
-    return found
+    check_same(states(cache(**part.inputs)), states(ask(plain(*FAMILY), **rows(BATCH, *part.rows))))
 
 
 def numbers(found: Found) -> tuple[Any, Any]:
@@ -100,20 +100,16 @@ def test_what_changed_in_between_is_looked_up_anew(cache: LLMCache, change: str)
     alone = fresh(*FAMILY)
     if change in CHANGES:
         CHANGES[change](cache, found)
-    within = {"namespace": lambda: cache.namespace("other"), "disabled": cache.disabled}.get(change)
+    within = {"namespace": lambda: cache.namespace("other"), "disabled": cache.disabled}.get(change, nullcontext)
     for part in (found.served, found.missing):
         assert part is not None
-        if within is None:
+        with within():
             output = states(cache(**part.inputs))
-        else:
-            with within():
-                output = states(cache(**part.inputs))
         assert [one.rung for one in cache.last] == [None] * len(part.rows)
         if change == "weights":
             alone.bert.encoder.layer[0].output.dense.weight = cache.model.bert.encoder.layer[0].output.dense.weight
-        with torch.inference_mode():
-            if change != "training":
-                torch.testing.assert_close(output, states(alone(**part.inputs)), atol=1e-5, rtol=1e-5)
+        if change != "training":
+            check_same(output, states(ask(alone, **part.inputs)))
     assert cache.stats().errors == 0
 
 
@@ -126,34 +122,25 @@ def test_what_is_never_run_is_let_go(cache: LLMCache) -> None:
 
 
 def test_threads_look_up_and_run_at_once(cache: LLMCache) -> None:
-    failures: list[BaseException] = []
+    def work(_: int) -> None:
+        for _ in range(10):
+            found = cache.look_up(BATCH)
+            for part in (found.served, found.missing):
+                if part is not None:
+                    run(cache, part)
 
-    def ask() -> None:
-        try:
-            for _ in range(30):
-                found = cache.look_up(BATCH)
-                for part in (found.served, found.missing):
-                    if part is not None:
-                        run(cache, part)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == [] and cache.stats().errors == 0
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert cache.stats().errors == 0
 
 
 def test_calls_that_keep_kv_are_missing_as_a_whole() -> None:
     cache, batch = LLMCache.wrap(fresh("llama", "causal")), inputs_of("llama", "causal")
-    with torch.inference_mode():
-        expected = states(plain("llama", "causal")(**batch))
+    expected = states(ask(plain("llama", "causal"), **batch))
     for _ in range(2):
         found = cache.look_up(batch)
         assert numbers(found) == (None, (0, 1, 2)) and found.missing is not None
-        torch.testing.assert_close(states(cache(**found.missing.inputs)), expected, atol=1e-5, rtol=1e-5)
+        check_same(states(cache(**found.missing.inputs)), expected)
     assert (cache.stats().errors, cache.stats().hits) == (0, {"exact": 3})
 
 
@@ -174,3 +161,14 @@ def test_a_batch_of_sentence_transformers(tmp_path: Path) -> None:
     assert numbers(found) == ((1,), (0, 2)) and found.served is not None
     torch.testing.assert_close(cache(dict(found.served.inputs))["sentence_embedding"], expected[[1]])
     assert cache.last[0].rung == "exact"
+
+
+def test_what_was_found_before_a_request_was_forgotten_is_not_served() -> None:
+    with streams.calibrated(audit=0) as cache:
+        asked = streams.requests(60, seed=7)[0]
+        row = next(row[None] for row in asked if streams.ask(cache, row[None]) == ["semantic"])
+        found = cache.look_up({"input_ids": row})
+        assert found.served is not None
+        cache.forget(input_ids=row)
+        cache(**found.served.inputs)
+        assert cache.last[0].rung is None

@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
 from llmcache.policies import POLICIES
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokens
 
 
-@pytest.mark.parametrize("head", TOKEN_HEADS)
-def test_heads_that_answer_token_by_token_refuse_tau(head: str) -> None:
-    model = build(TOKEN_HEADS[head])
+@pytest.fixture(scope="module")
+def bert() -> nn.Module:
+    """Wrapped by tests that leave it as it was."""
+    return build(BARE["bert"])
+
+
+def test_heads_that_answer_token_by_token_refuse_tau() -> None:
+    model = build(TOKEN_HEADS["causal"])
     with pytest.raises(UnsafeReuseError) as refusal:
         LLMCache.wrap(model, tau=0.9)
     text = str(refusal.value)
@@ -41,11 +47,11 @@ def test_payloads_too_small_for_the_head(model: Any, payload: str, fix: str) -> 
 
 
 @pytest.mark.parametrize("payload", ["sequence", "cls", "last", "mean"])
-def test_bare_models_take_any_payload(payload: str) -> None:
-    assert f"payload={payload!r}" in repr(LLMCache.wrap(build(BARE["bert"]), payload=payload))
+def test_bare_models_take_any_payload(bert: nn.Module, payload: str) -> None:
+    with LLMCache.wrap(bert, payload=payload) as cache:
+        assert f"payload={payload!r}" in repr(cache)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
@@ -59,59 +65,41 @@ def test_bare_models_take_any_payload(payload: str) -> None:
         ({"device": "tpu"}, ["device", "'tpu'", "cpu"]),
         ({"tau": -1.5}, ["tau", "-1.5", "-1 to 1"]),
         ({"tau": float("nan")}, ["tau", "nan", "-1 to 1"]),
-        ({"tau": float("inf")}, ["tau", "inf", "-1 to 1"]),
         ({"tau": {3: 2.0}}, ["tau", "2.0", "-1 to 1"]),
         ({"tau": {9: 0.5}}, ["tau", "9", "not stored", "stored: [0, 1, 2, 3]"]),
         ({"tau": "high"}, ["tau", "'high'"]),
         ({"max_bytes": 0}, ["max_bytes", "0", "greater than or equal to 1"]),
-        ({"max_bytes": -5}, ["max_bytes", "-5"]),
         ({"max_entries": 0}, ["max_entries", "0", "greater than or equal to 1"]),
-        ({"tau": 0.9, "exact": True}, ["exact with tau=0.9", "leave exact out"]),
-        ({"tau": 0.9, "store": "disk"}, ["store with tau=0.9", "leave store out"]),
         ({"policy": "ttl"}, ["policy", "ttl", "ttl_s"]),
         ({"policy": {"name": "ttl", "ttl_s": 0}}, ["policy", "ttl_s", "0"]),
         ({"policy": {"name": "lru", "size": 3}}, ["policy", "lru", "size"]),
         ({"policy": "staleness"}, ["policy", "staleness", "half_life_s"]),
         ({"policy": {"name": "staleness", "half_life_s": 0}}, ["policy", "half_life_s", "0.001", "got 0"]),
         ({"policy": {"name": "divergence", "check_rate": 1.5}}, ["policy", "check_rate=1.5", "0 to 1"]),
-        ({"policy": {"name": "divergence", "limit": 0}}, ["policy", "limit=0", "at most 2"]),
-        ({"policy": {"name": "divergence", "weight": 2}}, ["policy", "weight=2", "at most 1"]),
         ({"policy": {"ttl_s": 3}}, ["policy", "name"]),
         ({"policy": 7}, ["policy", "7"]),
-        ({"fingerprint": "simhash", "index": "flat", "tau": 0.9}, ["simhash", "binary"]),
         ({"fingerprint": "minhash", "index": "flat", "tau": 0.5}, ["minhash", "'lsh'", "'flat'", "'auto'"]),
         ({"fingerprint": "mean", "index": "lsh", "tau": 0.5}, ["minhash", "'lsh'", "'mean'", "'auto'"]),
-        ({"fingerprint": "minhash", "tau": -0.5}, ["tau=-0.5", "minhash", "Jaccard", "over 0"]),
         ({"fingerprint": "minhash", "tau": {0: 0.5, 1: 0.0}}, ["tau=", "0.0", "minhash", "Jaccard"]),
         ({"fingerprint": {"name": "minhash", "width": 0}, "tau": 0.5}, ["fingerprint", "minhash", "width=0"]),
-        ({"tau": 1.5}, ["tau", "cosine from -1 to 1 ", "'minhash'", " Jaccard over 0", "got 1.5"]),
         ({"tau": 1.5, "fingerprint": "minhash"}, ["cosine from -1 to 1 ", "'minhash'", " Jaccard over 0", "got 1.5"]),
         # Types, at once and not at the first request that needs the part:
-        (
-            {"tau": 0.9, "fingerprint": {"name": "minhash", "width": 2.5}},
-            ["fingerprint: minhash: width=2.5: ", "integer"],
-        ),
         ({"tau": 0.9, "compression": {"name": "autoencoder", "epochs": 1.5}}, ["autoencoder: epochs=1.5: ", "integer"]),
-        (
-            {"tau": 0.9, "compression": {"name": "pca", "fit_on": 512.5}},
-            ["compression: pca: fit_on=512.5: ", "integer"],
-        ),
         ({"tau": 0.9, "compression": {"name": "pca", "dim": "64"}}, ["compression: pca: dim='64': ", "integer"]),
         ({"tau": 0.9, "index": {"name": "hnsw", "M": True}}, ["index: hnsw: M=True: ", "integer"]),
         ({"policy": {"name": "ttl", "ttl_s": "1h"}}, ["policy: ttl: ttl_s='1h': ", "number"]),
         ({"policy": {"name": "divergence", "seed": 0.5}}, ["policy: divergence: seed=0.5: ", "integer"]),
     ],
 )
-def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
-    model = build(BARE["bert"])
+def test_wrong_settings(bert: nn.Module, settings: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        LLMCache.wrap(model, **settings)
+        LLMCache.wrap(bert, **settings)
     for part in parts:
         assert part in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert isinstance(refusal.value, LLMCacheError)
     assert isinstance(refusal.value, ValueError)
-    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all("forward" not in module.__dict__ for module in bert.modules())
 
 
 def test_settings_that_are_made_by_hand_are_told_as_much() -> None:
@@ -155,7 +143,6 @@ NO_SETTINGS = {
     "UTF-16": ("tau: 0.9".encode("utf-16"), "not UTF-8"),
     "Latin-1": (b"policy: \xe9", "not UTF-8"),
     "NUL": (b"tau: \x00", "not valid YAML"),
-    "nested lists": (b"a: " + b"[" * 1000, "nested too deeply"),
     "nested lists that end": (b"a: " + b"[" * 1000 + b"]" * 1000, "nested too deeply"),
     "nested mappings": (b"{a: " * 1000, "nested too deeply"),
     "an alias of itself": (b"a: &a [*a]", "too large for settings"),
@@ -163,24 +150,18 @@ NO_SETTINGS = {
     "merges of merges": (MERGED.encode(), "too large for settings"),
     "long": (b"a: '" + b"x" * 1_000_000 + b"'", "more than 1,000,000 characters"),
     "two documents": (b"tau: 1\n---\ntau: 2\n", "not valid YAML"),
-    "an empty number": (b"tau: !!int ''", "not valid YAML"),
     "no date": (b"tau: 2024-13-45", "not valid YAML"),
-    "no time": (b"tau: !!timestamp x", "not valid YAML"),
-    "no truth": (b"tau: !!bool x", "not valid YAML"),
     "a long number": (b"tau: " + b"1" * 5000, "not valid YAML"),
     "a program": (b"tau: !!python/object/apply:os.getcwd []", "not valid YAML"),
     "a mapping for a key": (b"? {a: b}\n: 1", "not valid YAML"),
     "a number for a key": (b"1: 2", "1:"),
     "a long text": (b"tau: " + b"x" * 10_000, "tau"),
-    "a long list": (b"tau: [" + b"1," * 10_000 + b"]", "tau"),
     "a list": (b"- tau\n- 0.9\n", "found list"),
-    "a number": (b"0.9\n", "found float"),
     "no end": (b"tau: [\n", "not valid YAML"),
     "an unknown setting": (b"ta: 1\n", "ta:"),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("data", "part"), NO_SETTINGS.values(), ids=NO_SETTINGS)
 def test_files_of_any_bytes_are_one_line(write: Callable[[bytes], Path], data: bytes, part: str) -> None:
     with pytest.raises(ConfigError, match=part) as refusal:

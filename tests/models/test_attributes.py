@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from llmcache.models.weights import Weights
 from tests.models.checks import follows
-from tests.tiny_models import BARE, STRANGE_GENERATORS, STRANGERS, _bert, build, llama, padded, tokens
+from tests.tiny_models import BARE, STRANGE_GENERATORS, STRANGERS, build, llama, padded, tokens
 
 FAMILIES = {**BARE, **STRANGERS, **STRANGE_GENERATORS}
 
@@ -214,7 +214,9 @@ def test_elements_of_a_container_are_compared() -> None:
 
 
 def test_the_default_language_of_xmod_and_the_window_of_mistral_are_seen() -> None:
-    config = tf.XmodConfig(**{**_bert().to_dict(), "languages": ["en_XX", "de_DE"], "default_language": "en_XX"})
+    config = tf.XmodConfig(
+        **{**BARE["bert"]().config.to_dict(), "languages": ["en_XX", "de_DE"], "default_language": "en_XX"}
+    )
     xmod = build(lambda: tf.XmodModel(config))
     assert follows(xmod, lambda: xmod.set_default_language("de_DE"))
     mistral = build(STRANGE_GENERATORS["mistral"]).model

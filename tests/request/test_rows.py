@@ -1,9 +1,6 @@
 """What exact keys cover: all that a row's states depend on, and no more."""
 
-from typing import Any
-
 import numpy as np
-import pytest
 
 from llmcache.request.reading import HostInputs, read_rows
 from llmcache.request.rows import Row, Scope, id_dtype
@@ -11,19 +8,12 @@ from llmcache.request.rows import Row, Scope, id_dtype
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 
 
-def row(
-    ids: list[int],
-    mask: list[int] | None = None,
-    positions: list[int] | None = None,
-    is_causal: bool | None = None,
-    **more: Any,
-) -> Row:
+def row(ids: list[int], mask: list[int] | None = None, positions: list[int] | None = None) -> Row:
     """The only row of a call."""
     valid = None if mask is None else np.array([mask], bool)
     placed = None if positions is None else np.array([positions])
-    causal = None if is_causal is None else np.array([is_causal])
-    inputs = HostInputs(np.array([ids]), valid, None, placed, causal, None, is_full=mask is not None and all(mask))
-    (made,) = read_rows(SCOPE, inputs, np.dtype(np.uint16), **more)
+    inputs = HostInputs(np.array([ids]), valid, None, placed, None, None, is_full=mask is not None and all(mask))
+    (made,) = read_rows(SCOPE, inputs, np.dtype(np.uint16))
     return made
 
 
@@ -42,22 +32,6 @@ def test_what_comes_before_is_part_of_a_key_unless_positions_are_given() -> None
 def test_gaps_are_part_of_a_key() -> None:
     gap = row([5, 9, 6], [1, 0, 1], positions=[0, 1, 2])
     assert gap.key != row([5, 6], positions=[0, 2]).key and gap.n_valid == 2
-
-
-def test_where_padding_counts_it_and_the_mask_are_part_of_a_key() -> None:
-    keys = [row([5, 6, pad], mask, padding_counts=True).key for pad in (0, 9) for mask in ([1, 1, 0], [1, 1, 1])]
-    assert len(set(keys)) == 4
-    assert row([5, 6, 0], [1, 1, 0], padding_counts=True).n_valid == 3
-
-
-@pytest.mark.parametrize("name", ["layout_counts", "layout_is_kept"])
-def test_a_layout_tells_padding_and_kinds_of_mask_apart(name: str) -> None:
-    rows = [row([5, 6, pad], [1, 1, 0], is_causal=kind, **{name: True}) for pad in (0, 9) for kind in (None, True)]
-    told = [one.key if name == "layout_counts" else one.layout for one in rows]
-    assert len(set(told)) == 4 and b"" not in told
-    assert len({one.key for one in rows}) == (4 if name == "layout_counts" else 1)
-    whole = row([5, 6], [1, 1], **{name: True})
-    assert (whole.has_layout, whole.layout) == (False, b"")
 
 
 def test_ids_are_packed_in_as_few_bytes_as_the_vocabulary_needs() -> None:

@@ -1,7 +1,7 @@
 """Context variables that hold a value for a while."""
 
 import logging
-from contextvars import Context, ContextVar
+from contextvars import ContextVar
 
 import pytest
 
@@ -23,13 +23,3 @@ def test_it_is_said_once_that_blocks_overlapped(caplog: pytest.LogCaptureFixture
             second.__exit__(None, None, None)
             assert variable.get() == 0
     assert len(caplog.messages) == 1 and "overlapping" in caplog.text
-
-
-def test_a_block_that_ends_in_another_context_leaves_that_one_alone() -> None:
-    variable: ContextVar[int] = ContextVar("elsewhere", default=0)
-    block = setting(variable, 1)
-    Context().run(block.__enter__)
-    with setting(variable, 2):
-        block.__exit__(None, None, None)
-        assert variable.get() == 2
-    assert variable.get() == 0
