@@ -125,11 +125,12 @@ class Decoder:
             return asked or otherwise or _MOST_NEW
         room = self.context - n_prompt
         if (asked or 1) > room:
+            fewer, param = (f", or set {params[1]} to {room} at most", params[1]) if room > 0 else ("", params[0])
             raise Refusal(
                 "invalid",
                 f"the prompt has {n_prompt} tokens, and the model's context of {self.context} holds prompt and answer: "
-                f"shorten it, or ask for fewer {params[1]}",
-                param=params[1] if room > 0 else params[0],
+                f"shorten it{fewer}",
+                param=param,
             )
         return asked or min(room, otherwise or room)
 

@@ -114,7 +114,6 @@ class Front:
         tenant = None if needed is None else self._tenant(scope, needed)
         scope["state"]["tenant"] = tenant
         body: bytes | None = await self._body(scope, receive)
-        scope["state"]["is_body_read"] = True
 
         async def replayed() -> Message:
             nonlocal body
@@ -184,9 +183,10 @@ class Front:
                     chunks.append(message.get("body", b""))
                     n_bytes += len(chunks[-1])
                     self._n_bytes += len(chunks[-1])
+                    is_whole = scope["state"]["is_body_read"] = not message.get("more_body")
                     if n_bytes > most:
                         raise too_large
-                    if not message.get("more_body"):
+                    if is_whole:
                         return b"".join(chunks)
                     if self._n_bytes > N_BODIES * most:
                         raise overloaded("too many large bodies are on their way")
@@ -256,7 +256,7 @@ async def _refuse(
     If its body was not read, what comes of it in the next moment is dropped, and the connection is closed after that.
     Were it closed at once, the client would see a failed connection in place of the answer.
     """
-    is_body_read = "is_body_read" in scope["state"] or not _has_body(scope)
+    is_body_read = scope["state"].get("is_body_read", not _has_body(scope))
     dialect = dialect_of(route_path(scope))
     body = json.dumps(refusal.body(dialect)).encode()
     named = [("content-type", "application/json"), ("content-length", str(len(body))), *refusal.headers.items()]

@@ -93,12 +93,12 @@ def described(error: BaseException, request_id: str = "") -> str:
 
 
 def stopping() -> Refusal:
-    """Refuse what a stopping server does not begin, or does not finish in time."""
+    """Return the refusal of what a stopping server does not begin, or does not finish in time."""
     return Refusal("unhealthy", "the server is stopping: try again in a moment", retry_after_s=1)
 
 
 def overloaded(why: str, retry_after_s: int = 1) -> Refusal:
-    """Refuse what the server has no room for now."""
+    """Return the refusal of what the server has no room for now."""
     return Refusal("overloaded", f"{why}: try again in {retry_after_s} s", retry_after_s=retry_after_s)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.tasks.squad_v2_scorer import exact_match, f1
+from experiments.tasks.squad_v2_scorer import exact_match, f1, figures
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,15 @@ from experiments.tasks.squad_v2_scorer import exact_match, f1
 def test_scores(told: str, accepted: list[str], exact: float, overlap: float) -> None:
     assert exact_match(told, accepted) == exact
     assert f1(told, accepted) == pytest.approx(overlap)
+
+
+def test_figures_are_means_over_all_questions_and_over_those_with_an_answer_or_without() -> None:
+    found = figures(["x y", "x", "", "y"], [["x"], ["x", "z"], [], []])
+    assert found == {
+        "exact": 2 / 4,
+        "f1": pytest.approx((2 / 3 + 1 + 1 + 0) / 4),
+        "exact_answerable": 1 / 2,
+        "f1_answerable": pytest.approx((2 / 3 + 1) / 2),
+        "exact_unanswerable": 1 / 2,
+    }
+    assert figures(["x"], [["x"]])["exact_unanswerable"] is None and figures([""], [[]])["f1_answerable"] is None

@@ -19,13 +19,14 @@ def test_what_might_become_a_stop_text_is_held_back_no_longer_than_that() -> Non
 
 @given(st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_whatever_the_pieces_nothing_is_told_beyond_a_stop(fed: list[str], stops: list[str]) -> None:
-    finder, text, is_found = StopTexts(stops), "", False
+    finder, text, whole, is_found = StopTexts(stops), "", "", False
     for piece in fed:
         more, is_found = finder.add(piece)
         text += more
+        whole += piece
+        assert is_found == any(stop in whole for stop in stops)  # with the piece that ends it, no later
         if is_found:
             break
-    whole = "".join(fed)
     assert not any(stop in text for stop in stops)
     assert whole.startswith(text)
     if is_found:

@@ -240,6 +240,12 @@ def post(body: bytes, length: int | None = None, path: str = "/predict") -> byte
 
 
 @pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
+def test_a_body_that_came_to_its_end_but_is_too_large_is_refused_without_waiting_for_more(client: TestClient) -> None:
+    answer = client.post("/predict", content=iter([b"a" * 1_000_001]))  # without a length, so it has to be read
+    assert answer.status_code == 413 and "connection" not in answer.headers
+
+
+@pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
 def test_over_a_socket(server: Server, pool: ThreadPoolExecutor) -> None:
     body = json.dumps({"inputs": "my card"}).encode()
     with listening(server) as (_, url):

@@ -258,6 +258,22 @@ def test_fields_that_are_refused(client: TestClient, body: dict[str, Any], param
     assert "secret" not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"prompt": [5] * CONTEXT}, "shorten it"),
+        ({"prompt": [5] * CONTEXT, "max_tokens": 2}, "shorten it"),  # no answer is short enough
+        ({"prompt": [5] * 6, "max_tokens": CONTEXT}, f"shorten it, or set max_tokens to {CONTEXT - 6} at most"),
+    ],
+)
+def test_what_the_context_does_not_hold_is_told_with_what_helps(
+    client: TestClient, body: dict[str, Any], told: str
+) -> None:
+    error = client.post("/v1/completions", json=body).json()["error"]
+    why = f"the prompt has {len(body['prompt'])} tokens, and the model's context of {CONTEXT} holds prompt and answer"
+    assert error["message"] == f"{why}: {told}"
+
+
 def test_fields_that_are_not_known_are_accepted(client: TestClient) -> None:
     more = {"user": "me", "store": True, "metadata": {"a": 1}, "tools": [], "tool_choice": "auto", "min_p": 0}
     more |= {"response_format": {"type": "text"}, "cache_salt": "x", "namespace": "other", "documents": []}
