@@ -104,19 +104,23 @@ class Tier:
 
     def number(self, namespace: str) -> int:
         """The number with which values of a namespace are put; `NO_NUMBER` where the store does not tell."""
-        if (known := self._numbers.get(namespace, NO_NUMBER)) != NO_NUMBER:
-            return known
-        n_changes, found = self._n_changes, self._ask_number(namespace)
-        with self._following:
-            if n_changes != self._n_changes:  # a purge that came while the store was asked makes the answer worthless
-                found = NO_NUMBER
-            elif found != NO_NUMBER and self._numbers.get(namespace) == NO_NUMBER:
-                self._forget(namespace)  # nobody knows whether what is held came before a purge
-            if len(self._numbers) >= _MOST_NAMES:
-                held = {*self._memory.namespaces()}
-                self._numbers = {name: number for name, number in self._numbers.items() if name in held}
-            self._numbers[namespace] = found
-            return found
+        for is_last in (False, False, True):
+            if (known := self._numbers.get(namespace, NO_NUMBER)) != NO_NUMBER:
+                return known
+            n_changes, found = self._n_changes, self._ask_number(namespace)
+            with self._following:
+                if n_changes != self._n_changes:  # by a purge: the answer may be from before it
+                    if not is_last:
+                        continue  # another call may have been told meanwhile
+                    found = NO_NUMBER
+                elif found != NO_NUMBER and self._numbers.get(namespace) == NO_NUMBER:
+                    self._forget(namespace)  # nobody knows whether what is held came before a purge
+                if len(self._numbers) >= _MOST_NAMES:
+                    held = {*self._memory.namespaces()}
+                    self._numbers = {name: number for name, number in self._numbers.items() if name in held}
+                self._numbers[namespace] = found
+                break
+        return found
 
     def _ask_number(self, namespace: str) -> int:
         """Ask the store for a number, even while reads fail: without it no value of the namespace is written."""

@@ -238,8 +238,27 @@ def test_a_number_that_is_asked_for_during_a_purge_is_not_that_from_before(make:
         return found
 
     store.numbers = numbers  # type: ignore[method-assign]
-    assert one.number("a") == NO_NUMBER
     assert one.number("a") == asked(["a"])[0]
+
+
+def test_calls_that_ask_for_a_number_at_once_have_memory_forget_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcache.stores.tier._REST_S", 0.0)
+    tier, store, memory = make(fails=True)
+    assert tier.number("a") == NO_NUMBER
+    store.fails = False
+    asked, calls = store.numbers, iter(range(1))
+
+    def numbers(namespaces: Sequence[str]) -> list[int]:
+        found = asked(namespaces)
+        for _ in calls:
+            assert tier.number("a") != NO_NUMBER  # of another call, which asks and is told meanwhile
+        return found
+
+    store.numbers = numbers  # type: ignore[method-assign]
+    assert tier.number("a") == tier.number("a") == asked(["a"])[0]
+    assert memory.dropped == ["a"]
 
 
 def test_what_is_loaded_is_compared_with_the_store(make: Make) -> None:
