@@ -95,6 +95,14 @@ def test_what_was_used_longest_ago_leaves_over_the_budget(folder: Path, size: in
     store.close()
 
 
+def test_what_is_read_outlives_its_file(store: DiskStore, folder: Path) -> None:
+    put(store, "a")
+    (read,) = store.get_many([key("a")], time.monotonic() + 60)
+    store.purge("a")
+    store.close()
+    assert files(folder) == [] and read is not None and bytes(read) == value("a")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
 def test_files_are_their_owners_alone(store: DiskStore, folder: Path) -> None:
     put(store, "a")
