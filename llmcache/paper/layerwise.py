@@ -212,7 +212,7 @@ class Layerwise(Switches):
         call.storing_s += perf_counter() - started
 
     def _store(self, call: Call) -> None:
-        """Store what was kept, unless weights or namespace changed meanwhile; checked rows are compared instead."""
+        """Store what was kept, unless weights changed or anything was purged meanwhile; compare rows to be checked."""
         if not call.computed:
             return
         assert call.scope is not None

@@ -258,12 +258,12 @@ class Prefix:
         output, kv_cache = self._run_rows(call, rest, run) if rest else (None, None)
         held = {number: _gather(blocks) for number, (_, blocks) in prefill.whole.items()}
 
-        def lay_rows(name: str, layer: int, computed: Tensor | None) -> Tensor:
+        def lay_rows(name: str, layer: int, computed: Any) -> Tensor:
             """Tensors of all rows (B, ..., T, D): as they are held, or as they were computed of the rest."""
             own = {number: pieces[name][layer] for number, pieces in held.items()}
             like = next(iter(own.values()))
             laid = like.new_zeros((n_rows, *like.shape[:-2], n_tokens, like.shape[-1]), device=ids.device)
-            if computed is not None:
+            if rest:
                 laid[rest] = computed
             for number, tensor in own.items():
                 row, tail = prefill.rows[number], prefill.whole[number][1][-1]
@@ -276,8 +276,10 @@ class Prefix:
 
         states = lay_rows("states", 0, None if output is None else output[0])
         for layer in range(self._trunk.depth):
-            computed = None if kv_cache is None else kv_cache.layers[layer]
-            keys, values = (lay_rows(name, layer, getattr(computed, name, None)) for name in ("keys", "values"))
+            keys, values = (
+                lay_rows(name, layer, None if kv_cache is None else getattr(kv_cache.layers[layer], name))
+                for name in ("keys", "values")
+            )
             put(prefill.kv_cache, layer, keys, values)
         of, names = kind
         made = {name: states if name == _STATES else prefill.kv_cache for name in names}

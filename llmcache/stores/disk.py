@@ -81,6 +81,7 @@ class DiskStore(Store):
         named: list[Path] = []
         try:
             for i, part in parts.items():
+                part.touch(mode=0o600, exist_ok=False)
                 part.write_bytes(fitting[i].value)
             with self._index.writing() as changes:
                 lost, self._lost = self._lost, set()

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from time import monotonic, perf_counter
 from typing import Any, Protocol, TypeVar
 
@@ -104,19 +105,23 @@ class Tier:
 
     def number(self, namespace: str) -> int:
         """The number with which values of a namespace are put; `NO_NUMBER` where the store does not tell."""
-        if (known := self._numbers.get(namespace, NO_NUMBER)) != NO_NUMBER:
-            return known
-        n_changes, found = self._n_changes, self._ask_number(namespace)
-        with self._following:
-            if n_changes != self._n_changes:  # a purge that came while the store was asked makes the answer worthless
-                found = NO_NUMBER
-            elif found != NO_NUMBER and self._numbers.get(namespace) == NO_NUMBER:
-                self._forget(namespace)  # nobody knows whether what is held came before a purge
-            if len(self._numbers) >= _MOST_NAMES:
-                held = {*self._memory.namespaces()}
-                self._numbers = {name: number for name, number in self._numbers.items() if name in held}
-            self._numbers[namespace] = found
-            return found
+        for is_last in (False, False, True):
+            if (known := self._numbers.get(namespace, NO_NUMBER)) != NO_NUMBER:
+                return known
+            n_changes, found = self._n_changes, self._ask_number(namespace)
+            with self._following:
+                if n_changes != self._n_changes:  # by a purge: the answer may be from before it
+                    if not is_last:
+                        continue  # another call may have been told meanwhile
+                    found = NO_NUMBER
+                elif found != NO_NUMBER and self._numbers.get(namespace) == NO_NUMBER:
+                    self._forget(namespace)  # nobody knows whether what is held came before a purge
+                if len(self._numbers) >= _MOST_NAMES:
+                    held = {*self._memory.namespaces()}
+                    self._numbers = {name: number for name, number in self._numbers.items() if name in held}
+                self._numbers[namespace] = found
+                break
+        return found
 
     def _ask_number(self, namespace: str) -> int:
         """Ask the store for a number, even while reads fail: without it no value of the namespace is written."""
@@ -192,8 +197,8 @@ class Tier:
         """Read values by scope and name, in their order, at once; together they save computing `n_tokens`."""
         if not (asked and self.break_even.pays(n_tokens)):
             return [None] * len(asked)
-        started = perf_counter()
-        found = self.peek(asked, self.break_even.patience_s(n_tokens))
+        started, deadline = perf_counter(), monotonic() + self.break_even.patience_s(n_tokens)
+        found = self._get(asked, deadline, open_until=deadline)
         took_s, n_found = perf_counter() - started, sum(one is not None for one in found)
         self._counts["asked"] += len(asked)
         self._counts["found"] += n_found
@@ -208,13 +213,8 @@ class Tier:
             self.break_even.computed(n_tokens, call.computing_s)
 
     def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
-        """Read values likewise, but however much they save, and uncounted."""
-        keys, deadline = [self._key(*one) for one in asked], monotonic() + patience_s
-        values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
-        return [
-            None if value is None or monotonic() >= deadline else self._opened(key, value)
-            for key, value in zip(keys, values or [None] * len(keys), strict=True)
-        ]
+        """Read values likewise, but however much they save, and uncounted; those that came in time are all opened."""
+        return self._get(asked, monotonic() + patience_s, open_until=inf)
 
     def write(
         self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int
@@ -230,6 +230,14 @@ class Tier:
     def lacks(self, scope: Scope, name: str) -> bool:
         """Whether a value was dropped; the caller writes it again."""
         return self._behind.take_dropped(self._key(scope, name))
+
+    def _get(self, asked: Sequence[tuple[Scope, str]], deadline: float, open_until: float) -> list[Opened | None]:
+        keys = [self._key(*one) for one in asked]
+        values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
+        return [
+            None if value is None or monotonic() >= open_until else self._opened(key, value)
+            for key, value in zip(keys, values or [None] * len(keys), strict=True)
+        ]
 
     def _opened(self, key: StoreKey, value: Bytes) -> Opened | None:
         try:

@@ -80,6 +80,20 @@ def test_a_hit_returns_the_earlier_requests_answer_and_nothing_else_does(setting
     assert (outcome.rung, outcome.source) == ("paper", cache.last[0].key)
 
 
+def test_a_row_is_told_how_similar_the_nearest_request_is_whether_it_serves_or_not() -> None:
+    cache, seen = wrapped("bert", tau=0.4, layers="last"), list[Tensor]()
+    for seed in range(12):
+        ids = tokens(1, 4, seed=seed)
+        embedded = cache.model.bert.embeddings(ids).mean(1).detach()
+        vector = torch.nn.functional.normalize(embedded, dim=1)[0]
+        best = max((float(vector @ other) for other in seen), default=-2.0)
+        cache(input_ids=ids)
+        assert served(cache) == [best >= 0.4]
+        assert cache.last[0].similarity == (pytest.approx(best, abs=1e-5) if seen else None)
+        if best < 0.4:
+            seen.append(vector)
+
+
 def test_a_repeat_hits_at_a_tau_of_one() -> None:
     cache = wrapped("bert", tau=1.0)
     for seed in range(20):

@@ -175,6 +175,26 @@ def test_rows_that_are_the_same_request_come_back_each_as_it_was(length: int, pr
     assert cache.stats().hits == {"exact": 8}
 
 
+def test_rows_beside_held_ones_whose_kv_is_not_found_are_computed_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, ids = wrapped(model), tokens(2, 10)
+    plain = plainly(cache, ids)
+    cache(ids[:1])
+
+    class Emptied(tf.DynamicCache):
+        def update(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().update(*args, **kwargs)
+            self.layers[0].keys = None
+            return made
+
+    monkeypatch.setattr(cache._core.forward.prefix, "_new_cache", Emptied)
+    found = cache(ids, past_key_values=tf.DynamicCache())
+    for ours, theirs in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        close(ours.keys, theirs.keys)
+    assert cache.stats().errors == 1
+
+
 def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
     inputs = padded([10, 10])
     cache = wrapped(model)

@@ -104,6 +104,16 @@ def test_a_slab_has_one_block_at_least() -> None:
     assert [slab_blocks(size) for size in (1, SIZE, 100, 1000)] == [SLAB_TOKENS, PER_SLAB, 1, 1]
 
 
+def test_blocks_that_are_not_held_are_let_go() -> None:
+    """Another thread has brought the first ones, or the last do not fit."""
+    blocks, chain = pool(4), chain_of(range(6))
+    first, made = stored_together(chain[:2]), stored_together(chain)
+    blocks.put(chain[:2], first)
+    assert not blocks.put(chain, made)
+    check(blocks, made | first)
+    assert [piece[0].shape[-2] for piece in runs(blocks.match(chain))] == [32, 32]
+
+
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=20))
 def test_bytes_counted_are_bytes_kept(steps: list[tuple[bool, list[int]]]) -> None:
     blocks, made = pool(7), {}

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -92,6 +93,20 @@ def test_what_was_used_longest_ago_leaves_over_the_budget(folder: Path, size: in
     assert (store.stats().nbytes, store.stats().n_evicted) == (4 * size, 3)
     assert len(files(folder)) == 4 * (size == LARGE)
     store.close()
+
+
+def test_what_is_read_outlives_its_file(store: DiskStore, folder: Path) -> None:
+    put(store, "a")
+    (read,) = store.get_many([key("a")], time.monotonic() + 60)
+    store.purge("a")
+    store.close()
+    assert files(folder) == [] and read is not None and bytes(read) == value("a")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+def test_files_are_their_owners_alone(store: DiskStore, folder: Path) -> None:
+    put(store, "a")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in files(folder)] == [0o600]
 
 
 def test_a_file_that_is_gone_or_cut_short_holds_no_value_and_may_be_put_again(store: DiskStore, folder: Path) -> None:
