@@ -1,14 +1,14 @@
-"""A folder that holds one save: a new version is written beside the old one, and one rename switches between them.
+"""A folder that holds one save: a new version is written beside the old one, and one rename switches to it.
 
-    manifest.json               which files belong to the version, with their SHA-256
-    <part>-<tag>.safetensors    its data; every version has a tag of its own
-    .llmcache.lock              held by whoever saves; stays
-    .llmcache.journal           while a version is written: names of all that may have to be removed; then gone
-    .llmcache-<tag>             while a version is written: where that is done; then gone
+    manifest.json               the files of the version, with their SHA-256
+    <part>-<tag>.safetensors    its data; every version has its own tag
+    .llmcache.lock              locked while saving; never removed
+    .llmcache.journal           names of all files that may have to be removed; exists while a version is written
+    .llmcache-<tag>             draft folder of the new version; exists while it is written
 
-Nothing else in the folder is ours. The journal is written before anything else, and what it names and the manifest
-does not is removed after the switch, or by the next save if this one was cut short. A file that neither of them names
-stays. Links are never written through: the folder may be one, the files that are ours in it may not.
+No other file in the folder is ours. The journal is written first. Files that it names and the manifest does not are
+removed after the switch, or by the next save if this one was interrupted. Files in neither stay. The folder may be a
+symbolic link; our files in it may not, so nothing is written through a link.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _DataName: TypeAlias = Annotated[str, Field(pattern=f"^{_DATA}$")]
 
 
 class _Listed(BaseModel):
-    """The fields that every manifest of ours has, whatever its format."""
+    """The fields of every manifest, in all formats."""
 
     model_config = ConfigDict(strict=True)
 
@@ -48,7 +48,7 @@ class _Listed(BaseModel):
 
 
 class _Journal(BaseModel):
-    """The fields of a journal of ours."""
+    """The fields of a journal."""
 
     model_config = ConfigDict(strict=True)
 
@@ -60,34 +60,34 @@ _T = TypeVar("_T", _Listed, _Journal)
 
 
 def is_data_name(name: str) -> bool:
-    """Whether a data file of ours may be called so: nothing outside the folder."""
+    """Whether a name is that of a data file, and so within the folder."""
     return re.fullmatch(_DATA, name) is not None
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder if needed; within, nobody else saves there, in this process or another."""
+    """Create the folder if needed, and lock it against other saves, in this process and others."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
-    _listed(folder)  # before a lock is made in what is none of ours
+    _listed(folder)  # raises before a lock file is created in a foreign folder
     _check_file(folder / _LOCK)
     try:
         with FileLock(folder / _LOCK, timeout=_PATIENCE_S):
             _listed(folder)
-            _journaled(folder)  # not before: another save may be writing its journal, or removing it
+            _journaled(folder)  # only under the lock: another save may be writing or removing its journal
             yield
     except Timeout as error:
         raise StoreError(
-            f"{folder}: another save there has not ended for {_PATIENCE_S:.0f} s: look what it does"
+            f"{folder}: another save there has not ended for {_PATIENCE_S:.0f} s: check what it does"
         ) from error
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder if needed, and try whether files can be written there.
+    """Create the folder if needed, and write a temporary file to test it.
 
     Raises:
-        StoreError: They cannot.
+        StoreError: Files cannot be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,20 +99,20 @@ def check_writable(folder: Path) -> None:
 
 
 def check_ours(folder: Path) -> None:
-    """See that nothing in a folder keeps a save from being written.
+    """Check that no file in a folder prevents saving there.
 
     Raises:
-        StoreError: Somebody else's file is where one of ours would go, or a damaged one of ours.
+        StoreError: A foreign or damaged file has the name of one of ours.
     """
     with locked(folder):
         pass
 
 
 def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: Callable[[dict[str, str]], str]) -> None:
-    """Write a version and make it the one that is read; under the lock. If that fails, the earlier one is whole.
+    """Write a new version and switch to it. The caller holds the lock. On an error the earlier version stays intact.
 
-    `parts` holds tensors of each file by the first part of its name; `describe` makes the manifest of the files'
-    SHA-256.
+    `parts` holds the tensors of each file by the first part of its name; `describe` returns the manifest's text, given
+    the SHA-256 of the files by name.
     """
     _tidy(folder)
     tag = uuid.uuid4().hex[:12]
@@ -127,10 +127,10 @@ def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: C
         _write(folder / drafts / MANIFEST, describe(files))
         _sync(folder)
         os.replace(folder / drafts / MANIFEST, folder / MANIFEST)
-        with suppress(OSError):  # saved it is
+        with suppress(OSError):  # the save is complete anyway
             _sync(folder)
     finally:
-        with suppress(OSError, StoreError):  # what cannot be removed now, the next save removes
+        with suppress(OSError, StoreError):  # the next save removes the rest
             _tidy(folder)
 
 
@@ -140,7 +140,7 @@ def sha256(path: Path) -> str:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what the journal names and the manifest does not, and then the journal."""
+    """Remove the files that the journal names and the manifest does not, then the journal."""
     for name in sorted(set(_journaled(folder)).difference(_listed(folder))):
         path = folder / name
         if path.is_symlink():
@@ -153,23 +153,23 @@ def _tidy(folder: Path) -> None:
 
 
 def _listed(folder: Path) -> Sequence[str]:
-    """Data files of the version that is read now."""
+    """Return the names of the current version's data files."""
     path = folder / MANIFEST
     return [*_read(path, _Listed).files] if _check_file(path) else ()
 
 
 def _journaled(folder: Path) -> Sequence[str]:
-    """Names in the journal of a save that was cut short."""
+    """Return the names in the journal of an interrupted save."""
     path = folder / JOURNAL
-    if not _check_file(path) or not path.stat().st_size:  # cut short before the first byte: nothing else was written
+    if not _check_file(path) or not path.stat().st_size:  # interrupted before the first byte: nothing else was written
         return ()
     return _read(path, _Journal).names
 
 
 def _check_file(path: Path) -> bool:
-    """Whether there is a file; a link, a folder and the like are refused."""
+    """Whether a regular file exists; raise for a link, a folder and other kinds."""
     try:
-        is_file = stat.S_ISREG(path.lstat().st_mode)  # asked once: another save may remove it
+        is_file = stat.S_ISREG(path.lstat().st_mode)  # one call: another save may remove the file
     except FileNotFoundError:
         return False
     if not is_file:
@@ -178,7 +178,7 @@ def _check_file(path: Path) -> bool:
 
 
 def _read(path: Path, kind: type[_T]) -> _T:
-    """Read one of our files; a file that holds anything else is refused."""
+    """Read one of our JSON files; raise if it holds anything else."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -193,7 +193,7 @@ def _foreign(path: Path) -> StoreError:
 
 
 def _write_data(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors to a new file, on the disk itself, and return its SHA-256."""
+    """Write tensors to a new file, sync it to disk, and return its SHA-256."""
     from safetensors.torch import save_file
 
     save_file(dict(tensors), path)
@@ -202,7 +202,7 @@ def _write_data(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a text to a new file, on the disk itself."""
+    """Write text to a new file and sync it to disk."""
     path.unlink(missing_ok=True)
     with path.open("x", encoding="utf-8") as file:
         try:
@@ -210,12 +210,12 @@ def _write(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
-            path.unlink()  # half a journal would be taken for somebody else's
+            path.unlink()  # a truncated journal would be taken for a foreign file
             raise
 
 
 def _sync(path: Path) -> None:
-    """Have what was written to a file, or which names a folder has, survive a loss of power, where the system can."""
+    """Sync a file, or the names in a folder, to disk; folders cannot be synced on Windows."""
     if path.is_dir() and os.name == "nt":
         return
     number = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Exchangeable parts of a cache: the classes that settings can name, and how one is made from its settings."""
+"""Exchangeable components of a cache: registries of classes that settings name, and construction from settings."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, type[T]], Generic[T]):
-    """Classes by the name under which settings know them. `del registry[name]` takes one out again."""
+    """Classes by the name used in settings. `del registry[name]` removes a class."""
 
     def __init__(
         self,
@@ -25,14 +25,15 @@ class Registry(dict[str, type[T]], Generic[T]):
         given: Sequence[str] = (),
         reserved: Sequence[str] = (),
     ) -> None:
-        """Begin with classes of our own.
+        """Create a registry.
 
         Args:
-            kind: What they are, as the setting that names them is called.
-            base: What each has to do.
-            known: Classes by name.
-            given: What the library itself passes to each constructor, by position; settings come as keywords.
-            reserved: Names that mean something else in the setting.
+            kind: Kind of component, equal to the name of its setting.
+            base: Base class, whose interface each class must have.
+            known: Built-in classes by name.
+            given: Names of the arguments that the library passes to each constructor by position; settings are passed
+                as keywords.
+            reserved: Names with another meaning in the setting.
         """
         super().__init__(known)
         self.kind = kind
@@ -41,15 +42,15 @@ class Registry(dict[str, type[T]], Generic[T]):
         self.reserved = tuple(reserved)
 
     def register(self, name: str, made: type[T]) -> None:
-        """Let settings name a class.
+        """Register a class under a name.
 
         Args:
-            name: The name; one that is taken or means something else is refused.
-            made: The class: derived from the base of its kind, or with all that this has.
+            name: The name; it must be neither taken nor reserved.
+            made: The class: derived from the base class, or with all its public members.
 
         Raises:
-            ConfigError: The name is no text, or taken, or the class lacks something, or something of
-                it is called with other arguments than it takes.
+            ConfigError: The name is not a str, taken or reserved; or the class lacks a member; or a member or the
+                constructor does not accept the arguments it is called with.
         """
         if name in self:
             raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
@@ -62,19 +63,19 @@ class Registry(dict[str, type[T]], Generic[T]):
         self[name] = made
 
     def find(self, name: str) -> type[T]:
-        """The class of a name.
+        """Return the class of a name.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: The name is unknown.
         """
         if name not in self:
             raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self)) or 'none'}")
         return self[name]
 
     def _check(self, made: type) -> None:
-        """Refuse a class that does not do what its base says."""
+        """Raise `ConfigError` if a class does not have the interface of the base class."""
         base = self._base
-        # Its public names, and what is abstract or only annotated in it.
+        # Public names of the base, plus abstract and annotated-only ones.
         annotated = {name for cls in base.__mro__ for name in inspect.get_annotations(cls)}
         public = {name for name in {*dir(base), *annotated} if not name.startswith("_")}
         members = public | getattr(base, "__abstractmethods__", set())
@@ -93,7 +94,7 @@ class Registry(dict[str, type[T]], Generic[T]):
 
 
 def misfit(made: type, name: str, passed: Sequence[str]) -> str:
-    """Say how a method, or without a name the constructor, cannot be called with these arguments; "" if it can."""
+    """Return why a method ("": the constructor) cannot be called with these arguments; "" if it can."""
     try:
         signature = inspect.signature(getattr(made, name) if name else made)
     except ValueError:  # written in C, without a signature
@@ -107,7 +108,7 @@ def misfit(made: type, name: str, passed: Sequence[str]) -> str:
 
 
 class Component(BaseModel):
-    """One exchangeable part, by registry name and options."""
+    """An exchangeable component: its registry name and options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -119,14 +120,18 @@ class Component(BaseModel):
         return dict(self.model_extra or {})
 
     def build(self, registry: Registry[T], *args: Any) -> T:
-        """Construct the component, given what the library supplies; options must fit its class in name and type."""
+        """Construct the component with positional arguments `args` and its options.
+
+        Raises:
+            ConfigError: The name is unknown, or an option does not fit the constructor in name, type or value.
+        """
         make, kind = registry.find(self.name), registry.kind
         hints: dict[str, Any] = {}
-        with suppress(NameError):  # annotations that are there for type checkers alone
+        with suppress(NameError):  # annotations imported for type checkers only
             hints = get_type_hints(make.__init__)
         for option, value in self.options.items():
             try:
-                # Strict: 2.5 tokens or the text "64" would pass for what they are not until a request needs them.
+                # Strict, so that 2.5 tokens or the text "64" fail here and not at the first request.
                 _checker(hints.get(option, Any)).validate_python(value, strict=True)
             except ValidationError as error:
                 wrong = error.errors()[0]["msg"]
@@ -141,12 +146,12 @@ class Component(BaseModel):
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, without passwords in URLs."""
+    """Return the repr of a value for a message, without passwords in URLs."""
     return re.sub(r"://[^@/]*@", "://***@", repr(value))
 
 
 def _checker(hint: Any) -> TypeAdapter[Any]:
-    """Checks values of an annotated type; of a class that pydantic does not know, that they are instances."""
+    """Return a validator for an annotated type; for a class unknown to pydantic, it checks `isinstance`."""
     try:
         return TypeAdapter(hint)
     except PydanticSchemaGenerationError:

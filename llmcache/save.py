@@ -1,11 +1,11 @@
 """Saving and loading a cache: safetensors for tensors, one JSON manifest for the rest, no pickle.
 
-    manifest.json                 settings, weights digest, names and SHA-256 of the files below
-    <section>-<tag>.safetensors   what one part of the cache holds: `bank`, `blocks`, `calibrated`, ...
+    manifest.json                 settings, digest of the weights, names and SHA-256 of the files below
+    <section>-<tag>.safetensors   the content of one part of the cache: `bank`, `blocks`, `calibrated`, ...
 
-How one save takes the place of another is in `folder`. What is read is checked against the manifest's hashes before it
-is used; if the save was replaced meanwhile, the new one is read. Order of arrival survives; recency, counts of use and
-ages do not, and what was counted is not saved.
+`folder` replaces one save by another. Files are checked against the manifest's hashes before they are used; if the save
+is replaced meanwhile, the new one is read. The insertion order of entries is saved; recency, use counts, ages and
+statistics are not.
 """
 
 import json
@@ -27,38 +27,38 @@ from llmcache.request.bypass import CURES
 
 FORMAT = 11
 _TRIES = 10
-_META = "__meta__"  # JSON of a section, beside its tensors
-#: Settings that say nothing of what is kept, or of what a calibration promises.
+_META = "__meta__"  # the tensor that holds a section's JSON
+#: Settings that affect neither the stored data nor a calibration's bound.
 _FREE: Final = frozenset(("auto_bypass", "policy"))
 _BUDGETS: Final = frozenset(("max_bytes", "max_entries"))
-CALIBRATED: Final = "calibrated"  # the section of a calibration, with which budgets cannot shrink
+CALIBRATED: Final = "calibrated"  # the section of a calibration; with it, budgets must not shrink
 
 
 class Section(Protocol):
     """A part of a cache that is saved."""
 
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
-        """Return what it holds for a trunk of these weights, at one moment: JSON data, and tensors by name."""
+        """Return a consistent snapshot of the data for these weights: JSON data, and tensors by name."""
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state` returned; the tensors are given away."""
+        """Load what `state` returned, taking over the tensors."""
 
 
 class Manifest(BaseModel):
-    """What `manifest.json` holds."""
+    """The content of `manifest.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
     format: int  # version of this layout
     written_by: str  # version of this library
-    payload: str  # what of a state is kept
+    payload: str  # name of the payload that entries keep
     config: dict[str, Any]
-    weights: str  # digest of the trunk's
-    head: str  # of the model's others, where its answers matter: something is reused approximately
-    special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
-    numbers: dict[str, int] | None = None  # that namespaces had in the store; None: there was none
-    kinds: dict[str, list[Any]]  # how outputs are made up, by who knows it; see `Kinds`
-    files: dict[str, str] = {}  # SHA-256 by name
+    weights: str  # digest of the trunk's weights
+    head: str  # digest of the model's other weights; "" if reuse is exact only
+    special_ids: list[int]  # token ids excluded from fingerprints; must be the same when loading
+    numbers: dict[str, int] | None = None  # numbers of namespaces in the store; None: there was no store
+    kinds: dict[str, list[Any]]  # descriptions of the trunk's outputs, by component; see `Kinds`
+    files: dict[str, str] = {}  # SHA-256 by file name
 
 
 def save(
@@ -73,11 +73,11 @@ def save(
     kinds: Mapping[str, list[Any]],
     sections: Mapping[str, Section],
 ) -> None:
-    """Write a cache, atomically. `numbers` are from before the sections are read: a purge may come between.
+    """Save a cache atomically. `numbers` must be read before the sections are, as a purge may come in between.
 
     Raises:
-        StoreError: Writing failed, the weights cannot be read, or the folder holds something else where the save would
-            go. An earlier save in the folder is still whole.
+        StoreError: Writing failed, the weights cannot be read, or other files are in the way. An earlier save in the
+            folder stays intact.
     """
     from safetensors import SafetensorError
 
@@ -102,18 +102,18 @@ def save(
             parts = {}
             for name, section in sections.items():
                 meta, tensors = section.state(weights)
-                told = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
-                parts[name] = {_META: told} | {key: one.cpu().contiguous() for key, one in tensors.items()}
+                meta_bytes = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
+                parts[name] = {_META: meta_bytes} | {key: one.cpu().contiguous() for key, one in tensors.items()}
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
     except (OSError, ValueError, SafetensorError) as error:
         raise StoreError(f"{folder}: could not save: {error}") from error
 
 
 class Saved:
-    """A save that a model can be served from: one version, whole, also while others save there."""
+    """A complete, checked save that suits a model. Other processes may save to the folder meanwhile."""
 
     def __init__(self, folder: str | Path, model: nn.Module, tokenizer: Any) -> None:
-        """Read it.
+        """Read and check the save in a folder.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
@@ -132,28 +132,28 @@ class Saved:
             except BankFileError:
                 if read_manifest(folder).files == self.manifest.files:
                     raise
-                # Another save took its place meanwhile, and removed its files.
+                # Another save replaced it meanwhile and removed its files.
         raise BankFileError(f"{folder}: replaced {_TRIES} times while it was being read: load it when fewer save there")
 
     @property
     def sections(self) -> set[str]:
-        """The names of its sections."""
+        """The names of the saved sections."""
         return set(self._parts)
 
     def settings(self, given: CacheConfig | None) -> CacheConfig:
-        """Return the settings for loading: those of the save, or `given` ones if the save can be served with them.
+        """Return the settings to load with: the saved ones, or `given` if these are compatible with the save.
 
         Raises:
-            UnfitBankError: This version does not know the saved ones.
-            ConfigError: Those that are given do not suit what was saved.
+            UnfitBankError: This version does not accept the saved settings.
+            ConfigError: The given settings are not compatible with the save.
         """
         return choose_settings(self.manifest.config, given, CALIBRATED in self._parts, self.folder)
 
     def restore(self, payload: str, sections: Mapping[str, Section]) -> None:
-        """Fill the sections of an empty cache, which keeps `payload`; those that were not saved stay empty.
+        """Load the sections into an empty cache whose payload is `payload`; sections that were not saved stay empty.
 
         Raises:
-            UnfitBankError: Entries keep other parts of states than this model's head reads.
+            UnfitBankError: The saved entries have another payload than this model's head needs.
             BankFileError: The files do not fit each other.
         """
         if self.manifest.payload != payload:
@@ -171,7 +171,7 @@ class Saved:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a save; see `Saved`."""
+    """Read and check the manifest of a save; see `Saved`."""
     path = Path(folder) / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -196,13 +196,13 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | Path) -> None:
-    """Refuse a save that this model could not be served from."""
+    """Raise `UnfitBankError` if the save does not suit the model."""
     trunk = locate(model, str(manifest.config.get("adapter", "auto")))
     watched = Weights(trunk.module)
     weights = watched.digest()
     if reason := watched.unreadable:
         raise UnfitBankError(
-            f"{folder}: whether this model has the weights it was saved from is unknown: {CURES[reason]}"
+            f"{folder}: cannot check whether this model has the weights it was saved from: {CURES[reason]}"
         )
     if manifest.weights != weights:
         raise UnfitBankError(
@@ -216,7 +216,7 @@ def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | P
     if manifest.head and manifest.head != (head := Weights(model, without=trunk.module).digest()):
         raise UnfitBankError(
             f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has "
-            f"{head[:12]}), by which others than repeats were answered; give the model that it was saved from, or "
+            f"{head[:12]}), whose answers approximate hits return; give the model that it was saved from, or "
             "another folder"
         )
 
@@ -224,25 +224,25 @@ def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | P
 def choose_settings(
     saved: Mapping[str, Any], given: CacheConfig | None, is_calibrated: bool, folder: str | Path
 ) -> CacheConfig:
-    """See `Saved.settings`. A calibration needs room for all of its requests."""
+    """Return the settings to load with; see `Saved.settings`. A calibration needs room for all of its requests."""
     try:
         known = CacheConfig.make(saved)
     except ConfigError as error:
-        raise UnfitBankError(f"{folder}: saved with settings that are not taken here: {error}") from error
+        raise UnfitBankError(f"{folder}: saved with settings that this version does not accept: {error}") from error
     if given is None:
         return known
     before, now = known.model_dump(mode="json"), given.model_dump(mode="json")
 
     def may_change(key: str) -> bool:
-        if key in _BUDGETS:  # of None there is no end
+        if key in _BUDGETS:  # None: unlimited
             return not is_calibrated or now[key] is None or (before[key] is not None and now[key] >= before[key])
         return key in _FREE
 
     if differing := [key for key in now if now[key] != before[key] and not may_change(key)]:
-        told = "; ".join(f"{key} is {now[key]!r}, and was {before[key]!r}" for key in differing)
+        changes = "; ".join(f"{key} is {now[key]!r}, and was {before[key]!r}" for key in differing)
         raise ConfigError(
-            f"{folder}: saved with other settings than those given: {told}. Leave the settings out to go on with those "
-            "of the save, or begin anew in another folder"
+            f"{folder}: saved with other settings than those given: {changes}. Leave the settings out to use those of "
+            "the save, or begin anew in another folder"
         )
     return given
 
@@ -261,5 +261,5 @@ def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
         if sha256(path) != sha:
             raise BankFileError(f"{path}: cut short or changed since it was saved")
         return load_file(path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # a file that is gone by now is a RuntimeError there
+    except (OSError, RuntimeError, SafetensorError) as error:  # load_file raises RuntimeError for a missing file
         raise BankFileError(f"{path}: not readable: {error}") from error

@@ -1,4 +1,4 @@
-"""Checks that classes of your own keep the rules of their base. Each raises `AssertionError` if one is broken."""
+"""Checks for your own classes against the rules of their base class. Each raises `AssertionError` on a violation."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from llmcache.stores.base import Purge, Put, Store, StoreKey
 
 
 def check_policy(make: Callable[[], Policy], seed: int = 0) -> None:
-    """Put, use and remove keys in a drawn order, known and unknown ones, and ask after each step which key leaves."""
+    """Put, hit and remove known and unknown keys in random order, and ask for victim and expired keys at each step."""
     draw, policy, held = random.Random(seed), make(), {"key 7", "key 8"}
     for key in sorted(held):
         policy.on_put(key, 10)
@@ -35,7 +35,7 @@ def check_policy(make: Callable[[], Policy], seed: int = 0) -> None:
         else:
             _refuses(KeyError, "victim while no key is held", policy.victim)
         key, step = f"key {draw.randrange(9)}", draw.choice(("put", "put", "hit", "cost", "remove", "evict"))
-        if i >= 400 or step in ("remove", "evict"):  # all leave at the end
+        if i >= 400 or step in ("remove", "evict"):  # at the end remove all
             for leaving in {key} if step == "remove" or not held else {policy.victim(), *policy.expired()}:
                 policy.on_remove(leaving)
                 held.discard(leaving)
@@ -51,18 +51,18 @@ def check_policy(make: Callable[[], Policy], seed: int = 0) -> None:
 
 
 def check_index(make: Callable[[int], Index], similarity: Callable[..., Any] = np.dot, is_exact: bool = True) -> None:
-    """Add, replace, remove and search rows beside a dict of them; `is_exact`: the most similar are always found."""
+    """Add, replace, remove and search rows, compared with a dict; `is_exact`: search must find the nearest rows."""
     rng, dim, held = np.random.default_rng(0), 32, dict[int, Floats]()
     index, empty = make(dim), make(dim).nbytes
     steps = [(i % 4 < 3, rng.integers(0, 21, rng.integers(13))) for i in range(16)]
     for adds, ids in ((True, np.arange(0)), (False, np.array([5, -1])), *steps, (True, rng.permutation(300))):
-        # Each entry is one of two numbers: an index of bits holds such rows exactly, too.
+        # Rows of two values only, which an index of bits also holds exactly.
         x, queries = ((rng.choice([-1, 1], (n, dim)) / dim**0.5).astype("f4") for n in (len(ids), 3))
         if adds:
             given = ids.copy(), x.copy()
             index.add(*given)
             _rule(np.array_equal(given[0], ids) and np.array_equal(given[1], x), "add: arrays are not modified")
-            given[0][:], given[1][:] = 0, 1  # rows are copies
+            given[0][:], given[1][:] = 0, 1  # the index must have copied the rows
             held |= dict(zip(ids.tolist(), x, strict=True))
         else:
             index.remove(ids)
@@ -88,18 +88,18 @@ def _check_found(
     shape = len(queries), min(k, len(held))
     _rule(ids.shape == claimed.shape == shape, "search: both results are (B, min(k, len))")
     _rule(ids.dtype == np.int64 and claimed.dtype == np.float32, "search: ids int64, similarity float32")
-    for query, numbers, told in zip(queries, ids.tolist(), claimed, strict=True):
+    for query, numbers, scores in zip(queries, ids.tolist(), claimed, strict=True):
         n, end = len({*numbers} - {-1}), [-np.inf] * numbers.count(-1)
         _rule({*numbers[:n]} <= {*held} and n + len(end) == len(numbers), "search: different rows, id -1 after all")
         true = [similarity(query, held[number]) for number in numbers[:n]] + end
         best = sorted((similarity(query, row) for row in held.values()), reverse=True)[:k]
-        _rule(np.allclose(told, true, rtol=0, atol=1e-6), "search: the similarity of the rows named")
-        _rule((np.diff(told[:n]) <= 1e-6).all(), "search: best first")
-        _rule(not is_exact or np.allclose(told, best, rtol=0, atol=1e-6), "search: the most similar rows")
+        _rule(np.allclose(scores, true, rtol=0, atol=1e-6), "search: the similarity of the rows named")
+        _rule((np.diff(scores[:n]) <= 1e-6).all(), "search: best first")
+        _rule(not is_exact or np.allclose(scores, best, rtol=0, atol=1e-6), "search: the most similar rows")
 
 
 def check_fingerprint(make: Callable[[], Fingerprint], has_unit_norm: bool = True) -> None:
-    """Fit it if it learns, and project a drawn call; `has_unit_norm`: rows have norm 1 or 0, but for an own index."""
+    """Fit if needed and project a random call; `has_unit_norm`: norms must be 1 or 0, unless it has its own index."""
     made, rng = make(), torch.Generator().manual_seed(0)
     n = max(64, made.n_fit)
     content = torch.arange(12) < torch.randint(2, 13, (n, 1), generator=rng)
@@ -111,23 +111,23 @@ def check_fingerprint(make: Callable[[], Fingerprint], has_unit_norm: bool = Tru
 
     if made.n_fit:
         made.fit([*features(slice(n)).numpy()])
-        _rule(made.n_fit == 0, "n_fit: 0 once it was fitted")
+        _rule(made.n_fit == 0, "n_fit: 0 after fit")
     x, alone = features(slice(6)), torch.cat([features(slice(i, i + 1)) for i in range(6)])
     _rule(x.dtype == torch.float32 and x.ndim == 2 and len(x) == 6, "features: float32 (B, F0)")
-    _rule(torch.allclose(x, alone, atol=1e-5), "features: of each row by itself, whatever is beside it")
+    _rule(torch.allclose(x, alone, atol=1e-5), "features: each row is independent of the other rows")
     vectors, single = made.project(x.numpy()), np.concatenate([made.project(row[None]) for row in alone.numpy()])
     _rule(torch.equal(x, features(slice(6))), "project: the features are not modified")
     _rule(vectors.dtype == np.float32 and vectors.ndim == 2 and len(vectors) == 6, "project: float32 (B, F)")
-    _rule(np.allclose(vectors, single, atol=1e-5), "project: finite, of each row by itself, the same each time")
+    _rule(np.allclose(vectors, single, atol=1e-5), "project: finite, deterministic, each row independent of the others")
     norms = np.linalg.norm(vectors, axis=1)
     _rule(not has_unit_norm or np.isclose(norms, 1, atol=1e-4)[norms > 0].all(), "project: L2 norm 1")
     other = make()
     other.restore(made.state())
-    _rule(np.allclose(other.project(x.numpy()), vectors, atol=1e-6), "restore: the vectors of what was saved")
+    _rule(np.allclose(other.project(x.numpy()), vectors, atol=1e-6), "restore: the same vectors as before saving")
 
 
 def check_codec(make: Callable[[], Codec], width: int = 8) -> None:
-    """Fit it if it learns, then pack tensors whose last dimension is `width`."""
+    """Fit if needed, then pack tensors whose last dimension is `width`."""
     codec, rng, floats = make(), torch.Generator().manual_seed(0), (torch.float32, torch.float16, torch.bfloat16)
     lossless = {dtype for dtype in floats if codec.is_lossless(dtype)}
     early = codec.encode("hidden", torch.randn(3, width, generator=rng))
@@ -135,11 +135,11 @@ def check_codec(make: Callable[[], Codec], width: int = 8) -> None:
     if codec.n_fit:
         codec.fit(torch.randn(codec.n_fit, width, generator=rng))
     is_same = torch.equal(before, codec.decode("hidden", early, torch.float32)) and codec.n_fit == 0
-    _rule(is_same, "fit: n_fit is 0 then, and what was encoded before comes back as before")
+    _rule(is_same, "fit: n_fit is 0 afterwards, and earlier encodings decode as before")
     for dtype, shape in [(dtype, shape) for dtype in floats for shape in ((width,), (3, 4, width), (0, width))]:
         x = (torch.randn(shape, generator=rng) + 3).to(dtype)
         back = codec.decode("hidden", codec.encode("hidden", x.clone()), dtype)
-        _rule(back.dtype == dtype and back.shape == x.shape, "decode: the shape and type of what was encoded")
+        _rule(back.dtype == dtype and back.shape == x.shape, "decode: the shape and dtype of the encoded tensor")
         _rule(dtype not in lossless or torch.equal(back, x), "is_lossless: every bit comes back")
     x = torch.randn(2, 3, width, generator=rng)
     mine, other = x.clone().requires_grad_(), make()
@@ -148,16 +148,16 @@ def check_codec(make: Callable[[], Codec], width: int = 8) -> None:
     is_kept = torch.equal(mine, x) and not any(part.requires_grad for part in packed.values())
     _rule(is_kept, "encode: the tensor is not modified, and the result has no gradient")
     is_named = {name.split(".")[0] for name in packed} == {"hidden", "keys"} and "keys" in packed
-    _rule(is_named, "encode: but for `hidden`, the name given is itself one of those in the result")
+    _rule(is_named, "encode: except for `hidden`, the given name is in the result")
     back = codec.decode("hidden", packed, x.dtype)
     is_same = torch.equal(other.decode("hidden", other.encode("hidden", x.mT.contiguous().mT), x.dtype), back)
-    _rule(is_same, "restore: packs as the one whose state it takes up, whatever the layout in memory")
+    _rule(is_same, "restore: packs like the codec that was saved, for any memory layout")
     _refuses(KeyError, "decode of a name that is missing", codec.decode, "values", packed, x.dtype)
-    _refuses(ValueError, "encode of whole numbers", codec.encode, "hidden", torch.arange(4))
+    _refuses(ValueError, "encode of integers", codec.encode, "hidden", torch.arange(4))
 
 
 def check_store(make: Callable[[], Store]) -> None:
-    """Open it twice, as two processes would, and use both; `make` opens the same place each time, left empty."""
+    """Open a store twice, as two processes would, and use both; `make` opens the same store, which is left empty."""
     one, other, run = make(), make(), uuid.uuid4().hex
     try:
         _check_values(one, other, run)
@@ -165,7 +165,7 @@ def check_store(make: Callable[[], Store]) -> None:
         before, has = one.numbers([run]), _get(other, [_key(run, 1)])
         one.purge(None)
         is_gone = has != [None] == _get(other, [_key(run, 1)]) and before != other.numbers([run])
-        _rule(is_gone, "purge: of None, nothing is returned, and every namespace has another number")
+        _rule(is_gone, "purge(None): no value is returned, and every namespace has another number")
         other.close()
         for act in (lambda: _get(other, [_key(run, 1)]), lambda: other.numbers([]), other.stats):
             _refuses(StoreError, "every call after close", act)
@@ -193,31 +193,29 @@ def _check_values(one: Store, other: Store, run: str) -> None:
 def _check_purges(one: Store, other: Store, name: str) -> None:
     keys, stays = [_key(name, i) for i in range(5)], _key(f"{name}:b", 0)
     begin, own, before = other.purges(None), one.purges(None), one.numbers([name, f"{name}:b"])
-    _rule(begin.is_complete and not begin.found, "purges: of no cursor nothing, and the cursor of now")
+    _rule(begin.is_complete and not begin.found, "purges(None): no purges, and the current cursor")
     _put(one, dict.fromkeys([*keys, stays], b"value"))
     (kept,) = one.get_many(keys[:1], time.monotonic() + 60)
     one.forget(keys[:2])
-    _rule(_get(other, [*keys, stays]) == [None] * 2 + [b"value"] * 4, "forget: nothing of these is returned")
+    _rule(_get(other, [*keys, stays]) == [None] * 2 + [b"value"] * 4, "forget: no forgotten value is returned")
     one.purge(name)
     for store in (one, other):
         number, unchanged = store.numbers([name, f"{name}:b"])
         _rule(number != before[0] and unchanged == before[1], "purge: the namespace has another number in all stores")
         store.put_many([Put(keys[0], b"late", before[0])])
-        _rule(
-            _get(store, keys) == [None] * 5, "purge: nothing is returned that was put before, nor put with its number"
-        )
-    _rule(kept is not None and bytes(kept) == b"value", "what was returned stays as it is when it is removed")
+        _rule(_get(store, keys) == [None] * 5, "purge: no value put before it, or with the old number, is returned")
+    _rule(kept is not None and bytes(kept) == b"value", "get_many: returned bytes stay when values are removed")
     wanted = [Purge(name, tuple(key.name for key in keys[:2])), Purge(name)]
     for store, since in ((one, own), (other, begin)):
-        told = store.purges(since.cursor)
-        of_name = [purge for purge in told.found if purge.namespace == name]
-        _rule(told.is_complete and of_name == wanted, "purges: what was purged, in order, by the time that it returned")
-        again = store.purges(told.cursor)
-        _rule(not again.found and again.cursor == told.cursor, "purges: each is told once")
+        found = store.purges(since.cursor)
+        of_name = [purge for purge in found.found if purge.namespace == name]
+        _rule(found.is_complete and of_name == wanted, "purges: all purges, in order, once the purge has returned")
+        again = store.purges(found.cursor)
+        _rule(not again.found and again.cursor == found.cursor, "purges: each purge is reported once")
     unknown = other.purges("no cursor of this store")
-    _rule(not (unknown.is_complete or unknown.found), "purges: of an unknown cursor it says that some may be missing")
+    _rule(not (unknown.is_complete or unknown.found), "purges: incomplete and empty for an unknown cursor")
     _put(other, {keys[0]: b"again"})
-    _rule(_get(one, [keys[0], stays]) == [b"again", b"value"], "purge: others stay, and a key may be put again")
+    _rule(_get(one, [keys[0], stays]) == [b"again", b"value"], "purge: other values stay, and a key may be put again")
 
 
 def _put(store: Store, values: Mapping[StoreKey, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Settings as YAML: whatever is in the file, wrong text is one `ConfigError` of one line."""
+"""Reads settings from YAML. Any invalid content raises one `ConfigError` with a one-line message."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,15 @@ import yaml
 from llmcache.errors import ConfigError
 
 _MOST_CHARACTERS = 1_000_000
-_MOST_VALUES = 100_000  # with those that aliases repeat: ten lines can stand for billions
+_MOST_VALUES = 100_000  # aliases expanded: ten lines can expand to billions
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping.
+    """Read a YAML file that contains one mapping; an empty file gives an empty dict.
 
     Raises:
-        ConfigError: It cannot be read, or is not YAML in UTF-8, or not a mapping, or too large for settings.
-        FileNotFoundError: No such file.
+        ConfigError: The file cannot be read, is not YAML in UTF-8, is not a mapping, or is too large for settings.
+        FileNotFoundError: There is no such file.
     """
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
@@ -25,9 +25,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: save it in that encoding") from error
-    except (OSError, ValueError) as error:  # ValueError: no path at all
-        told = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read as a file of settings: {told}") from error
+    except (OSError, ValueError) as error:  # ValueError: not a valid path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read as a file of settings: {reason}") from error
     loaded = parse_yaml(text, str(path))
     if loaded is None:
         return {}
@@ -37,7 +37,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Parse a YAML text of one document; `name` tells in errors where it comes from."""
+    """Parse YAML text of one document; `name` is its origin, for error messages.
+
+    Raises:
+        ConfigError: The text is not valid YAML, or too large or too deeply nested for settings.
+    """
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"{name}: more than {_MOST_CHARACTERS:,} characters: too large for settings")
     try:
@@ -47,16 +51,16 @@ def parse_yaml(text: str, name: str) -> Any:
         made = None if node is None or is_large else loader.construct_document(node)
     except RecursionError as error:
         raise ConfigError(f"{name}: nested too deeply for settings") from error
-    except Exception as error:  # PyYAML raises KeyError, IndexError, AttributeError on values that a tag does not fit
-        told = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError | ValueError) else repr(error)
-        raise ConfigError(f"{name}: not valid YAML: {told}") from error
+    except Exception as error:  # PyYAML raises KeyError, IndexError, AttributeError for values that do not fit a tag
+        reason = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError | ValueError) else repr(error)
+        raise ConfigError(f"{name}: not valid YAML: {reason}") from error
     if is_large:
         raise ConfigError(f"{name}: more than {_MOST_VALUES:,} values, aliases written out: too large for settings")
     return made
 
 
 def _has_room(node: yaml.Node) -> bool:
-    """Whether a document has few enough values, each alias counted as all that it stands for."""
+    """Whether a document has at most `_MOST_VALUES` values, aliases expanded."""
     waiting, n_values = [node], 0
     while waiting and n_values <= _MOST_VALUES:
         one = waiting.pop()

@@ -1,4 +1,4 @@
-"""(2, 3, 5) A layer's cache bank: stored states, the index of their fingerprints, and the policy of who leaves.
+"""(2, 3, 5) A layer's cache bank: stored states, the index of their fingerprints, and the eviction policy.
 
 Sizes: B rows, R rows of a payload, D hidden width, F0 features, F fingerprint width; of K/V: S layers, H heads,
 n tokens, D_h width.
@@ -25,10 +25,10 @@ from llmcache.request.rows import Scope
 
 
 class Kind(NamedTuple):
-    """What requests must share to find each other."""
+    """What two requests must have in common for one to serve the other."""
 
     scope: Scope
-    length: int  # valid tokens; 0 where the payload fits any length
+    length: int  # valid tokens; 0 if the payload fits any length
     has_kv: bool
 
 
@@ -37,11 +37,11 @@ class Entry:
     """The stored output of one layer for one request.
 
     Attributes:
-        key: The request's key, see `Row.key`.
-        kind: What other requests must share with it.
-        tensors: Packed: `hidden` (R, D); of a decoder that keeps K/V also `keys` and `values` (S, H, n, D_h).
-        dtypes: Types of the tensors before they were packed; under autocast those of K/V differ.
-        number: Its fingerprint's id in the index; None until the fingerprint is fitted.
+        key: Key of the request; see `Row.key`.
+        kind: Kind of the request; only requests of the same kind find the entry.
+        tensors: Packed tensors: `hidden` (R, D); for a decoder that keeps K/V, also `keys` and `values` (S, H, n, D_h).
+        dtypes: Dtypes before packing, by name; under autocast those of K/V differ.
+        number: Id of its fingerprint in the index; None until the fingerprint is fitted.
     """
 
     key: str
@@ -52,20 +52,20 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of the packed tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class State(NamedTuple):
-    """The output of one layer that a call computed for one request, to be stored.
+    """The output that one layer computed for one request, to be stored.
 
     Attributes:
-        layer: Its number.
+        layer: Layer number.
         key: See `Entry`.
         kind: See `Entry`.
         tensors: See `Entry`; not packed.
-        vector: Fingerprint (F,); None until that is fitted.
-        features: What it will be made of (F0,); None once it is fitted.
+        vector: Fingerprint (F,); None until the fingerprint is fitted.
+        features: Features (F0,) of the fingerprint; None once it is fitted.
     """
 
     layer: int
@@ -87,19 +87,19 @@ class LayerBank:
         max_bytes: int,
         max_entries: int | None,
     ) -> None:
-        """Begin empty.
+        """Create an empty bank.
 
-        The policy is of this bank alone. `make_codec` makes the codec for one state of the weights, `make_index` an
-        index for fingerprints of a width. `max_bytes` is the budget of all entries' tensors.
+        `policy` serves only this bank. `make_codec` returns a new codec, one per state of the weights; `make_index`
+        returns an index for fingerprints of a given width. `max_bytes` is the budget for the tensors of all entries.
         """
         self.policy = policy
         self.max_bytes, self.max_entries = max_bytes, max_entries
         self._make_codec, self._make_index = make_codec, make_index
         self.entries: dict[str, Entry] = {}  # by key, oldest first
         self.packers: dict[str, Packer] = {}  # by digest of the weights
-        self.latest = Packer(make_codec())  # of the weights that stored last
+        self.latest = Packer(make_codec())  # packer of the weights that stored last
         self._indexes: dict[Kind, Index] = {}
-        self._key_of: dict[int, str] = {}  # by number in the index
+        self._key_of: dict[int, str] = {}  # keys by number in the index
         self._n_numbers = 0
         self.nbytes = self.n_evicted = self.n_expelled = 0
 
@@ -109,7 +109,7 @@ class LayerBank:
         return sum(index.nbytes for index in self._indexes.values())
 
     def search(self, kinds: Sequence[Kind], vectors: Floats) -> list[tuple[Entry, float] | None]:
-        """The nearest entry of each request's kind, with its similarity, by fingerprints (B, F)."""
+        """Return for each request, by fingerprints (B, F), the nearest entry of its kind and their similarity."""
         self._expire()
         found: list[tuple[Entry, float] | None] = [None] * len(kinds)
         for kind in set(kinds):
@@ -125,13 +125,13 @@ class LayerBank:
         return found
 
     def put(self, key: str, kind: Kind, tensors: Mapping[str, Tensor], vector: Floats | None) -> bool:
-        """Store a state, making room for it first; False if it is larger than the bank.
+        """Store a state, evicting entries to make room; return False if it is larger than the bank.
 
         Args:
             key: See `Entry`; an earlier entry is replaced.
             kind: See `Entry`.
-            tensors: See `Entry`; not packed, given away.
-            vector: Fingerprint (F,); None until that is fitted, see `point`.
+            tensors: See `Entry`; not packed. The bank takes them over.
+            vector: Fingerprint (F,); None until the fingerprint is fitted, see `index_vector`.
         """
         packer = self._packer(kind.scope.weights)
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -141,8 +141,8 @@ class LayerBank:
             self._repack(kind.scope.weights, packer)
         return self._hold(entry, vector)
 
-    def point(self, key: str, vector: Floats) -> None:
-        """Let others find an entry by its fingerprint (F,); an unknown key is ignored."""
+    def index_vector(self, key: str, vector: Floats) -> None:
+        """Add the fingerprint (F,) of an entry to the index. An unknown key is ignored."""
         if (entry := self.entries.get(key)) is None:
             return
         if (index := self._indexes.get(entry.kind)) is None:
@@ -150,7 +150,7 @@ class LayerBank:
         number, self._n_numbers = self._n_numbers, self._n_numbers + 1
         try:
             index.add(np.array([number]), vector[None])
-        except BaseException:  # the index may hold it all the same
+        except BaseException:  # the index may have added it before it failed
             with suppress(Exception):
                 index.remove(np.array([number]))
             raise
@@ -158,42 +158,42 @@ class LayerBank:
         self._key_of[number] = key
 
     def vector(self, entry: Entry) -> Floats | None:
-        """The fingerprint (F,) by which an entry is found."""
+        """Return the fingerprint (F,) of an entry from the index; None if it has none yet."""
         return None if entry.number is None else self._indexes[entry.kind].vectors(np.array([entry.number]))[0]
 
     def unpack(self, entry: Entry) -> dict[str, Tensor]:
-        """Its tensors as they were before they were packed, but for what compression loses. Safe in any thread."""
+        """Return the unpacked tensors of an entry, exact up to the loss of compression. Safe in any thread."""
         codec = self.packers[entry.kind.scope.weights].codec
         return {name: codec.decode(name, entry.tensors, dtype) for name, dtype in entry.dtypes.items()}
 
     def check(self, entry: Entry, fresh: Tensor, stored: Tensor) -> None:
-        """Tell the policy how far a fresh state (R, D) is from the stored one, both as compression leaves them."""
+        """Report to the policy the distance of a computed state (R, D) from the stored one, both after compression."""
         if (packer := self.packers.get(entry.kind.scope.weights)) is not None:
-            self.policy.on_check(entry.key, cosine_distance(packer.there_and_back(fresh), stored))
+            self.policy.on_check(entry.key, cosine_distance(packer.round_trip(fresh), stored))
             self._expire()
 
     def remove(self, key: str) -> None:
-        """Let go of an entry; an unknown key is ignored."""
+        """Remove an entry. An unknown key is ignored."""
         self.policy.on_remove(key)
         if (entry := self.entries.pop(key, None)) is None:
             return
         self.nbytes -= entry.nbytes
         if entry.number is not None:
-            del self._key_of[entry.number]  # first: whatever the index does, it is found no more
+            del self._key_of[entry.number]  # first: the entry is not found even if the index fails
             index = self._indexes[entry.kind]
             index.remove(np.array([entry.number]))
             if len(index) == 0:  # kinds come and go with weights and tenants
                 del self._indexes[entry.kind]
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget a namespace, None: all; codecs are not fitted on what it stored, but stay as they are."""
+        """Remove the entries of a namespace, or all (None), and its rows that codecs wait for. Fitted codecs stay."""
         for key in [key for key, one in self.entries.items() if namespace in (None, one.kind.scope.namespace)]:
             self.remove(key)
         for packer in self.packers.values():
             packer.waiting = {k: one for k, one in packer.waiting.items() if namespace not in (None, one[0])}
 
     def state(self, weights: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-        """Entries of some weights as notes that JSON holds, and their tensors by name and type, joined end to end."""
+        """Return the entries for these weights: JSON data, and tensors by name and dtype, joined end to end."""
         notes, parts = list[dict[str, Any]](), dict[str, list[Tensor]]()
         for entry in self.entries.values():
             if entry.kind.scope.weights != weights:
@@ -219,7 +219,7 @@ class LayerBank:
     def restore(
         self, weights: str, notes: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], device: torch.device
     ) -> None:
-        """Take up what `state` gave, as entries of some weights, with tensors on a device."""
+        """Load what `state` returned, as entries for these weights, with tensors on `device`."""
         self._packer(weights).codec.restore(below("codec.", tensors))
         done = Counter[str]()
         for note in notes:
@@ -236,7 +236,7 @@ class LayerBank:
             self._hold(entry, None if vector is None else vector.numpy())
 
     def _hold(self, entry: Entry, vector: Floats | None) -> bool:
-        """Take an entry in, making room for it; False if it is larger than the bank."""
+        """Add an entry, evicting others to make room; return False if it is larger than the bank."""
         if entry.nbytes > self.max_bytes:
             return False
         self.remove(entry.key)
@@ -248,20 +248,20 @@ class LayerBank:
         self.nbytes += entry.nbytes
         if vector is not None:
             try:
-                self.point(entry.key, vector)
+                self.index_vector(entry.key, vector)
             except BaseException:
                 self.remove(entry.key)
                 raise
         return True
 
     def _expire(self) -> None:
-        """Let go of what must leave whatever the budget."""
+        """Remove expired entries."""
         for key in self.policy.expired():
             self.remove(key)
             self.n_expelled += 1
 
     def _packer(self, weights: str) -> Packer:
-        """The packer for states of these weights, which are about to be stored; those without an entry are dropped."""
+        """Return the packer for these weights; a new one drops the packers of weights without entries."""
         if weights not in self.packers:
             held = {entry.kind.scope.weights for entry in self.entries.values()}
             self.packers = {other: packer for other, packer in self.packers.items() if other in held}
@@ -270,7 +270,7 @@ class LayerBank:
         return self.latest
 
     def _repack(self, weights: str, packer: Packer) -> None:
-        """Pack what was stored plainly, now that the codec is fitted. Ranks stay: the policy is not told."""
+        """Pack the entries that were stored before the codec was fitted. Their policy ranks do not change."""
         for entry in self.entries.values():
             if entry.kind.scope.weights == weights:
                 self.nbytes -= entry.nbytes

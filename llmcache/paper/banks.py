@@ -1,4 +1,4 @@
-"""The banks of all layers under one lock, and what they share: purges, and the fingerprint's fit.
+"""The banks of all layers under one lock, with shared purges and the fit of the fingerprint.
 
 Sizes: B rows, F0 features, F fingerprint width, R rows of a payload.
 """
@@ -24,9 +24,9 @@ class Near(NamedTuple):
 
     Attributes:
         entry: The entry.
-        similarity: Of both fingerprints.
-        may_serve: It is similar enough.
-        is_checked: It does not serve: the request is computed all the same, and compared.
+        similarity: Similarity of the two fingerprints.
+        may_serve: Whether the similarity is at least `tau`.
+        is_checked: Whether the request is computed anyway and compared instead of served.
     """
 
     entry: Entry
@@ -36,7 +36,7 @@ class Near(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Two states (R, D) of a layer to be compared: the one computed, and an entry's as it came back."""
+    """Two states (R, D) of a layer to compare: the computed one, and the unpacked one of an entry."""
 
     layer: int
     entry: Entry
@@ -50,24 +50,24 @@ class Banks(dict[int, LayerBank]):
     def __init__(
         self, banks: Mapping[int, LayerBank], tau: Mapping[int, float], fingerprint: Fingerprint, device: torch.device
     ) -> None:
-        """Begin empty; `tau` is the least similarity of a hit, by layer. The fingerprint is fitted here."""
+        """Take one bank and one `tau` per layer, the least similarity of a hit. `fingerprint` is fitted here."""
         super().__init__(sorted(banks.items()))
         self._tau, self._fingerprint, self._device = tau, fingerprint, device
-        self._lock = forkable(threading.RLock())  # a signal's handler may ask for the stats
-        self._waiting: dict[str, tuple[str, Floats]] = {}  # by key: namespace, features (F0,) that wait for the fit
+        self._lock = forkable(threading.RLock())  # reentrant: a signal handler may ask for the stats
+        self._waiting: dict[str, tuple[str, Floats]] = {}  # until the fit, by key: namespace, features (F0,)
         self._trimmer = Trimmer()
-        self.n_purges = 0  # so far; calls that began before one store nothing
+        self.n_purges = 0  # purges so far; a call that began before the latest purge stores nothing
         self._heeds_costs = any(type(bank.policy).on_cost is not Policy.on_cost for bank in banks.values())
 
     def search(self, layer: int, kinds: Sequence[Kind], vectors: Floats, keys: Sequence[str]) -> list[Near | None]:
-        """The nearest entry of each request in a layer's bank; None where there is none.
+        """Return the nearest entry of each request in a layer's bank; None if there is none.
 
         Args:
-            layer: Its number.
-            kinds: Of the requests, B.
+            layer: Layer number.
+            kinds: Kinds of the B requests.
             vectors: Their fingerprints (B, F).
-            keys: Of those that may be checked; else "". A repeat of the entry's own request is not checked: it would
-                show nothing.
+            keys: Their keys; "" if a request must not be checked. A repeat of the entry's own request is not checked
+                either, as it would show nothing.
         """
         bank, nearest = self[layer], list[Near | None]()
         with self._lock:
@@ -76,7 +76,7 @@ class Banks(dict[int, LayerBank]):
                     nearest.append(None)
                     continue
                 entry, similarity = found
-                may_serve = round(similarity, 6) >= self._tau[layer]  # a repeat's own may be off by rounding
+                may_serve = round(similarity, 6) >= self._tau[layer]  # a repeat may be off by rounding
                 is_checked = may_serve and key not in ("", entry.key) and bank.policy.should_check(entry.key)
                 if may_serve and not is_checked:
                     bank.policy.on_hit(entry.key)
@@ -84,7 +84,7 @@ class Banks(dict[int, LayerBank]):
         return nearest
 
     def put(self, states: Sequence[State], checks: Sequence[Check], n_purges: int) -> int:
-        """Store what a call computed, unless anything was purged since `n_purges`; returns how many are too large."""
+        """Store the states of a call, unless anything was purged since `n_purges`; return how many are too large."""
         computed = [one for state in states for one in state.tensors.values()]
         moved = _move([*computed, *(check.fresh for check in checks)], self._device)
         n_too_large, seen = 0, set[tuple[int, str]]()
@@ -99,15 +99,15 @@ class Banks(dict[int, LayerBank]):
                 if not self[state.layer].put(state.key, state.kind, tensors, state.vector):
                     n_too_large += 1
                 elif state.vector is None and state.features is not None:
-                    self._wait(state.key, state.kind.scope.namespace, state.features)
+                    self._queue_features(state.key, state.kind.scope.namespace, state.features)
             for check in checks:
                 self[check.layer].check(check.entry, next(moved), check.stored)
             n_held = sum(len(bank.entries) for bank in self.values())
         self._trimmer.stored(len(seen), n_held)
         return n_too_large
 
-    def tell_costs(self, cost_ms: Mapping[str, float]) -> None:
-        """Tell policies what computing requests took, by key."""
+    def report_costs(self, cost_ms: Mapping[str, float]) -> None:
+        """Report the cost of computing requests to the policies, in milliseconds by key."""
         if self._heeds_costs:
             with self._lock:
                 for bank in self.values():
@@ -115,7 +115,7 @@ class Banks(dict[int, LayerBank]):
                         bank.policy.on_cost(key, cost_ms[key])
 
     def drop(self, namespace: str | None = None) -> int:
-        """Forget a namespace, None: all; returns how many requests they were."""
+        """Remove the entries of a namespace, or all (None); return how many requests they belonged to."""
         with self._lock:
             self.n_purges += 1
             before = self._keys()
@@ -125,7 +125,7 @@ class Banks(dict[int, LayerBank]):
             return len(before - self._keys())
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Forget requests by key; returns how many were there."""
+        """Remove requests by key; return how many were held."""
         gone = set(keys)
         with self._lock:
             found = gone & (self._keys() | self._waiting.keys())
@@ -136,7 +136,7 @@ class Banks(dict[int, LayerBank]):
             return len(found)
 
     def held(self) -> dict[str, Any]:
-        """The figures of `Stats` about what is held, by name."""
+        """Return the fields of `Stats` about held entries, by name."""
         with self._lock:
             banks = self.items()
             return {
@@ -153,7 +153,7 @@ class Banks(dict[int, LayerBank]):
             }
 
     def state(self, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the entries for these weights, for `restore`: metadata that JSON holds, and tensors by name."""
+        """Return the entries for these weights, for `restore`: JSON data, and tensors by name."""
         with self._lock:
             learned = self._fingerprint.state().items()
             tensors = {f"fingerprint.{name}": torch.from_numpy(array) for name, array in learned}
@@ -167,7 +167,7 @@ class Banks(dict[int, LayerBank]):
         return meta, tensors
 
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave.
+        """Load what `state` returned.
 
         Raises:
             KeyError: A part is missing.
@@ -184,23 +184,23 @@ class Banks(dict[int, LayerBank]):
     def _keys(self) -> set[str]:
         return {key for bank in self.values() for key in bank.entries}
 
-    def _wait(self, key: str, namespace: str, features: Floats) -> None:
-        """Keep features until the fingerprint is fitted; once it is, all that waited can be found."""
+    def _queue_features(self, key: str, namespace: str, features: Floats) -> None:
+        """Queue features until there are enough to fit the fingerprint; then index the vectors of all in the queue."""
         self._waiting[key] = namespace, features
         if len(self._waiting) < self._fingerprint.n_fit:
             return
         waiting, self._waiting = self._waiting, {}
-        if self._fingerprint.n_fit:  # else another layer of the same request, or another call, has come to it
+        if self._fingerprint.n_fit:  # else another layer of the same request, or another call, has fitted it
             self._fingerprint.fit([of_one for _, of_one in waiting.values()])
         vectors = self._fingerprint.project(np.stack([of_one for _, of_one in waiting.values()]))
         for name, vector in zip(waiting, vectors, strict=True):
             for bank in self.values():
                 if name in bank.entries and bank.entries[name].number is None:
-                    bank.point(name, vector)
+                    bank.index_vector(name, vector)
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Copies on a device, with one synchronisation for all; those that are there already as they are."""
+    """Move tensors to a device with one synchronisation; tensors already there are not copied."""
     with torch.inference_mode(False), torch.no_grad():
         moved = [one.to(device, non_blocking=one.is_cuda) for one in tensors]
     if tensors and tensors[0].is_cuda and device.type == "cpu":

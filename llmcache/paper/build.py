@@ -1,4 +1,4 @@
-"""From settings and a model to a layer-wise cache; what does not fit together is refused here."""
+"""Builds a layer-wise cache from settings and a model, and refuses settings that do not suit the model."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,22 +27,22 @@ from llmcache.request.reading import RequestReader
 
 
 def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layerwise:
-    """Hang a layer-wise cache on a model.
+    """Wrap a model with a layer-wise cache.
 
     Args:
-        model: With or without a head.
-        config: `tau` is set.
-        tokenizer: Its special tokens are left out of fingerprints; None: those that config and family name.
+        model: Model with or without a head.
+        config: Settings; `tau` is set.
+        tokenizer: Its special tokens are excluded from fingerprints; None: those of the model's config and family.
 
     Raises:
         ConfigError: A setting does not suit the model.
         UnsafeReuseError: The head answers token by token.
         UnsupportedModelError: The layers were not found, or a decoder runs one of them several times.
-        WrapError: The model is wrapped already.
+        WrapError: The model is already wrapped.
     """
     last = locate(model, config.adapter).depth - 1
     if config.payload == "auto" and config.layers not in ("last", [-1], [last]):
-        config = config.model_copy(update={"payload": "sequence"})  # from which further layers are computed
+        config = config.model_copy(update={"payload": "sequence"})  # later layers are computed from it
     trunk, head, payload = inspect_model(model, config)
     _refuse_unsafe(head, config)
     tau = _choose_layers(trunk, payload, config)
@@ -55,17 +55,17 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
         )
     weights = Weights(trunk.module)
     coupling = Coupling(trunk, weights)
-    with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
-        digest = weights.digest()  # now, so that the first request does not wait for it
+    with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
+        digest = weights.digest()  # computed now, so that the first request does not wait for it
         if head.observed is not None:
             head.observed.was_of(digest)
         if weights.unreadable is None and (reason := coupling.reason(digest)):
             raise ConfigError(
-                f"tau={config.tau} with a model in which requests of a batch affect each other: {reason}. What a "
-                "stored request was answered rests on those beside it: leave tau out (repeats of whole calls are "
+                f"tau={config.tau} with a model in which requests of a batch affect each other: {reason}. A stored "
+                "answer depends on the other requests of its batch: leave tau out (repeats of whole calls are "
                 "still served)"
             )
-    config.index_component.build(INDEXES, 8)  # a wrong option is told now
+    config.index_component.build(INDEXES, 8)  # reports a wrong option now
     max_bytes = max(1, config.max_bytes // len(tau))
 
     def make_bank() -> LayerBank:
@@ -86,7 +86,7 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
 
 
 def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
-    """Refuse a head whose answers would be those of another input."""
+    """Raise if the head's answers would belong to another input."""
     if head.why_unsafe and not config.allow_unsafe:
         raise UnsafeReuseError(
             f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
@@ -96,7 +96,7 @@ def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
 
 
 def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> dict[int, float]:
-    """The least similarity of a hit, by the layers that have a bank."""
+    """Return the least similarity of a hit for each layer that has a bank."""
     last, named = trunk.depth - 1, config.layers
     if isinstance(named, list):
         layers = {layer + trunk.depth * (layer < 0) for layer in named}

@@ -1,9 +1,9 @@
-"""Codecs: how a stored state is packed. A codec turns one named tensor into named tensors, and back.
+"""Codecs: pack stored states. A codec turns one named tensor into named tensors, and back.
 
-A codec serves one layer and one state of the weights: both decide the distribution, and some codecs are fitted on what
-they first see.
+A codec serves one layer and one state of the weights, since both determine the distribution and some codecs are fitted
+on the first rows.
 
-Sizes: R rows of a tensor, N rows to fit on, D hidden width, K numbers of a code.
+Sizes: R rows of a tensor, N rows to fit on, D hidden width, K numbers per code.
 """
 
 from abc import ABC, abstractmethod
@@ -17,20 +17,20 @@ from llmcache.registry import Registry
 
 
 class Codec(ABC):
-    """Packs floating-point tensors of any shape. Arguments are never modified. Three methods are each codec's own.
+    """Packs floating-point tensors of any shape. Arguments are never modified.
 
-    `fit` and `restore` are called once at most, and need the banks' lock; the rest changes nothing and is safe in
-    any thread. What was encoded before the fit can be decoded after it. Settings become keyword arguments of the
-    constructor, checked against its annotations.
+    A codec implements three methods. `fit` and `restore` are called at most once, under the banks' lock; the others
+    change nothing and are safe in any thread. Tensors encoded before the fit can be decoded after it. Settings become
+    keyword arguments of the constructor, checked against its annotations.
     """
 
     @property
     def n_fit(self) -> int:
-        """Rows it must see before it packs; 0 when it is ready."""
+        """Rows needed to fit; 0 once the codec is ready."""
         return 0
 
     def fit(self, rows: Tensor) -> None:
-        """Learn from the first `n_fit` rows of `hidden`, floating point (N, D). The global RNG is left alone."""
+        """Fit on the first `n_fit` rows of `hidden`, floating point (N, D), without using the global RNG."""
 
     @abstractmethod
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
@@ -38,13 +38,13 @@ class Codec(ABC):
 
         Args:
             name: Name under which `x` is stored: `hidden`, `keys` or `values`, or these after `padding_`. Every name in
-                the result begins with it, and but for `hidden` it is itself one of them. Codecs that are fitted pack
+                the result begins with it. Except for `hidden`, the name itself is in the result. Fitted codecs pack
                 `hidden` only.
             x: Floating-point tensor, any shape and device. It may require a gradient; the result does not.
 
         Returns:
-            Tensors by name, on the device of `x`. They may share its memory, for who packs to store has
-            given it away; other memory is theirs alone, and nobody writes to it again.
+            Tensors by name, on the device of `x`. They may share memory with `x`, which the caller no longer uses, but
+            with no other tensor; the memory is not modified again.
 
         Raises:
             ValueError: `x` is not a floating-point tensor, or has values that the codec cannot hold.
@@ -56,8 +56,8 @@ class Codec(ABC):
 
         Args:
             name: As given to `encode`.
-            tensors: What `encode` returned; other names may be among them.
-            dtype: Floating-point type of the result, usually that of the encoded tensor.
+            tensors: The result of `encode`; it may contain other names.
+            dtype: Floating-point dtype of the result, usually that of the encoded tensor.
 
         Returns:
             Tensor of the encoded shape, on the device of `tensors`. It may share memory with them.
@@ -68,23 +68,23 @@ class Codec(ABC):
 
     @abstractmethod
     def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Say whether any tensor of this type comes back bit for bit, whenever it is encoded."""
+        """Whether every tensor of this dtype is restored bit for bit, encoded before or after the fit."""
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors that `restore` needs; empty when nothing was learned."""
+        """Return the tensors that `restore` needs; empty if nothing was learned."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a saved state.
+        """Load a saved state.
 
         Raises:
             KeyError: A part is missing.
-            ValueError: The parts do not fit each other, or not this codec's settings.
+            ValueError: The parts do not fit each other or this codec's settings.
         """
 
 
 class Plain(Codec):
-    """`none`: the tensor as it is. Learns nothing, like all codecs here."""
+    """`none`: the tensor unchanged."""
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
         return {name: check_floating(x)}
@@ -99,8 +99,8 @@ class Plain(Codec):
 class Half(Plain):
     """`fp16`: IEEE half precision, 11 significant bits.
 
-    Values beyond its range (65,504), infinities among them, become the largest finite value of their sign; NaN stays.
-    A tensor that is float16 already passes untouched.
+    Values beyond its range (65,504) and infinities become the largest finite value of the same sign; NaN stays NaN.
+    A float16 tensor is not changed.
     """
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
@@ -113,22 +113,22 @@ class Half(Plain):
 
 
 class Int8(Plain):
-    """`int8`: symmetric, one float32 scale a row (the last dimension), stored beside it as `<name>.scale`.
+    """`int8`: symmetric, one float32 scale per row (the last dimension), stored as `<name>.scale`.
 
-    With m the largest absolute value of a row, each of its values comes back within m / 254 * 1.0001 in float32
-    (m / 254 is half a step, the rest is float32 rounding); rounding to a narrower `dtype` comes on top. A row of zeros
-    comes back as zeros. Below m = 1.5e-36 the step stays at the smallest normal float32, and the error within 6e-39.
+    With m the largest absolute value of a row, the error of each value is at most m / 254 * 1.0001 in float32 (m / 254
+    is half a step, the rest is float32 rounding), plus rounding to a narrower `dtype`. A row of zeros is exact. Below
+    m = 1.5e-36 the step is the smallest normal float32, and the error is within 6e-39.
     """
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
         values = check_rows(name, x)
-        # The least scale is a normal number: it divides rows of zeros safely, and subnormal scales lose precision.
+        # The least scale is a normal number: it avoids division by zero, and subnormal scales lose precision.
         scale = (values.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         steps = (values / scale).round().clamp(-127, 127).to(torch.int8)
         return {name: steps, f"{name}.scale": scale}
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Multiply steps by scale. The result is finite, also where it would round over the end of `dtype`."""
+        """Multiply steps by scale. The result is finite: it is clamped to the range of `dtype`."""
         return saturate(tensors[name] * tensors[f"{name}.scale"], dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
@@ -136,14 +136,14 @@ class Int8(Plain):
 
 
 def check_floating(x: Tensor) -> Tensor:
-    """Return `x` detached; raise `ValueError` unless it is floating point."""
+    """Return `x` detached; raise `ValueError` if it is not floating point."""
     if not x.is_floating_point():
         raise ValueError(f"only floating-point tensors can be compressed, got {x.dtype}")
     return x.detach()
 
 
 def check_rows(name: str, x: Tensor) -> Tensor:
-    """Return `x` detached, as float32; raise `ValueError` unless it holds finite rows of at least one value."""
+    """Return `x` detached as float32; raise `ValueError` unless its rows are finite and not empty."""
     values = check_floating(x).float()
     if not values.dim() or not values.shape[-1]:
         raise ValueError(f"this codec needs rows of at least one value, got {name!r} of shape {tuple(x.shape)}")
@@ -154,31 +154,31 @@ def check_rows(name: str, x: Tensor) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to `dtype`; values beyond its range become its largest finite value of their sign, NaN stays NaN."""
+    """Convert to `dtype`; values beyond its range become the largest finite value of the same sign, NaN stays NaN."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    # By way of float32, for 65,504 in bfloat16 is 65,536, which float16 does not hold.
+    # Via float32: in bfloat16, 65,504 rounds to 65,536, which float16 cannot represent.
     return x.float().clamp(-limit, limit).to(dtype)
 
 
-PACKED = "hidden"  # K/V have another width, and would need codecs of their own
+PACKED = "hidden"  # K/V have another width and would need codecs of their own
 
 
 class FittedCodec(Plain, ABC):
-    """Packs rows (R, D) of `hidden` as codes (R, K), K the smaller of `dim` and D; other tensors stay as they are.
+    """Packs rows (R, D) of `hidden` as codes (R, K), K the smaller of `dim` and D; other tensors stay unchanged.
 
-    Until it is fitted it keeps the rows as they are. Codes are float16: rounding them adds at most 2**-11 of a code to
-    what leaving out dimensions costs anyway. Computes in float32, whatever autocast its caller is in.
+    Rows stay unchanged until it is fitted. Codes are float16: rounding adds at most 2**-11 of a code to the loss from
+    dropped dimensions. Computes in float32 whatever the caller's autocast.
     """
 
     SHAPES: ClassVar[Mapping[str, str]]
-    """What is learned: the dimensions (D, K) of each tensor by name."""
+    """Dimensions (D, K) of each learned tensor by name."""
 
     def __init__(self, dim: int = 64, fit_on: int = 512) -> None:
         """Choose the size.
 
         Args:
-            dim: Numbers kept of a row, at least 1; at most the hidden width is used.
-            fit_on: Rows to fit on, more than `dim`. Payloads of one vector have one a request, `sequence` one a token.
+            dim: Numbers kept per row, at least 1; at most the hidden width is used.
+            fit_on: Rows to fit on, more than `dim`. A request has one row, with payload `sequence` one per token.
         """
         if dim < 1:
             raise ValueError(f"dim={dim}: give at least 1")
@@ -187,14 +187,14 @@ class FittedCodec(Plain, ABC):
         self.dim = dim
         self.fit_on = fit_on
         self._learned: dict[str, Tensor] = {}
-        self._copies: dict[torch.device, dict[str, Tensor]] = {}  # made once: every encode and decode needs one
+        self._copies: dict[torch.device, dict[str, Tensor]] = {}  # learned tensors by device, copied once
 
     @property
     def n_fit(self) -> int:
         return 0 if self._learned else self.fit_on
 
     def fit(self, rows: Tensor) -> None:
-        # What is computed in inference mode could not take part in training.
+        # Inference tensors could not be used in training.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
             self._learned = self._learn(rows.detach().float())
 
@@ -209,7 +209,7 @@ class FittedCodec(Plain, ABC):
             return {f"{name}.code": saturate(self._compress(rows, self._on(x.device)), torch.float16)}
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Rows from their codes; the result is finite, also where it would go over the end of `dtype`."""
+        """Restore rows from codes. The result is finite: it is clamped to the range of `dtype`."""
         code = tensors.get(f"{name}.code")
         if code is None:
             return super().decode(name, tensors, dtype)
@@ -217,7 +217,7 @@ class FittedCodec(Plain, ABC):
             return saturate(self._expand(code.float(), self._on(code.device)), dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Never: what is plain now may be packed later."""
+        """Always False: rows stored plainly now may be packed later."""
         return False
 
     def state(self) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ class FittedCodec(Plain, ABC):
         self._learned = learned
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
-        """What was learned, on the device where it is needed: a model may run on one and its bank be on another."""
+        """Return the learned tensors on a device: the model's and the bank's may differ."""
         if device not in self._copies:
             with torch.inference_mode(False):
                 self._copies[device] = {name: x.to(device) for name, x in self._learned.items()}
@@ -245,21 +245,21 @@ class FittedCodec(Plain, ABC):
 
     @abstractmethod
     def _learn(self, rows: Tensor) -> dict[str, Tensor]:
-        """The tensors of `SHAPES`, float32, from rows, float32 (N, D), which may be inference tensors."""
+        """Return the tensors of `SHAPES`, float32, from float32 rows (N, D), which may be inference tensors."""
 
     @abstractmethod
     def _compress(self, rows: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
-        """Codes (..., K) of rows (..., D), both float32."""
+        """Return codes (..., K) of rows (..., D), both float32."""
 
     @abstractmethod
     def _expand(self, code: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
-        """Rows (..., D) from codes (..., K), both float32."""
+        """Return rows (..., D) from codes (..., K), both float32."""
 
 
 class PCA(FittedCodec):
     """`pca`: float16 coefficients on the first `dim` principal axes of centred rows.
 
-    No linear map to as few numbers has a smaller squared error on the rows it was fitted on.
+    No linear map to as many numbers has a smaller squared error on the rows it was fitted on.
     """
 
     SHAPES: ClassVar[Mapping[str, str]] = {"centre": "D", "axes": "DK"}
@@ -276,15 +276,15 @@ class PCA(FittedCodec):
         return learned["centre"] + code @ learned["axes"].T
 
 
-LEARNING_RATE = 1e-2  # 200 steps at Adam's usual 1e-3 end long before the loss does
-LEAST_SCALE = 0.01  # of the mean deviation: a dimension that hardly varied in the sample must not swamp the rest later
+LEARNING_RATE = 1e-2  # at Adam's usual 1e-3, 200 steps end long before the loss converges
+LEAST_SCALE = 0.01  # times the mean deviation: a dimension with little variance in the sample must not dominate later
 
 
 class Autoencoder(FittedCodec):
-    """`autoencoder`: one hidden layer of `dim` tanh units between standardised rows, trained to give its input back.
+    """`autoencoder`: one hidden layer of `dim` tanh units, trained to reconstruct standardised rows.
 
-    Adam on all rows at once, `epochs` steps: some 2 s for 512 rows of 768 on one core. Seeded: the same rows give the
-    same codec. PCA of the same `dim` may well lose less: compare `Stats.reconstruction_error` before choosing.
+    Adam on all rows at once, `epochs` steps: about 2 s for 512 rows of 768 on one core. Seeded: the same rows give the
+    same codec. PCA of the same `dim` may lose less: compare `Stats.reconstruction_error` before choosing.
     """
 
     SHAPES: ClassVar[Mapping[str, str]] = {
@@ -306,7 +306,7 @@ class Autoencoder(FittedCodec):
     def _learn(self, rows: Tensor) -> dict[str, Tensor]:
         mean, deviation = rows.mean(dim=0), rows.std(dim=0)
         scale = deviation.clamp(min=LEAST_SCALE * float(deviation.mean()))
-        scale = torch.where(scale > 0, scale, 1.0)  # rows that are all the same
+        scale = torch.where(scale > 0, scale, 1.0)  # if all rows are equal
         weights = self._first_weights(rows.shape[1], rows.device)
         standard = (rows - mean) / scale
         with torch.enable_grad():
@@ -319,7 +319,7 @@ class Autoencoder(FittedCodec):
         return {"mean": mean, "scale": scale, **{name: x.detach() for name, x in weights.items()}}
 
     def _first_weights(self, width: int, device: torch.device) -> dict[str, Tensor]:
-        """Random, and scaled so that codes and output begin with a variance of about 1."""
+        """Return random weights, scaled so that initial codes and outputs have a variance of about 1."""
         generator = torch.Generator().manual_seed(self._seed)
         dim = min(self.dim, width)
         weights = {

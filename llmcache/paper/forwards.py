@@ -1,9 +1,9 @@
-"""(4) Layer execution manager: stand-ins for the forwards of the trunk and of each layer.
+"""(4) Layer execution manager: replacements for the forwards of the trunk and of each layer.
 
-Layers are swapped here and nowhere else: native hooks cannot skip one. Rows to compute are gathered, computed and
-scattered; rows that skip a layer pass through it until the layer at which their stored state is put in. K/V of skipped
-rows is written to the caller's cache, so that all layers have equal lengths after every call: a hole there would be
-silently wrong one token later.
+Only this module swaps layers, since native hooks cannot skip a layer. Rows to compute are gathered, computed and
+scattered; rows that skip a layer pass through until the layer at which their stored state is inserted. The stored K/V
+of skipping rows are written to the caller's cache, so that all layers have equal lengths after every call. A gap would
+silently give a wrong next token.
 
 Sizes: B rows, R rows computed, T tokens, D hidden width, H K/V heads, n valid tokens.
 """
@@ -22,12 +22,12 @@ from llmcache.models.packing import Payload
 from llmcache.paper.call import OUT_OF_ORDER, WITHIN, Call, Reuse
 from llmcache.request.rows import Row
 
-if TYPE_CHECKING:  # it installs these
+if TYPE_CHECKING:  # it imports this module
     from llmcache.paper.layerwise import Layerwise
 
 
 class TrunkForward(Swap):
-    """Stands in for the trunk's forward."""
+    """Replaces the trunk's forward."""
 
     is_of_trunk = True
 
@@ -40,19 +40,19 @@ class TrunkForward(Swap):
 
 
 class LayerForward(Swap):
-    """Stands in for one layer's forward."""
+    """Replaces one layer's forward."""
 
     def __init__(self, module: nn.Module, cache: "Layerwise") -> None:
         super().__init__(module, cache)
         self._cache = cache
-        self.numbers: list[int] = []  # places at which the trunk runs it: some share one layer
+        self.numbers: list[int] = []  # positions at which the trunk runs it; several if layers are shared
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         call = self._cache.call_under_way()
         if call is None or call.reason is not None or call.turn == WITHIN:
             return self.original(*args, **kwargs)
         number = call.turn
-        if number not in self.numbers:  # replaced, added, deleted, or run by hand
+        if number not in self.numbers:  # a layer was replaced, added or deleted, or called directly
             call.turn = OUT_OF_ORDER
             return self.original(*args, **kwargs)
         call.turn = WITHIN
@@ -62,12 +62,12 @@ class LayerForward(Swap):
 
 
 def install(trunk: Trunk, cache: "Layerwise") -> Installed:
-    """Swap the forwards of the trunk and of every layer; returns what takes them off again.
+    """Swap the forwards of the trunk and of every layer; return the object that restores them.
 
-    An error half-way takes off what was put on.
+    After an error, swaps already made are undone.
 
     Raises:
-        WrapError: The trunk already carries a cache.
+        WrapError: The trunk is already wrapped.
     """
     if is_wrapped(trunk):
         raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
@@ -86,15 +86,15 @@ def install(trunk: Trunk, cache: "Layerwise") -> Installed:
 
 
 class Runner:
-    """Runs layers for the rows that need it, and puts stored states in place of the rest."""
+    """Runs layers for the rows that need it, and inserts stored states into the others."""
 
     def __init__(self, payload: Payload, adapter: Adapter) -> None:
         self._payload = payload
-        self._skipped = adapter.skipped  # what a skipped layer returns; None: learned from the first one that runs
-        self.cannot_skip = False  # known once a layer was seen to return more than hidden states
+        self._skipped = adapter.skipped  # makes a skipped layer's output; None: learned from the first layer that runs
+        self.cannot_skip = False  # set once a layer returned more than hidden states
 
     def run(self, call: Call, swap: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer's output, packed as the layer would, before stored states are put in."""
+        """Return the output of a layer in the layer's own format, before stored states are inserted."""
         rows = [row.number for row in call.rows if not call.skips(row.number, number)]
         has_run = number == 0 and call.first_output is not None
         if has_run or len(rows) == len(call.rows) or self._skipped is None or (rows and call.takes_all_rows):
@@ -102,7 +102,7 @@ class Runner:
             if call.kv_cache is not None:
                 _replace_kv(call, number)
             if self._skipped is None:
-                self._skipped = _learn(output)
+                self._skipped = _learn_format(output)
                 self.cannot_skip = self._skipped is None
             return output
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
@@ -117,10 +117,10 @@ class Runner:
         if call.kv_cache is not None:
             from transformers import DynamicCache
 
-            scratch = DynamicCache()  # the caller's takes all rows at once
+            scratch = DynamicCache()  # the caller's cache can only be updated with all rows
             args, kwargs = swap.arguments.replace(args, kwargs, CACHE, scratch)
             mask = swap.arguments.get(args, kwargs, "attention_mask")
-            if mask is not None:  # of a cache of fixed length it has columns for all of that
+            if mask is not None:  # with a cache of fixed length, it has columns for the full length
                 args, kwargs = swap.arguments.replace(args, kwargs, "attention_mask", mask[..., : hidden.shape[1]])
         part = swap.original(*args, **kwargs)
         computed = unpack(part)
@@ -129,9 +129,9 @@ class Runner:
         return repack(part, hidden.to(computed.dtype, copy=True).index_copy_(0, index, computed))
 
     def place(self, call: Call, number: int, hidden: Tensor) -> Tensor:
-        """Hidden states (B, T, D) with those put in that are reused at a layer; the input is not written."""
+        """Return hidden states (B, T, D) with the states reused at a layer inserted; the input is not modified."""
         placed = {row: reuse for row, reuse in call.reused.items() if reuse.layer == number}
-        if not placed or self.cannot_skip:  # of the latter all was computed, for all rows
+        if not placed or self.cannot_skip:  # if layers cannot be skipped, all rows were computed
             return hidden
         if len(placed) == len(call.rows):
             hidden = hidden.new_empty(hidden.shape, dtype=next(iter(placed.values())).hidden.dtype)
@@ -144,7 +144,7 @@ class Runner:
 
 
 def copy_kv(kv_cache: Any, row: Row, first: int, last: int) -> dict[str, Tensor]:
-    """Copies of a row's `keys` and `values` (S, H, n, D_h) from one layer to another, that included."""
+    """Copy a row's `keys` and `values` (S, H, n, D_h) of the layers `first` to `last`, both included."""
     layers = kv_cache.layers[first : last + 1]
     return {
         name: torch.stack([getattr(one, name)[row.number][:, row.valid] for one in layers])
@@ -152,8 +152,8 @@ def copy_kv(kv_cache: Any, row: Row, first: int, last: int) -> dict[str, Tensor]
     }
 
 
-def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | None:
-    """How a skipped layer of an unknown family packs its output; None when layers hand on more than hidden states."""
+def _learn_format(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | None:
+    """Return a function that makes a skipped layer's output; None if layers return more than hidden states."""
     if isinstance(output, Tensor):
         return lambda hidden, layer, passed: hidden
     kind = type(output)
@@ -164,14 +164,14 @@ def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | Non
 
 
 def _stored_kv(reuse: Reuse, number: int) -> tuple[Tensor, Tensor]:
-    """K and V (H, n, D_h) of a layer that a row skips."""
+    """Return stored K and V (H, n, D_h) of a layer that a row skips."""
     assert reuse.keys is not None and reuse.values is not None
-    place = number - reuse.layer - 1  # from the end: the last is that of the layer reused
+    place = number - reuse.layer - 1  # negative, from the end: the last is that of the reused layer
     return reuse.keys[place], reuse.values[place]
 
 
 def _replace_kv(call: Call, number: int) -> None:
-    """Write stored K/V over those that a layer run for all rows gave to rows that take its output from the store."""
+    """Overwrite the K/V of skipping rows with stored K/V, after a layer was run for all rows."""
     layer = call.kv_cache.layers[number]
     for row, reuse in call.reused.items():
         if call.skips(row, number):
@@ -182,7 +182,7 @@ def _replace_kv(call: Call, number: int) -> None:
 def _fill_kv(
     call: Call, number: int, n_tokens: int, device: torch.device, rows: Sequence[int] = (), computed: Any = None
 ) -> None:
-    """Write K/V of a layer to the caller's cache: rows as computed, in a layer of a cache; the others as stored.
+    """Write the K/V of a layer to the caller's cache: `rows` from the cache layer `computed`, the others as stored.
 
     Padding gets zeros.
     """

@@ -42,7 +42,7 @@ RUNG = "paper"
 
 
 class Layerwise(Switches):
-    """Hangs on one model. Thread-safe."""
+    """The layer-wise cache of one model. Thread-safe."""
 
     def __init__(
         self,
@@ -56,35 +56,35 @@ class Layerwise(Switches):
         opener: Opener,
         attention: nn.Module | None,
     ) -> None:
-        """Take the place of the trunk's forward and of those of its layers.
+        """Replace the forwards of the trunk and of its layers.
 
-        With `is_ahead` all banks are searched before layer 0, the deepest first; else each when its layer is reached.
-        `attention` is the self-attention of layer 0, if the fingerprint reads its output.
+        With `is_ahead` all banks are searched before layer 0, the deepest first; otherwise each when its layer is
+        reached. `attention` is the self-attention of layer 0, if the fingerprint reads its output.
 
         Raises:
-            WrapError: The trunk carries a cache already.
+            WrapError: The trunk is already wrapped.
         """
         super().__init__()
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
         self._weights, self._opener, self._depth = weights, opener, trunk.depth
-        #: The banks to search when a layer is reached.
+        #: The banks to search at each layer.
         self._searched = {0: [*reversed(banks)]} if is_ahead else {layer: [layer] for layer in banks}
         self._runner = Runner(payload, trunk.adapter)
-        self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken, and put in, there
+        self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken and inserted there
         self.counters, self._trunk = Counters(), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0
         self._is_retired = False
-        self._local = threading.local()  # `call`: this thread's innermost one; `last`: outcomes
+        self._local = threading.local()  # `call`: this thread's innermost call; `last`: outcomes
         self.installed: Installed = install(trunk, self)
         if self._is_after_norm and trunk.norm is not None:
-            self.installed.add(listen(trunk.norm, self._normed))
+            self.installed.add(listen(trunk.norm, self._on_norm))
         if attention is not None:
-            self.installed.add(listen(attention, self._attended))
+            self.installed.add(listen(attention, self._on_attention))
         pooled = head.pooled if payload.fits_any_length else None
         self._is_pooled = pooled is not None
-        #: Within a sentence-transformers model: what computes states of tokens that were left out. Else None.
+        #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
         self._pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         if pooled is not None:
             self.installed.add(SentenceSwap(pooled.parent, self, self._pooled).remove)
@@ -92,10 +92,10 @@ class Layerwise(Switches):
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
     def call(self, swap: TrunkForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The trunk's output, with the layers of this call decided one by one.
+        """Run the trunk through the cache and return its output.
 
         Raises:
-            NotCachedError: Within `only_if_cached`, a row is not served.
+            NotCachedError: A row is not served within `only_if_cached`.
         """
         if self._is_retired:
             return swap.original(*args, **kwargs)
@@ -110,10 +110,10 @@ class Layerwise(Switches):
             if call.reason is None and self._opener.keeps_no_kv:
                 args, kwargs = swap.arguments.replace(args, kwargs, "use_cache", False)
             output = swap.original(*args, **kwargs)
-            # The norm may be one more step.
+            # With `_is_after_norm`, the norm is one more step.
             if call.reason is None and call.turn != self._depth + self._is_after_norm:
                 call.reason = "unwrapped" if self._is_retired else "other_layers"
-                if call.reused:  # layers were skipped, and what stands for them was not put in
+                if call.reused:  # layers were skipped, but the stored states were not inserted
                     if call.kv_cache is not None:
                         call.kv_cache.reset()
                     output = swap.original(*args, **kwargs)
@@ -125,11 +125,11 @@ class Layerwise(Switches):
         return output
 
     def call_under_way(self) -> Call | None:
-        """This thread's innermost call of the trunk; None within a compiled graph."""
+        """Return this thread's innermost call of the trunk; None within a compiled graph."""
         return None if torch.compiler.is_compiling() else getattr(self._local, "call", None)
 
     def layer(self, swap: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Algorithm 1 for one layer: search its bank; take h'_l where it hits, else compute h_l, and store it."""
+        """Run Algorithm 1 for one layer: search its bank; on a hit use h'_l, else compute and store h_l."""
         call = self._local.call
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         if number == 0:
@@ -163,7 +163,7 @@ class Layerwise(Switches):
         call.lookup_s += perf_counter() - started
 
     def _search(self, call: Call, number: int) -> None:
-        """Look for a stored fingerprint f' with sim(f_X, f') >= tau in the bank of a layer."""
+        """Search the bank of a layer for a stored fingerprint f' with sim(f_X, f') >= tau."""
         started = perf_counter()
         with self.counters.guard("search a bank"):
             found = self._find(call, number)
@@ -172,13 +172,13 @@ class Layerwise(Switches):
         call.lookup_s += perf_counter() - started
 
     def _find(self, call: Call, number: int) -> dict[int, Reuse]:
-        """Return the stored states that serve rows at a layer, by row; note those to be checked."""
+        """Return the stored states that serve rows at a layer, by row; record the rows to check."""
         done = {*call.checked, *(call.reused if self._is_ahead else ())}
         rows = [row for row in call.active_rows if not row.is_misread and row.number not in done]
         if call.vectors is None or not (call.may_search and rows):
             return {}
         kinds, vectors = [self._opener.kind_of(call, row) for row in rows], call.vectors[[row.number for row in rows]]
-        # A row that stands on another request's state would compute nothing to compare with.
+        # A row that reuses a state is not checked: its computed states would depend on another request.
         keys = ["" if row.number in call.reused else row.key for row in rows]
         reused = {}
         for row, near in zip(rows, self._banks.search(number, kinds, vectors, keys), strict=True):
@@ -196,7 +196,7 @@ class Layerwise(Switches):
         return reused
 
     def _keep(self, call: Call, number: int, states: Tensor) -> None:
-        """Keep what rows computed at a layer (B, T, D), to be stored once the call has succeeded."""
+        """Copy the states (B, T, D) that rows computed at a layer, to be stored once the call has succeeded."""
         started = perf_counter()
         with self.counters.guard("keep a state"), torch.inference_mode(False), torch.no_grad():
             for row in call.active_rows:
@@ -212,11 +212,11 @@ class Layerwise(Switches):
         call.storing_s += perf_counter() - started
 
     def _store(self, call: Call) -> None:
-        """Store what was kept, unless weights changed or anything was purged meanwhile; compare rows to be checked."""
+        """Store the copied states unless weights changed or a purge came meanwhile; compare checked rows."""
         if not call.computed:
             return
         assert call.scope is not None
-        if self._runner.cannot_skip:  # as the first layer that ran has shown
+        if self._runner.cannot_skip:  # found when the first layer ran
             call.reason = "unknown_output"
         elif not self._weights.stayed(call.mark, call.scope.weights):
             call.reason = "weights_changed"
@@ -236,12 +236,12 @@ class Layerwise(Switches):
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def _open(self, swap: TrunkForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Read a call: its rows with their keys, or the reason for a bypass."""
+        """Open a call: read its rows with their keys, or set the reason for a bypass."""
         started, call = perf_counter(), Call(self.namespace.get(), self.is_only_if_cached.get())
         call.n_purges = self._banks.n_purges
         call.arguments = swap.arguments.bind(args, kwargs)
         if torch.is_grad_enabled():
-            self._weights.suspect()  # an optimizer may write them from now on
+            self._weights.suspect()  # an optimizer may change them from now on
         if self.is_disabled.get():
             call.reason = "disabled"
         elif self._runner.cannot_skip:
@@ -254,19 +254,19 @@ class Layerwise(Switches):
         return call
 
     def _begin(self, call: Call, swap: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Begin at layer 0; the reason for a bypass, or None."""
+        """Prepare a call at layer 0; return the reason for a bypass, or None."""
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         reason = self.counters.find_reason(
             "begin a call", self._opener.begin, call, hidden, swap.arguments.get(args, kwargs, CACHE)
         )
         if reason is not None and call.is_only_if_cached:
             raise NotCachedError(None)
-        if reason is None and self._fingerprint.reads_attention:  # not guarded: what fails here is the model itself
+        if reason is None and self._fingerprint.reads_attention:  # not guarded: an error here is the model's
             call.first_output = swap.original(*args, **kwargs)
         return reason
 
-    def _normed(self, output: Any) -> Any:
-        """After the final norm: states of a payload that is taken there are put in and kept."""
+    def _on_norm(self, output: Any) -> Any:
+        """Insert reused states and copy computed ones after the final norm, for payloads taken there."""
         call = self.call_under_way()
         if call is None or call.reason is not None or call.turn != self._depth:
             return None
@@ -275,18 +275,18 @@ class Layerwise(Switches):
         self._keep(call, self._depth - 1, states)
         return states
 
-    def _attended(self, output: Any) -> None:
-        """After layer 0's self-attention."""
+    def _on_attention(self, output: Any) -> None:
+        """Record the output of layer 0's self-attention."""
         if (call := self.call_under_way()) is not None:
             call.attention = unpack(output)
 
     def _close(self, call: Call, output: Any, took_s: float) -> None:
-        """Store and count what was done in a call that has succeeded; note what became of each row."""
+        """Store the states of a call that has succeeded, count it, and record the outcome of each row."""
         started = perf_counter()
         if call.reason is None:
             with self.counters.guard("store a call"):
                 self._store(call)
-                self._tell_costs(call, took_s - call.lookup_s - call.storing_s)
+                self._report_costs(call, took_s - call.lookup_s - call.storing_s)
         if call.reason is not None:
             self._bypass(call.reason, call.arguments)
             return
@@ -300,12 +300,12 @@ class Layerwise(Switches):
         counted = tuple(one for one, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked)
         self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started, 0)
 
-    def _tell_costs(self, call: Call, took_s: float) -> None:
-        """Tell policies what computing each row took, in milliseconds by its share of the tokens."""
+    def _report_costs(self, call: Call, took_s: float) -> None:
+        """Report to the policies the cost of each computed row: the call's milliseconds, divided by tokens."""
         n_tokens = {row.key: row.n_valid for row in call.active_rows if row.number not in call.reused}
         if n_tokens and took_s > 0:
             total = sum(n_tokens.values())
-            self._banks.tell_costs({key: 1e3 * took_s * n / total for key, n in n_tokens.items()})
+            self._banks.report_costs({key: 1e3 * took_s * n / total for key, n in n_tokens.items()})
 
     def _outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:
@@ -317,7 +317,7 @@ class Layerwise(Switches):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, arguments: dict[str, Any]) -> None:
-        """Leave the compiled graph for a moment: counters cannot be part of it."""
+        """Count a bypass outside the compiled graph, which cannot contain counters."""
         if torch.is_grad_enabled():
             self._weights.suspect()
         self._bypass("compiled", arguments)
@@ -325,19 +325,19 @@ class Layerwise(Switches):
     def _bypass(self, reason: str, arguments: dict[str, Any]) -> None:
         n_rows = count_rows(arguments)
         self.counters.bypass(reason, n_rows)
-        if reason != "decode":  # a step of a generation belongs to the request that its prefill was
+        if reason != "decode":  # a decode step belongs to the request of its prefill
             self._local.last = (Outcome(bypassed=reason),) * n_rows
 
-    # -- what the facade asks ------------------------------------------------------------------------------------------
+    # -- for the facade ------------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> tuple[Outcome, ...]:
-        """What became of each row of this thread's last call."""
+        """The outcome of each row of this thread's last call."""
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
 
     def stats(self) -> Stats:
-        """Counts since the start or `restart_stats`, and what is held now."""
+        """Return the counts since the start or `restart_stats`, and the figures of what is held now."""
         counted = self.counters.snapshot(**self._banks.held())
         with self._counting:
             return replace(
@@ -350,7 +350,7 @@ class Layerwise(Switches):
             )
 
     def restart_stats(self) -> None:
-        """Count requests, hits and times anew."""
+        """Reset the counts of requests, hits and times."""
         self.counters.restart()
         with self._counting:
             self._hits_by_layer.clear()
@@ -358,28 +358,28 @@ class Layerwise(Switches):
             self._n_skipped = self._n_checked = 0
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget the entries of a namespace, None: all; returns how many requests they were.
+        """Remove the entries of a namespace, or all (None); return how many requests they belonged to.
 
-        Counts, and what fingerprint and codecs have learned, stay.
+        Counts and fitted fingerprints and codecs stay.
         """
         return self._banks.drop(namespace)
 
     def forget(self, run: Callable[[], object]) -> int:
-        """Make a call of the model, and forget its requests and those that served them; returns how many were held."""
+        """Call `run`, then forget the requests of that call and those that served them; return how many were held."""
         run()
         return self._banks.forget({key for one in self.last for key in (one.key, one.source) if key})
 
     def drain(self) -> int:
-        """Nothing waits for idle moments: 0."""
+        """Return 0: there is no background work."""
         return 0
 
     def close(self) -> None:
-        """Take everything off the model; calls under way end with right answers. Twice does nothing.
+        """Restore the model's forwards. Calls under way finish with correct answers; a second call does nothing.
 
         Raises:
-            WrapError: Somebody has put another forward on top of one of ours.
+            WrapError: One of our forwards was wrapped by another one.
         """
-        self._is_retired = True  # first: calls that begin from now on are plain
+        self._is_retired = True  # first: later calls bypass the cache
         self.installed.remove()
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
@@ -398,5 +398,5 @@ class Layerwise(Switches):
         )
 
     def restore(self, saved: Saved) -> None:
-        """Fill the empty cache from a save."""
+        """Load a save into the empty cache."""
         saved.restore(self.payload.name, {"layers": self._banks})

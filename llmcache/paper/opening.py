@@ -1,4 +1,4 @@
-"""Opens a call: its rows with their keys and fingerprints, or the reason why it bypasses the cache.
+"""Opens a call: reads its rows with keys and fingerprints, or finds the reason for a bypass.
 
 Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
 """
@@ -41,18 +41,17 @@ class Opener:
         coupling: Coupling,
         reader: RequestReader,
     ) -> None:
-        """Remember what calls are read by."""
         self._trunk, self._head, self._payload = trunk, head, payload
         self._fingerprint, self._weights, self._coupling, self._reader = fingerprint, weights, coupling, reader
         self._observed = head.observed if payload.fits_any_length else None
-        # What it is asked of is part of the digest.
+        # Cached by digest, which covers the configuration they are computed from.
         self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
         self._tables = lru_cache(16)(lambda digest: reader.tables())
-        #: The model would make K/V that its head never reads and entries do not hold.
+        #: Whether the model would make K/V that its head never reads and entries do not hold.
         self.keeps_no_kv = payload.fits_any_length and trunk.makes_kv
 
     def open(self, call: Call, names: Arguments) -> str | None:
-        """Read a call before the trunk runs; the reason for a bypass, or None."""
+        """Read a call before the trunk runs; return the reason for a bypass, or None."""
         call.arguments, mask_4d = flatten(call.arguments)
         if reason := self._find_reason_of_arguments(call, names) or self._find_reason_of_model(call):
             return reason
@@ -62,11 +61,11 @@ class Opener:
             call.arguments, mask_4d, call.scope, tables, self._weights.activated, is_whole=False
         )
         call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
-        call.may_search = not requests.may_be_refused()  # else the model is to say so
+        call.may_search = not requests.may_be_refused()  # if the input is out of range, the model must raise
         return None
 
     def begin(self, call: Call, hidden: Tensor, kv_cache: Any) -> str | None:
-        """Read what shows at layer 0 only, where states (B, T, D) enter; the reason for a bypass, or None."""
+        """Check the K/V cache and the states (B, T, D) that enter layer 0; return the reason for a bypass, or None."""
         call.kv_cache = kv_cache
         if kv_cache is not None and not is_plain_cache(kv_cache):
             return "kv_cache_kind"
@@ -75,7 +74,7 @@ class Opener:
         return None
 
     def take_fingerprint(self, call: Call, hidden: Tensor) -> None:
-        """Line 1: fingerprint of the states that enter a layer (B, T, D); rows that have none are left out."""
+        """Take the fingerprint (line 1) of states (B, T, D) that enter a layer; bypass rows where it is not finite."""
         assert call.content is not None
         call.vectors = None
         ids, content = call.arguments["input_ids"], call.content.to(hidden.device)
@@ -90,12 +89,12 @@ class Opener:
             call.rows[number].bypass_reason = call.rows[number].bypass_reason or "not_finite"
 
     def kind_of(self, call: Call, row: Row) -> Kind:
-        """What a request must share with those that it is compared with."""
+        """Return the kind of a request; only entries of the same kind are compared."""
         assert call.scope is not None
         return Kind(call.scope, 0 if self._payload.fits_any_length else row.n_valid, call.kv_cache is not None)
 
     def _find_reason_of_arguments(self, call: Call, names: Arguments) -> str | None:
-        """Why a call with such arguments cannot be served; no tensor is read."""
+        """Return the reason why a call with these arguments cannot be served, or None. Reads no tensor."""
         if reason := find_reason_now(self._trunk):
             return reason
         if are_strange(call.arguments.values()):
@@ -107,7 +106,7 @@ class Opener:
         return find_reason_of_kv(call.arguments, self._trunk) if self.keeps_no_kv else None
 
     def _find_reason_of_model(self, call: Call) -> str | None:
-        """Why calls of the model, as it is now, cannot be served."""
+        """Return the reason why the model in its current state cannot be served, or None; set the call's scope."""
         if reason := find_reason_of_layers(self._trunk):
             return reason
         if self._head.pooled is not None and self._head.pooled.has_changed():

@@ -1,4 +1,4 @@
-"""A codec at work on the states of one layer: what it is fitted on, and what it loses.
+"""Applies a codec to the states of one layer: collects the rows to fit it on, and measures its loss.
 
 Sizes: R rows of a tensor, D hidden width.
 """
@@ -14,26 +14,26 @@ from llmcache.paper.codecs import Codec
 
 logger = logging.getLogger("llmcache")
 
-_MEASURED_EVERY = 16  # entries: unpacking each one only to look at it would double the cost of packing
+_MEASURED_EVERY = 16  # the loss is measured once in so many entries, as unpacking doubles the cost of packing
 
 
 class Packer:
     """Packs states of one layer and one state of the weights. Not thread-safe: the caller holds a lock.
 
-    Tensors are kept plainly until the codec has seen enough rows; the caller then packs the earlier ones again.
+    Tensors are stored unpacked until the codec has seen enough rows; the caller then packs the earlier ones again.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.loss = Loss()
-        # Namespace and rows by request, until the codec is fitted. Rows of evicted requests count, so that a bank that
-        # never holds enough at once is packed all the same.
+        # Namespace and rows by request, until the codec is fitted. Rows of evicted requests count, so that the codec of
+        # a bank that never holds enough rows at once is fitted too.
         self.waiting: dict[str, tuple[str, Tensor]] = {}
         self._n_packed = 0
         self._has_failed = False
 
     def pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Encode named tensors, `hidden` (R, D) among them. Now and then they are unpacked to measure the loss."""
+        """Encode named tensors, `hidden` (R, D) among them; unpack one in `_MEASURED_EVERY` to measure the loss."""
         packed = self.encode(tensors)
         hidden = tensors["hidden"]
         if self.codec.n_fit == 0 and not self.codec.is_lossless(hidden.dtype):
@@ -41,10 +41,10 @@ class Packer:
             if self._n_packed % _MEASURED_EVERY == 1:
                 try:
                     self.loss.add(hidden, self.codec.decode("hidden", packed, hidden.dtype))
-                except Exception:  # it costs this figure, not the entry
+                except Exception:  # only the measurement is lost, not the entry
                     if not self._has_failed:
                         logger.warning(
-                            "llmcache failed to measure what compression loses; storing anyway", exc_info=True
+                            "llmcache failed to measure the loss of compression; storing anyway", exc_info=True
                         )
                     self._has_failed = True
         return packed
@@ -57,40 +57,40 @@ class Packer:
                 packed |= self.codec.encode(name, tensor)
         return packed
 
-    def there_and_back(self, hidden: Tensor) -> Tensor:
-        """What comes back of rows (R, D) once packed. Those with a value that is not finite stay: no codec holds it."""
+    def round_trip(self, hidden: Tensor) -> Tensor:
+        """Return rows (R, D) packed and unpacked; unchanged if a value is not finite, which codecs do not support."""
         if not hidden.isfinite().all():
             return hidden
         return self.codec.decode("hidden", self.encode({"hidden": hidden}), hidden.dtype)
 
     def learn(self, key: str, namespace: str, hidden: Tensor) -> bool:
-        """Show the codec rows (R, D) of a request, once each; whether it is fitted now, and was not before."""
+        """Collect rows (R, D), once per key, and fit the codec when there are enough; return whether it was fitted."""
         needed = self.codec.n_fit
         if not needed or key in self.waiting or not hidden.isfinite().all():
             return False
         self.waiting[key] = namespace, hidden
         if sum(len(rows) for _, rows in self.waiting.values()) < needed:
             return False
-        waiting, self.waiting = self.waiting, {}  # should the fit fail, later rows get their chance
+        waiting, self.waiting = self.waiting, {}  # if the fit fails, later rows are collected anew
         # The model may have moved to another device meanwhile.
         self.codec.fit(torch.cat([rows.to(hidden.device) for _, rows in waiting.values()])[:needed])
         return True
 
 
 class Loss:
-    """How far unpacked rows are from the packed ones: running sums over rows, in float64 on the host.
+    """Running sums of the difference between rows and their unpacked copies, in float64 on the host.
 
-    On the host, since a model may move between devices, and some of them have no float64.
+    On the host because a model may move between devices and some have no float64.
     """
 
     def __init__(self) -> None:
         self._n_rows = 0
         self._first: Tensor | None = None
-        self._total = torch.zeros((), device="cpu")  # sum of rows less the first: nearer to the mean, so less cancels
+        self._total = torch.zeros((), device="cpu")  # sum of rows minus the first row, to reduce cancellation
         self._squares = self._errors = self._distances = 0.0
 
     def add(self, x: Tensor, unpacked: Tensor) -> None:
-        """Count rows (R, D) and what came back of them. Rows with a value that is not finite are left out."""
+        """Add rows (R, D) and their unpacked copies. Rows with a value that is not finite are skipped."""
         keep = x.isfinite().all(dim=-1)
         x, unpacked = x[keep].cpu().double(), unpacked[keep].cpu().double()
         if len(x) == 0:
@@ -106,9 +106,9 @@ class Loss:
 
     @property
     def relative_error(self) -> float | None:
-        """Sum of |x - x'|^2 over sum of |x - mean|^2: 0 is lossless, 1 no better than the mean.
+        """Sum of |x - x'|^2 over sum of |x - mean|^2: 0 is lossless, 1 is no better than the mean.
 
-        None before two rows that differ were measured.
+        None until two different rows were measured.
         """
         if self._n_rows == 0:
             return None
@@ -117,5 +117,5 @@ class Loss:
 
     @property
     def cosine_distance(self) -> float | None:
-        """Mean of 1 - cosine(x, x') over rows, or None before the first."""
+        """Mean of 1 - cosine(x, x') over rows; None before the first."""
         return self._distances / self._n_rows if self._n_rows else None

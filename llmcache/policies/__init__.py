@@ -1,13 +1,13 @@
-"""(5) Refresh and replacement: who leaves a full bank.
+"""(5) Refresh and replacement: which entry a full bank evicts.
 
-    bank -> policy.on_put, on_hit, on_remove   what happens to keys
-         -> policy.on_cost                     what computing an entry took
-         <- policy.victim                      who leaves when a budget is used up
-         <- policy.expired                     who leaves whatever the budget
+    bank -> policy.on_put, on_hit, on_remove   reports events by key
+         -> policy.on_cost                     reports the cost of computing an entry
+         <- policy.victim                      key to evict when a budget is used up
+         <- policy.expired                     keys to remove whatever the budget
 
-A policy sees keys only; the bank removes what it names. Nothing here holds a lock: the caller does. With n keys each
-call is O(1), in `lfu`, `gdsf`, `staleness` and `divergence` O(log n), averaged over calls; `expired` is O(1) and the
-number of keys that it returns.
+A policy sees keys only; the bank removes the entries. Policies hold no lock: the caller does. With n keys a call is
+O(1); in `lfu`, `gdsf`, `staleness` and `divergence` it is O(log n), averaged over calls. `expired` is O(1) plus the
+number of keys returned.
 """
 
 from llmcache.policies.base import Policy

@@ -1,67 +1,66 @@
-"""The interface of policies, with the defaults that most of them share."""
+"""The policy interface, with the defaults that most policies share."""
 
 from abc import ABC, abstractmethod
 
 
 class Policy(ABC):
-    """An order in which keys leave. Asking changes nothing: a key is forgotten by `on_remove` alone.
+    """An eviction order of keys. Only `on_remove` removes a key; `victim` and `expired` change nothing.
 
-    Four methods are each policy's own. The rest has defaults: nothing but the budget makes keys leave, and no entry is
-    checked. Settings become keyword arguments of the constructor, checked against its annotations.
+    A policy implements four methods. By default the others expire no key and check no entry. Settings become keyword
+    arguments of the constructor, checked against its annotations.
     """
 
-    #: Keys may leave before a budget is used up. Sources of a calibration may not, so it refuses such policies.
+    #: Whether keys may expire while there is room. A calibration refuses such policies: its sources must stay.
     lets_entries_leave_early = False
-    #: Reuses are checked: `should_check` and `on_check` are called.
+    #: Whether reuses are checked with `should_check` and `on_check`.
     checks_reuse = False
 
     @abstractmethod
     def on_put(self, key: str, nbytes: int) -> None:
-        """Note that an entry of `nbytes` bytes was stored under `key`, for the first time or in place of another."""
+        """Record that an entry of `nbytes` bytes was stored under `key`, new or in place of another."""
 
     @abstractmethod
     def on_hit(self, key: str) -> None:
-        """Note that the entry was reused. An unknown key is ignored."""
+        """Record that the entry was reused. An unknown key is ignored."""
 
     @abstractmethod
     def on_remove(self, key: str) -> None:
-        """Forget a key. An unknown one is ignored."""
+        """Forget a key. An unknown key is ignored."""
 
     @abstractmethod
     def victim(self) -> str:
-        """Name the key that should leave next.
+        """Return the key to evict next.
 
         Raises:
             KeyError: No key is held.
         """
 
     def on_cost(self, key: str, cost: float) -> None:
-        """Note what computing the entry anew would take; told right after it was put, where that is known.
+        """Record the cost of recomputing the entry. Called right after `on_put` if the cost is known.
 
         Args:
-            key: Key of the entry. An unknown one is ignored.
-            cost: Over 0, in a unit that is the same for all entries of the policy: milliseconds of the call that
-                computed it, by its share of the rows; with `tau` of the tokens, which are counted alone where the model
-                is on an accelerator.
+            key: Key of the entry. An unknown key is ignored.
+            cost: Over 0, in the same unit for all entries of the policy: the milliseconds of the call that computed
+                it, divided equally among its computed rows; with `tau`, in proportion to their tokens.
 
         Raises:
-            ValueError: `cost` is not such a number.
+            ValueError: `cost` is not a finite number over 0.
         """
 
     def expired(self) -> list[str]:
-        """Name the keys that must leave now, whatever the budget; by default none."""
+        """Return the keys that must be removed now, whatever the budget; by default none."""
         return []
 
     def should_check(self, key: str) -> bool:
-        """Decide whether an approximate reuse of the entry, about to happen, is to be computed instead and compared."""
+        """Whether the next approximate reuse of the entry is computed instead, to compare the states."""
         return False
 
     def on_check(self, key: str, divergence: float) -> None:
-        """Note how such a check came out. An unknown key is ignored.
+        """Record the result of a check. An unknown key is ignored.
 
         Args:
             key: Key of the entry.
-            divergence: 1 - cosine of the fresh state and the stored one, 0 to 2.
+            divergence: 1 - cosine of the computed and the stored state, 0 to 2.
 
         Raises:
             ValueError: `divergence` is negative or not a number.

@@ -1,4 +1,4 @@
-"""Divergence: entries that no longer stand for what they are taken for leave first."""
+"""Divergence: evicts first the entries whose reuse differs most from computing."""
 
 import random
 
@@ -6,28 +6,28 @@ from llmcache.policies.ranking import Ranked
 
 
 class Divergence(Ranked):
-    """The entry whose checks diverged most leaves first, among equals the least recently used.
+    """The entry with the largest average divergence is evicted first; among equals, the least recently used.
 
-    An approximate reuse is checked with probability `check_rate`: the request is computed, which is its answer, and
-    1 - cosine of its fresh state and the stored one, both as compression leaves them, goes into the entry's exponential
-    moving average, which begins at 0: an entry is faithful until shown otherwise. One whose average exceeds `limit`
-    leaves at once. Bansal (2025) names divergence-aware eviction among the duties of the refresh and replacement
-    controller and does not define it; this is our reading.
+    An approximate reuse is checked with probability `check_rate`: the request is computed, and answered by that. The
+    divergence is 1 - cosine of the computed and the stored state, both after compression. It updates the entry's
+    exponential moving average, which starts at 0. An entry whose average exceeds `limit` is removed at once. Bansal
+    (2025) names divergence-aware eviction among the duties of the refresh and replacement controller and does not
+    define it; this is our reading.
     """
 
     lets_entries_leave_early = True
     checks_reuse = True
 
     def __init__(self, check_rate: float = 0.05, limit: float = 0.15, weight: float = 0.5, seed: int = 0) -> None:
-        """Open an empty policy.
+        """Create an empty policy.
 
         Args:
-            check_rate: Probability of a check, 0 to 1. The default gives up one in 20 of the reuses.
-            limit: Largest average with which an entry stays, over 0 and at most 2. By default a state must be as alike
+            check_rate: Probability of a check, 0 to 1. The default computes one in 20 reuses.
+            limit: Largest average an entry may have, over 0 and at most 2. The default asks states to be as similar
                 (cosine 0.85) as the paper's tau asks inputs to be.
-            weight: Of the latest check in the average, over 0 and at most 1. Checks of one entry are rare, so by
-                default the latest weighs as much as all before it.
-            seed: Of the choice of what is checked.
+            weight: Weight of the latest check in the average, over 0 and at most 1. Checks of one entry are rare, so by
+                default the latest weighs as much as all earlier ones.
+            seed: Seed for choosing which reuses are checked.
         """
         if not 0 <= check_rate <= 1:
             raise ValueError(f"check_rate={check_rate}: give a probability from 0 to 1")
@@ -55,7 +55,7 @@ class Divergence(Ranked):
         self._over.pop(key, None)
 
     def expired(self) -> list[str]:
-        """Name the keys whose average exceeds the limit, in the order in which it did."""
+        """Return the keys whose average exceeds the limit, in the order in which they exceeded it."""
         return list(self._over)
 
     def should_check(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Greedy-Dual-Size-Frequency: what saves least computing per byte leaves first."""
+"""Greedy-Dual-Size-Frequency: evicts first the entries that save the least computing per byte."""
 
 import math
 from collections import OrderedDict
@@ -7,25 +7,25 @@ from llmcache.policies.ranking import Ranked
 
 
 class GDSF(Ranked):
-    """The entry with the lowest value leaves first: uses times the cost of computing it anew, per byte, plus its age.
+    """The entry with the lowest value is evicted first: uses times recompute cost per byte, plus the clock at last use.
 
-    Cherkasova (1998): value = clock + uses * cost / bytes, fixed at the last use; the clock is the value of the entry
-    that left last, so that what is no longer used leaves in time. Each put and each hit is a use. Among equals the
-    least recently used leaves.
+    Cherkasova (1998): value = clock + uses * cost / bytes, set at the last use; the clock is the value of the last
+    evicted entry, so that unused entries are evicted in time. Each put and each hit is a use. Among equals the least
+    recently used is evicted.
 
-    Departures: a cost per byte is taken relative to the average of all that were told. An entry whose cost was not
-    told, a prefix block for one, counts as the average; where none is told, this is LFU with aging. The uses of keys
-    that left are remembered, of as many as are held.
+    Departures: a cost per byte is divided by the average of all known costs per byte. An entry of unknown cost, such as
+    a prefix block, counts as average; without any known cost this is LFU with aging. The uses of removed keys are
+    remembered, for as many keys as are held.
     """
 
     def __init__(self) -> None:
         super().__init__()  # ranked by value, then by use
         self._clock = 0.0
         self._n_uses: dict[str, int] = {}
-        self._n_uses_before: OrderedDict[str, int] = OrderedDict()  # of keys that left, the latest last
+        self._n_uses_before: OrderedDict[str, int] = OrderedDict()  # uses of removed keys, the latest last
         self._nbytes: dict[str, int] = {}
-        self._costs: dict[str, float] = {}  # of those that were told
-        self._told_cost = self._told_nbytes = 0.0
+        self._costs: dict[str, float] = {}  # known costs
+        self._total_cost = self._total_nbytes = 0.0
 
     def on_put(self, key: str, nbytes: int) -> None:
         self._nbytes[key] = max(1, nbytes)
@@ -37,13 +37,13 @@ class GDSF(Ranked):
             self._use(key)
 
     def on_cost(self, key: str, cost: float) -> None:
-        """Rank an entry by its cost from now on."""
+        """Record the cost of an entry and update its rank."""
         if not 0 < cost < math.inf:
             raise ValueError(f"cost={cost}: give a number over 0")
         if key in self._ranking:
             self._costs[key] = cost
-            self._told_cost += cost
-            self._told_nbytes += self._nbytes[key]
+            self._total_cost += cost
+            self._total_nbytes += self._nbytes[key]
             self._ranking[key] = (self._value(key), self._ranking[key][1])
 
     def on_remove(self, key: str) -> None:
@@ -66,5 +66,5 @@ class GDSF(Ranked):
     def _value(self, key: str) -> float:
         if key not in self._costs:
             return self._clock + self._n_uses[key]
-        cost, average = self._costs[key] / self._nbytes[key], self._told_cost / self._told_nbytes
+        cost, average = self._costs[key] / self._nbytes[key], self._total_cost / self._total_nbytes
         return self._clock + self._n_uses[key] * cost / average

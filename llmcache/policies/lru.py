@@ -9,17 +9,17 @@ from llmcache.policies.base import Policy
 
 
 class FIFO(Policy):
-    """First in, first out. Storing a key again is a new arrival; a hit changes nothing."""
+    """First in, first out. Storing a key again moves it to the end; a hit changes nothing."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[str, float] = OrderedDict()  # next victim first; the value is TTL's
+        self._order: OrderedDict[str, float] = OrderedDict()  # next victim first; values are for TTL
 
     def on_put(self, key: str, nbytes: int) -> None:
         self._order[key] = 0.0
         self._order.move_to_end(key)
 
     def on_hit(self, key: str) -> None:
-        """Change nothing."""
+        """Do nothing."""
 
     def on_remove(self, key: str) -> None:
         self._order.pop(key, None)
@@ -31,7 +31,7 @@ class FIFO(Policy):
 
 
 class LRU(FIFO):
-    """Least recently used: the key longest without a hit or a put leaves first."""
+    """Least recently used: evicts the key whose last hit or put is the oldest."""
 
     def on_hit(self, key: str) -> None:
         if key in self._order:
@@ -39,15 +39,15 @@ class LRU(FIFO):
 
 
 class TTL(FIFO):
-    """Time to live: keys must leave `ttl_s` seconds after they were put, and under pressure the oldest leaves first.
+    """Time to live: keys expire `ttl_s` seconds after they were put; over the budget, the oldest is evicted first.
 
-    A hit does not make a key younger; storing it again does.
+    A hit does not extend the life of a key; storing it again does.
     """
 
     lets_entries_leave_early = True
 
     def __init__(self, ttl_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Let keys expire at an age of `ttl_s` seconds, over 0, by a clock that never runs backwards."""
+        """Expire keys at an age of `ttl_s` seconds, over 0; `now` is a monotonic clock in seconds."""
         if not 0 < ttl_s < math.inf:
             raise ValueError(f"ttl_s must be positive and finite, got {ttl_s}")
         super().__init__()
@@ -61,7 +61,7 @@ class TTL(FIFO):
     def expired(self) -> list[str]:
         now = self._now()
         keys = []
-        for key, put_s in self._order.items():  # oldest first, so the first young one ends it
+        for key, put_s in self._order.items():  # oldest first, so stop at the first that is young enough
             if now - put_s < self.ttl_s:
                 break
             keys.append(key)

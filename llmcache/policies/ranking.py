@@ -1,4 +1,4 @@
-"""Keys in order of a rank that may change at any time, and what policies that rank keys have in common."""
+"""A priority queue of keys whose ranks may change, and the base class of policies that rank keys."""
 
 import heapq
 from itertools import count
@@ -11,9 +11,9 @@ Rank = tuple[float, int]
 class Ranking:
     """Keys by rank, least first.
 
-    A heap that learns late: of each key it holds an item with the key's rank or a lower, earlier one. So the first item
-    names the least key if its rank is still true, and is put right otherwise. Raising a rank is O(1), the rest
-    O(log n), averaged over calls.
+    A heap with lazy updates: for each key it holds an item with the key's rank or a lower, earlier one. If the first
+    item's rank is current, its key is the least; otherwise the item is updated. Raising a rank is O(1), other
+    operations are O(log n), averaged over calls.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Ranking:
         if held is not None and held <= rank:
             return
         heapq.heappush(self._heap, (rank, key))
-        if len(self._heap) > 2 * len(self._ranks):  # most are out of date; as many pushes as items pay for new ones
+        if len(self._heap) > 2 * len(self._ranks):  # most are outdated; rebuilding costs O(1) per push
             self._heap = [(rank, key) for key, rank in self._ranks.items()]
             heapq.heapify(self._heap)
 
@@ -40,7 +40,7 @@ class Ranking:
         self._ranks.pop(key, None)
 
     def first(self) -> str:
-        """The key of the least rank; `KeyError` when there is none."""
+        """Return the key of the least rank; raise `KeyError` if there is none."""
         while self._heap:
             rank, key = self._heap[0]
             now = self._ranks.get(key)
@@ -54,7 +54,7 @@ class Ranking:
 
 
 class Ranked(Policy):
-    """The key of the least rank leaves first."""
+    """Evicts the key of the least rank first."""
 
     def __init__(self) -> None:
         self._ranking = Ranking()

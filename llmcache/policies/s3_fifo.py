@@ -1,37 +1,38 @@
-"""S3-FIFO: newcomers are on trial in a small queue, so that requests asked once do not drive out the others."""
+"""S3-FIFO: new keys start in a small queue, so that requests seen once do not evict the others."""
 
 from collections import OrderedDict
 
 from llmcache.policies.base import Policy
 
-_MOST_HITS = 3  # counted of a key: two bits, as in the paper
+_MOST_HITS = 3  # largest hit count of a key: two bits, as in the paper
 
 
 class S3FIFO(Policy):
-    """Newcomers leave first unless they are hit on trial, or come again soon after: a scan drives out nothing else.
+    """New keys are evicted first unless they are hit or return soon; so a scan evicts no other keys.
 
-    Yang et al. (SOSP 2023), section 4. A newcomer enters a small queue; one that was hit there goes on to the main
-    queue, another leaves. A key that left the small queue and is put again while it is remembered, as many as are held,
-    enters the main queue at once. At the end of the main queue, a key with hits begins again with one hit less.
+    Yang et al. (SOSP 2023), section 4. A new key enters a small queue. At its end, a key that was hit moves to the main
+    queue, and any other is evicted. A key evicted from the small queue is remembered, as many as are held; if put again
+    meanwhile, it enters the main queue directly. At the end of the main queue, a key with hits is requeued with one hit
+    less.
 
-    Departures: queues are measured in bytes of what is held, since a policy is not told the budget. One hit on trial is
-    enough, not two: a prefix block hears of one reuse several times. Keys go on when they come to the end of a queue,
-    not when room is needed, so that asking for a victim changes nothing.
+    Departures: queue sizes are relative to the bytes held, since a policy does not know the budget. One hit in the
+    small queue is enough, not two: one reuse of a prefix block may report several hits. Keys move when they reach the
+    end of a queue, not when room is needed, so that `victim` changes nothing.
     """
 
     def __init__(self, trial: float = 0.1) -> None:
-        """Open an empty policy; `trial` is the small queue's share of the bytes held, over 0 and under 1."""
+        """Create an empty policy; `trial` is the small queue's share of the bytes held, over 0 and under 1."""
         if not 0 < trial < 1:
             raise ValueError(f"trial={trial}: give a share over 0 and under 1")
         self.trial = trial
         self._small: OrderedDict[str, int] = OrderedDict()  # hits by key, next victim first
         self._main: OrderedDict[str, int] = OrderedDict()
-        self._gone: OrderedDict[str, None] = OrderedDict()  # left the small queue, oldest first
+        self._gone: OrderedDict[str, None] = OrderedDict()  # keys evicted from the small queue, oldest first
         self._nbytes_of: dict[str, int] = {}
         self._nbytes = self._small_nbytes = 0
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Take a newcomer in; of a key that is held, note its bytes alone."""
+        """Add a new key; for a key that is held, only update its bytes."""
         if key not in self._nbytes_of:
             (self._main if key in self._gone else self._small)[key] = 0
             self._gone.pop(key, None)
@@ -65,12 +66,12 @@ class S3FIFO(Policy):
 
     @property
     def _leaving(self) -> OrderedDict[str, int]:
-        """The queue that a key has to leave next."""
+        """The queue from which the next key is evicted."""
         is_over = self._small_nbytes >= self.trial * self._nbytes
         return self._small if self._small and (is_over or not self._main) else self._main
 
     def _settle(self) -> None:
-        """Let keys with hits go on from the end of the queue that is to lose one."""
+        """Move keys with hits from the end of the queue that evicts next."""
         while (queue := self._leaving) and (n_hits := queue[key := next(iter(queue))]):
             if queue is self._main:
                 queue[key] = n_hits - 1

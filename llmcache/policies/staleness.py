@@ -1,4 +1,4 @@
-"""Staleness: the rate at which an entry is matched, old matches counting less."""
+"""Staleness: evicts the entries with the lowest rate of matches, where old matches count less."""
 
 import math
 import time
@@ -6,23 +6,23 @@ from collections.abc import Callable
 
 from llmcache.policies.ranking import Ranked
 
-LEAST_S = 1e-3  # with a shorter half-life, float64 would no longer tell single matches apart after years of service
+LEAST_S = 1e-3  # with a shorter half-life, float64 would not distinguish single matches after years of service
 
 
 class Staleness(Ranked):
-    """The entry with the lowest score leaves first, among equals the one put longest ago.
+    """The entry with the lowest score is evicted first; among equals, the one put first.
 
-    The score is the number of matches, each of which counts half as much after every `half_life_s`. Storing an entry is
-    its first match: were it none, newcomers would leave before any entry that was ever hit. Bansal (2025) names
-    staleness, a decayed match rate, among the duties of the refresh and replacement controller and gives no formula;
-    this is our reading.
+    The score is the number of matches; the weight of each halves every `half_life_s`. Storing an entry is its first
+    match: otherwise new entries would be evicted before any entry that was ever hit. Bansal (2025) names staleness, a
+    decayed match rate, among the duties of the refresh and replacement controller and gives no formula; this is our
+    reading.
 
-    A score s at time t is kept as log2(s) + t / half-life, which time leaves alone and which does not overflow: scores
-    compare as these levels do, at any time.
+    A score s at time t is stored as the level log2(s) + t / half-life, which is constant between matches and does not
+    overflow. Levels compare like scores at any time.
     """
 
     def __init__(self, half_life_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Let a match count half after `half_life_s` seconds, at least 0.001, by a clock that never runs backwards."""
+        """Halve the weight of a match every `half_life_s` seconds, at least 0.001; `now` is a monotonic clock."""
         if not LEAST_S <= half_life_s < math.inf:
             raise ValueError(f"half_life_s must be at least {LEAST_S} and finite, got {half_life_s}")
         super().__init__()  # ranked by level, then by arrival
@@ -40,5 +40,5 @@ class Staleness(Ranked):
             self._ranking[key] = (high + math.log2(1 + 2 ** (low - high)), arrival)
 
     def _half_lives(self) -> float:
-        """Half-lives since the start: the level of a score of 1 now."""
+        """Return the half-lives since the start: the level of a score of 1 now."""
         return (self._now() - self._start_s) / self.half_life_s

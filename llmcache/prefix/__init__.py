@@ -1,1 +1,1 @@
-"""Reuse of what requests begin with: blocks of K/V and states, cut off a call and put back."""
+"""Prefix reuse: blocks of K/V and states, cut off a call and joined to its output."""

@@ -1,10 +1,10 @@
-"""A block of tokens with what was computed for it, and slabs, in which blocks lie side by side.
+"""A block of tokens with its K/V and states, and slabs: tensors in which blocks lie side by side.
 
-What is stored of a prompt is copied into slabs, and a hit joins slabs: blocks in tensors of their own would be many
-small copies.
+Storing a prompt copies it into slabs, and a hit concatenates slabs. With one tensor per block both would be many small
+copies.
 
-A block's key covers all that its states depend on, so also every block before it. As in vLLM's automatic prefix caching
-(block hash of parent hash, tokens and extra keys), but that the root, not each block, takes in what is not tokens.
+A block's key covers everything that its states depend on, every earlier block included. As in vLLM's automatic prefix
+caching (block hash of parent hash, tokens and extra keys), except that only the root hash covers what is not tokens.
 
 Sizes: L layers, H K/V heads, n tokens of a slab, b of a block, D_h width of a head, D hidden width.
 """
@@ -20,12 +20,12 @@ from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope, key_of
 
 NAMES = ("keys", "values", "states")
-PADDING = "padding."  # begins the names of what lies at places that are not valid, in files
+PADDING = "padding."  # prefix, in stored files, of the names of tensors at padded positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """What was computed for n tokens in a row. Normal tensors that nobody writes to."""
+    """K/V and states of n consecutive tokens. No inference tensors; never modified."""
 
     keys: Tensor  # (L, H, n, D_h)
     values: Tensor  # (L, H, n, D_h)
@@ -36,27 +36,27 @@ class Slab:
         return self.states.shape[-2]
 
     def cut(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and states of some of the tokens, not copied."""
+        """Return views of keys, values and states of the tokens from `begin` to before `end`."""
         places = slice(begin, end)
         return self.keys[..., places, :], self.values[..., places, :], self.states[..., places, :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """What was computed for b tokens: a part of a slab."""
+    """K/V and states of b tokens: a part of a slab."""
 
-    ids: bytes  # packed
+    ids: bytes  # packed token ids
     scope: Scope
     slab: Slab
-    begin: int  # its first token's place in the slab
-    end: int  # after its last token
-    is_tail: bool = False  # it ends a request; b is then any number
-    padding: Mapping[str, Tensor] = field(default_factory=dict)  # likewise, of a tail's places that are not valid
-    layout: bytes = b""  # of that padding; see `Row.layout`
+    begin: int  # position of its first token in the slab
+    end: int  # position after its last token
+    is_tail: bool = False  # whether it ends a request; b is then any number
+    padding: Mapping[str, Tensor] = field(default_factory=dict)  # keys, values and states of a tail's padding
+    layout: bytes = b""  # layout of that padding; see `Row.layout`
 
     @classmethod
     def of(cls, ids: bytes, scope: Scope, tensors: Mapping[str, Tensor], is_tail: bool, layout: bytes) -> "Block":
-        """The block that has these tensors, in a slab of its own; see `tensors`."""
+        """Make a block from its `tensors`, in a slab of its own."""
         padding = {n.removeprefix(PADDING): one for n, one in tensors.items() if n.startswith(PADDING)}
         slab = Slab(*(tensors[name] for name in NAMES))
         return cls(ids, scope, slab, 0, slab.n_tokens, is_tail, padding, layout)
@@ -67,28 +67,28 @@ class Block:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its keys, values and states (..., b, width), not copied, and its padding."""
+        """Views of its keys, values and states (..., b, width), and its padding."""
         own = dict(zip(NAMES, self.slab.cut(self.begin, self.end), strict=True))
         return own | {f"{PADDING}{name}": tensor for name, tensor in self.padding.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own share of the slab, and of its padding."""
+        """Bytes of its part of the slab and of its padding."""
         of_slab = self.slab.keys.nbytes + self.slab.values.nbytes + self.slab.states.nbytes
         of_padding = sum(tensor.nbytes for tensor in self.padding.values())
         return of_slab * self.n_tokens // max(1, self.slab.n_tokens) + of_padding
 
     def is_equal(self, other: "Block") -> bool:
-        """Whether another one holds the same, bit for bit."""
+        """Whether another block has the same tokens and layout and bit-identical tensors."""
         mine, theirs = self.tensors, other.tensors
         is_alike = (self.ids, self.layout, mine.keys()) == (other.ids, other.layout, theirs.keys())
         return is_alike and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
-    """The full blocks of a request, first to last; tokens that do not fill a block are left out.
+    """Return the keys and tokens of a request's full blocks, first to last, without an incomplete last block.
 
-    The first n are those of another request exactly where both have the same root (scope, block size, first position)
+    Two requests have the same first n links if and only if they have the same root (scope, block size, first position)
     and the same first n * size tokens.
     """
     key = hashlib.sha256(f"{row.start}:{size}:".encode() + scope.key).digest()
@@ -102,7 +102,7 @@ def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
 
 
 def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
-    """The first blocks, with so many tokens together; the last one is cut, not copied."""
+    """Return the blocks of the first `n_tokens` tokens. The last block is shortened, not copied."""
     found: list[Block] = []
     for block in blocks:
         if n_tokens < block.n_tokens:
@@ -115,7 +115,7 @@ def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
 
 
 def runs(blocks: Sequence[Block]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Keys, values and states of blocks that follow one another; what lies side by side in a slab is one piece."""
+    """Return views of keys, values and states of consecutive blocks; neighbours in a slab are merged."""
     joined: list[tuple[Slab, int, int]] = []
     for block in blocks:
         if joined and joined[-1][0] is block.slab and joined[-1][2] == block.begin:
@@ -126,7 +126,7 @@ def runs(blocks: Sequence[Block]) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def lay_together(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks that follow one another, side by side in a slab of their own."""
+    """Copy consecutive blocks side by side into a new slab."""
     with torch.inference_mode(False), torch.no_grad():
         slab = Slab(*(torch.cat(pieces, dim=-2) for pieces in zip(*runs(blocks), strict=True)))
     laid, begin = list[Block](), 0

@@ -1,14 +1,14 @@
-"""Blocks of tokens with the K/V and last states that a model made of them, within a budget of bytes.
+"""Blocks of tokens with their K/V and last hidden states, within a budget of bytes.
 
-A request that was computed in full is held as its blocks and a tail, which follows the last of them: the tokens that
-fill no block. So it shares what it begins with, and is held once. A tail may be empty: that a request ends after a
-block, and came out as the blocks have it, is to be known as well.
+A request computed in full is held as its full blocks and a tail with the remaining tokens. So requests share their
+common prefix, and each is held once. A tail may be empty: it then records that a request ends after a block and that
+its output equals the blocks.
 
-What is kept of a block is its K/V in each layer, not the layers' inputs from which one projection would rebuild it
-(HCache, arXiv 2410.05004). A token takes 2 H D_h numbers of K/V a layer, or D of input: with as many K/V heads as query
-heads twice as much, with half as many (stories260K) the same, with fewer (a quarter in Llama-3 8B) less. K/V come back
-bit for bit without a norm, a projection and a rotation that each family writes in its own way. The last states are for
-callers who are owed the output at every position: D numbers a token, beside L layers of K/V.
+A block keeps the K/V of each layer, not the layers' inputs, from which one projection would rebuild K/V (HCache, arXiv
+2410.05004). Per token and layer, K/V take 2 H D_h numbers and an input takes D. That is twice as much with as many K/V
+heads as query heads, the same with half as many (stories260K), and less with fewer (a quarter in Llama-3 8B). Stored
+K/V are bit-exact and need no norm, projection and rotation, which each family implements differently. The last states
+serve callers that expect the output at every position: D numbers per token, beside L layers of K/V.
 
 Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden width.
 """
@@ -31,14 +31,15 @@ from llmcache.request.rows import Scope
 from llmcache.stacks import pack, unpack
 from llmcache.threads import forkable
 
-_MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
+_MOST_LOOKED_AT = 64  # successors of a block that are compared, newest first: a system prompt has thousands
 
 
 class BlockPool:
-    """Blocks and tails by key; the policy names who leaves. Thread-safe.
+    """Blocks and tails by key; a policy chooses what to evict. Thread-safe.
 
-    None is ever held without the block before it. Those of a chain are used last to first, so that of the policies
-    that count uses none names a block before those that follow it; where a policy does, the last of these leaves.
+    A block is never held without the block before it. The blocks of a chain are marked as used last to first, so that
+    recency and frequency policies evict later blocks first. If a policy names a block that others follow, the last of
+    these is evicted.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class BlockPool:
         make_policy: Callable[[], Policy],
         spent: Callable[[], int] = int,
     ) -> None:
-        """Start empty, with blocks of `size` tokens on a device.
+        """Create an empty pool of blocks of `size` tokens on a device.
 
-        The budget `max_bytes` is of tensors; bookkeeping comes on top, some 2 kB a block on CPU. `spent` is what others
-        hold of the budget, or are about to: see `make_way`.
+        The budget `max_bytes` covers tensors; bookkeeping adds about 2 kB per block on the CPU. `spent` returns the
+        bytes of the budget that other parts hold or are about to hold: see `make_way`.
         """
         self.size = size
         self.max_bytes = max_bytes
@@ -60,12 +61,12 @@ class BlockPool:
         self.nbytes = 0
         self.n_evicted = 0
         self.n_tails = 0
-        self.n_purges = 0  # so far; calls that began before one store nothing
+        self.n_purges = 0  # purges so far; a call that began before the latest purge stores nothing
         self._shares = Shares(make_policy)
         self._spent = spent
         self._held: dict[str, Block] = {}
-        self._before: dict[str, str] = {}  # the block before each but the first of a chain
-        self._after: dict[str, dict[str, None]] = {}  # those that follow a block, if any, oldest first
+        self._before: dict[str, str] = {}  # previous block of each block but the first of a chain
+        self._after: dict[str, dict[str, None]] = {}  # the blocks that follow a block, oldest first
         self._slabs = Slabs(self._held)
         self._lock = forkable(threading.Lock())
 
@@ -76,7 +77,7 @@ class BlockPool:
         return key in self._held
 
     def whole(self, key: str, ids: bytes) -> list[Block]:
-        """The blocks of a request and its tail, which count as used; none where it is not held as a whole."""
+        """Return the blocks and the tail of a request and mark them as used; an empty list if any is missing."""
         with self._lock:
             self._expire()
             last_to_first = [key]
@@ -89,17 +90,16 @@ class BlockPool:
             return found
 
     def match(self, chain: Sequence[Link]) -> list[Block]:
-        """The blocks that are held of the beginning of a chain; they count as used."""
+        """Return the held blocks at the start of a chain, and mark them as used."""
         with self._lock:
             found = self._match(chain)
             self._use(link.key for link in reversed(chain[: len(found)]))
             return found
 
     def reach(self, chain: Sequence[Link], ids: bytes, width: int) -> tuple[list[Block], int]:
-        """The blocks that are held of the beginning of a chain, and one that goes on as the request does for a while.
+        """Return the held blocks of a request's longest known prefix, and its length in tokens; mark them as used.
 
-        They count as used. Told beside them: how many of their tokens, packed in `width` bytes each, the request begins
-        with.
+        The last block may match only in its first tokens. `ids` are packed in `width` bytes per token.
         """
         with self._lock:
             found = self._match(chain)
@@ -107,10 +107,9 @@ class BlockPool:
             used = [link.key for link in chain[: len(found)]]
             rest = ids[n_tokens * width : (n_tokens + self.size) * width]
             after = self._after.get(used[-1], {}) if used and rest else {}
-            alike = [
-                (_n_alike(self._held[key].ids, rest) // width, key) for key in islice(reversed(after), _MOST_LOOKED_AT)
-            ]
-            n_more, last = max(alike, default=(0, ""))
+            recent = islice(reversed(after), _MOST_LOOKED_AT)
+            matches = [(_common_prefix(self._held[key].ids, rest) // width, key) for key in recent]
+            n_more, last = max(matches, default=(0, ""))
             if n_more:
                 found.append(self._held[last])
                 used.append(last)
@@ -118,15 +117,15 @@ class BlockPool:
             return found, n_tokens + n_more
 
     def n_held(self, chain: Sequence[Link]) -> int:
-        """How many blocks are held of the beginning of a chain; they do not count as used."""
+        """Return how many blocks at the start of a chain are held, without marking them as used."""
         with self._lock:
             return len(self._match(chain))
 
     def put(self, chain: Sequence[Link], made: Mapping[str, Block], n_purges: int | None = None) -> bool:
-        """Hold the beginning of a chain, as far as it is held already or made anew, and fits; whether all of it is.
+        """Add new blocks of a chain (`made`, by key) as far as they fit; return whether the whole chain is held.
 
-        Of those `made`, one that another thread brought meanwhile is ignored, and what follows one that left meanwhile
-        is, too. All are if anything was purged since `n_purges`.
+        A block that another thread added meanwhile is skipped. Blocks after one that was evicted meanwhile are not
+        added. If anything was purged since `n_purges`, nothing is added and True is returned.
         """
         with self._lock:
             if n_purges not in (None, self.n_purges):
@@ -135,7 +134,7 @@ class BlockPool:
             held = 0
             while held < len(chain) and chain[held].key in self._held:
                 held += 1
-            # Now the newest, they do not leave for what follows them.
+            # Marked as used, so that they are not evicted to make room for the blocks that follow.
             known = [link.key for link in chain[:held]]
             self._use(reversed(known))
             own = {link.key for link in chain}
@@ -147,7 +146,7 @@ class BlockPool:
                 self._add(link.key, block, nbytes, chain[held - 1].key if held else None)
                 added[link.key] = nbytes
                 held += 1
-            # Not before: a policy that counts uses would name them first. Last to first, so that ends leave first.
+            # Only now: a policy that counts uses would evict them first. Last to first, so that ends are evicted first.
             for key, nbytes in reversed(added.items()):
                 self._policy_of(key).on_put(key, nbytes)
             self._use(reversed(known))
@@ -155,18 +154,18 @@ class BlockPool:
             return held == len(chain)
 
     def make_way(self) -> None:
-        """Let blocks leave for what others are about to hold, so that the budget of all is kept at every moment."""
+        """Evict blocks to make room for what other parts are about to hold within the shared budget."""
         with self._lock:
             self._make_room(0, set(), "")
             self._slabs.settle()
 
     def namespaces(self) -> list[str]:
-        """Namespaces with blocks."""
+        """Return the namespaces that have blocks."""
         with self._lock:
             return list(self._shares)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Forget all blocks of a namespace, None: all blocks; returns how many requests ended there."""
+        """Remove all blocks of a namespace, or of all (None); return how many requests that removes."""
         with self._lock:
             n_tails = self.n_tails
             self.n_purges += 1
@@ -176,7 +175,7 @@ class BlockPool:
             return n_tails - self.n_tails
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Forget blocks, with all that follow them; returns how many requests ended there."""
+        """Remove blocks and all that follow them; return how many requests that removes."""
         with self._lock:
             n_tails = self.n_tails
             for key in keys:
@@ -197,7 +196,7 @@ class BlockPool:
         return pack(records)
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Hold what was saved, as far as it fits."""
+        """Load blocks saved by `state`, as far as they fit."""
         for own, (key, scope, ids, layout, is_tail, before) in unpack(meta, tensors):
             on_device = {name: one.to(self.device) for name, one in own.items()}
             block = Block.of(bytes.fromhex(ids), Scope(*scope), on_device, is_tail, bytes.fromhex(layout))
@@ -226,19 +225,19 @@ class BlockPool:
                 self._policy_of(key).on_hit(key)
 
     def _expire(self) -> None:
-        """Drop blocks that their policy sends away, with all that follow them."""
+        """Remove blocks that have expired under their policy, and all that follow them."""
         for key in self._shares.expired():
             self.n_evicted += self._drop_from(key)
         self._slabs.settle()
 
     def _last_after(self, key: str) -> str:
-        """The end of a chain that goes through a block: the block itself where none follows."""
+        """Return the last block of a chain through a block; the block itself if none follows."""
         while key in self._after:
             key = next(iter(self._after[key]))
         return key
 
     def _drop_from(self, key: str) -> int:
-        """Drop a block, if it is held, with all that follow it; returns how many they were."""
+        """Remove a block, if held, and all that follow it; return how many were removed."""
         n_dropped = 0
         while key in self._held:
             self._drop(self._last_after(key))
@@ -272,15 +271,15 @@ class BlockPool:
         return self._shares.policies[self._held[key].scope.namespace]
 
     def _make_room(self, nbytes: int, own: set[str], namespace: str) -> bool:
-        """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
-        # What others leave is the same as long as the lock is held: they ask blocks to make way first.
+        """Evict blocks until `nbytes` fit; False if only blocks of the same chain (`own`) are left to evict."""
+        # `spent` cannot grow while the lock is held: other parts call `make_way` first.
         max_bytes = self.max_bytes - self._spent()
         if nbytes > max_bytes:
             return False
         while self.nbytes + nbytes > max_bytes:
             try:
                 leaving = self._last_after(self._shares.victim(namespace, nbytes))
-            except KeyError:  # all that is held is what is being put
+            except KeyError:  # only blocks of this chain are held, which the policy does not know yet
                 return False
             if leaving in own:
                 return False
@@ -289,8 +288,8 @@ class BlockPool:
         return True
 
 
-def _n_alike(one: bytes, other: bytes) -> int:
-    """Bytes that two strings begin with alike."""
+def _common_prefix(one: bytes, other: bytes) -> int:
+    """Return the length of the common prefix of two byte strings."""
     n = min(len(one), len(other))
     differing = int.from_bytes(one[:n]) ^ int.from_bytes(other[:n])
     return n - (differing.bit_length() + 7) // 8

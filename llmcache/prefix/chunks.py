@@ -1,6 +1,7 @@
-"""Runs what is left of a prompt in chunks of tokens, between which others may have the model (vLLM's chunked prefill).
+"""Runs the uncached part of a prompt in chunks of tokens; other requests may use the model in between.
 
-Lookup and storing see one call. The K/V cache holds what earlier chunks made, and their last states are joined.
+As in vLLM's chunked prefill. Lookup and storing see one call. The K/V cache holds the K/V of earlier chunks, and the
+last states of all chunks are concatenated.
 """
 
 from collections.abc import Callable
@@ -18,14 +19,14 @@ from llmcache.request.bypass import is_plain_cache
 
 @dataclass(slots=True)
 class Chunks:
-    """Runs long prompts in chunks; see `LLMCache.chunked`."""
+    """Runs long prompts in chunks of `n_tokens` and calls `between` in between; see `LLMCache.chunked`."""
 
     n_tokens: int
     between: Callable[[], None]
-    error: BaseException | None = None  # that `between` raised
+    error: BaseException | None = None  # raised by `between`
 
     def fit(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a forward of the trunk is longer than a chunk, and can be cut: its past is all in its K/V cache."""
+        """Whether a trunk call is longer than a chunk and can be split: its past must be in its K/V cache."""
         ids, kv_cache = arguments.get(args, kwargs, "input_ids"), arguments.get(args, kwargs, CACHE)
         if ids is None or ids.shape[-1] <= self.n_tokens or arguments.get(args, kwargs, "attention_mask") is not None:
             return False
@@ -34,9 +35,10 @@ class Chunks:
     def run(
         self, forward: Callable[..., Any], arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The output at all columns, or at the last ones of a trunk that puts out more.
+        """Run the trunk in chunks; return its output with the states of all columns.
 
-        A forward that fails half-way leaves the K/V cache empty.
+        If the output has more than states and K/V, only the output of the last chunk is returned. On an error the K/V
+        cache is emptied.
         """
         output, states = None, []
         try:

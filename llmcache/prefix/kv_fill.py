@@ -1,10 +1,10 @@
-"""Lays tensors of blocks out as a batch has them, and puts K/V into caches of transformers.
+"""Lays out the tensors of blocks as a batch, and puts K/V into transformers' caches.
 
-A cache that grows (`DynamicLayer`) copies all it holds at each update. Were blocks put there at once, they would be
-copied to lie side by side, again to be put in, and again when the trunk brings its new columns. So such a layer is only
-told how many columns it holds; blocks are joined with the new columns, in one copy, when these are there.
+A growing cache (`DynamicLayer`) copies all its content at each update. Filling it at once would copy blocks three
+times: to join them, to put them in, and when the trunk adds its new columns. So such a layer gets placeholders with the
+right number of columns, and the first update joins blocks and new columns in one copy.
 
-Sizes: B rows, C columns that blocks fill, c of them a block, L layers, H K/V heads, D_h or D width.
+Sizes: B rows, C columns filled from blocks, c columns per block, L layers, H K/V heads, D_h or D width.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Tensors (B, ..., c, D) that make (B, ..., C, D) if they are joined.
+#: Tensors (B, ..., c, D), to be joined to (B, ..., C, D).
 Pieces = Sequence[Tensor]
 
 
 def lay(
     parts: Mapping[int, Sequence[Tensor]], columns: Mapping[int, slice], shape: tuple[int, int], device: torch.device
 ) -> Iterator[Pieces]:
-    """Layer by layer, the first C columns of a batch: what blocks hold of rows (L, ..., c, D), else zeros."""
-    if shape[0] == 1 and columns == {0: slice(0, shape[1])}:  # nothing beside it, so it need not be copied
+    """Yield the first C columns of a batch for each layer: rows from blocks (L, ..., c, D), zeros elsewhere.
+
+    `columns` are the columns of each row in `parts`; `shape` is (B, C).
+    """
+    if shape[0] == 1 and columns == {0: slice(0, shape[1])}:  # one row without padding needs no copy
         yield from zip(*(part[:, None].to(device).unbind(0) for part in parts[0]), strict=True)
         return
     sample = next(iter(parts.values()))[0]
@@ -34,27 +37,27 @@ def lay(
 
 
 def fill(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
-    """Fill a layer of an empty K/V cache, one after the other: the next call of the model finds C columns there."""
+    """Fill a layer of an empty K/V cache with C columns. Call it for the layers in order."""
     if _takes_at_once(kv_cache, number):
         kv_cache.update(join(keys), join(values), number)
         return
     n_columns = sum(piece.shape[-2] for piece in keys)
-    layer = _made(kv_cache, number, _room(keys[0], 0), _room(values[0], 0))
-    layer.keys, layer.values = _room(keys[0], n_columns), _room(values[0], n_columns)
+    layer = _new_layer(kv_cache, number, _placeholder(keys[0], 0), _placeholder(values[0], 0))
+    layer.keys, layer.values = _placeholder(keys[0], n_columns), _placeholder(values[0], n_columns)
     layer.update = _Joining(layer, keys, values)
 
 
 def put(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> None:
-    """Fill a layer of an empty K/V cache with all columns of a call (B, H, T, D_h); the tensors are given away."""
+    """Fill a layer of an empty K/V cache with all columns of a call (B, H, T, D_h); it takes over the tensors."""
     if _takes_at_once(kv_cache, number):
         kv_cache.update(keys, values, number)
         return
-    layer = _made(kv_cache, number, _room(keys, 0), _room(values, 0))
+    layer = _new_layer(kv_cache, number, _placeholder(keys, 0), _placeholder(values, 0))
     layer.keys, layer.values = keys, values
 
 
 def empty(kv_cache: Any) -> None:
-    """Make a K/V cache forget what `fill` put there, and what came after."""
+    """Empty a K/V cache that `fill` may have filled."""
     for layer in kv_cache.layers:
         if isinstance(vars(layer).get("update"), _Joining):
             del layer.update
@@ -62,14 +65,14 @@ def empty(kv_cache: Any) -> None:
 
 
 def join(pieces: Pieces) -> Tensor:
-    """Tensors side by side, (..., C, D); one alone is not copied."""
+    """Concatenate tensors to (..., C, D). A single tensor is not copied."""
     return torch.cat(list(pieces), dim=-2) if len(pieces) > 1 else pieces[0]
 
 
 class _Joining:
-    """Stands in for a layer's `update`, once: does what it would, with the blocks in place of what the layer holds.
+    """Replaces a layer's `update` for one call, which joins the blocks and the new columns.
 
-    No closure, so that a copy of the layer gets one for itself.
+    A class rather than a closure, so that copying the layer copies it too.
     """
 
     def __init__(self, layer: Any, keys: Pieces, values: Pieces) -> None:
@@ -85,24 +88,24 @@ class _Joining:
 
 
 def _takes_at_once(kv_cache: Any, number: int) -> bool:
-    """Whether a layer was allocated as a whole, or somebody's own `update` hangs on it, who is to see all columns."""
+    """Whether a layer must be filled at once: it is preallocated, or the caller replaced its `update`."""
     layers = kv_cache.layers
     return number < len(layers) and (layers[number].get_max_length() >= 0 or "update" in vars(layers[number]))
 
 
-def _made(kv_cache: Any, number: int, no_keys: Tensor, no_values: Tensor) -> Any:
-    """A layer that is made, knows its dtype, and holds nothing yet."""
+def _new_layer(kv_cache: Any, number: int, no_keys: Tensor, no_values: Tensor) -> Any:
+    """Create an empty layer with its dtype set, and return it."""
     kv_cache.update(no_keys, no_values, number)
     return kv_cache.layers[number]
 
 
-def _room(like: Tensor, n_columns: int) -> Tensor:
-    """A tensor of so many columns that takes no memory, for whoever asks how many are held."""
+def _placeholder(like: Tensor, n_columns: int) -> Tensor:
+    """Return a tensor of `n_columns` columns that takes no memory; it only shows the length."""
     return _zeros((*like.shape[:-2], n_columns, like.shape[-1]), like.dtype, like.device)
 
 
-@lru_cache(maxsize=8)  # that of one layer does for all of a call
+@lru_cache(maxsize=8)  # shared by all layers of a call
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in the memory of one, which nobody writes to."""
+    """Return zeros expanded from one element; never modified."""
     with torch.inference_mode(False):
         return torch.zeros((), dtype=dtype, device=device).expand(shape)

@@ -1,12 +1,12 @@
-"""Serves calls that keep K/V: whole requests, and beginnings that are known, from blocks of tokens.
+"""Serves calls that keep K/V from blocks of tokens: whole requests and known prefixes.
 
-A call whose rows begin alike to stored ones is run on the columns that are left, as in the second half of a prefill in
-two chunks; masks and positions the trunk makes itself. Rows of a batch are cut at one column, so the row with the
-shortest known prefix decides; of a block that reaches beyond it, the first tokens are used. Columns in which a row has
-padding are cut only if the head does not read them: `generate()` asks for the last logits alone.
+If the rows of a call have known prefixes, the trunk runs on the remaining columns only, like the second chunk of a
+chunked prefill; it makes masks and positions itself. All rows of a batch are cut at the same column, so the row with
+the shortest known prefix decides; a block that reaches beyond the cut is used in part. Columns in which a row has
+padding are cut only if the head does not read them: `generate()` reads the last logits only.
 
-Sizes: B rows, T tokens a row (padding included), n valid ones, C columns cut, L layers, H K/V heads, D_h width of a
-head, D hidden width, b tokens a block.
+Sizes: B rows, T tokens per row (padding included), n valid tokens, C columns cut, L layers, H K/V heads, D_h width of
+a head, D hidden width, b tokens per block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +35,17 @@ from llmcache.request.bypass import is_plain_cache
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
 
-if TYPE_CHECKING:  # it holds this
+if TYPE_CHECKING:  # these modules import this one
     from llmcache.prefix.chunks import Chunks
     from llmcache.request.call import Call
 
-#: Runs the trunk: by position, by name.
+#: Runs the trunk with positional and keyword arguments.
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _STATES = "last_hidden_state"
 
 
 class Prefix:
-    """Blocks of one wrapped decoder. Thread-safe."""
+    """Serves and stores calls of one wrapped decoder. Thread-safe."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class Prefix:
         stored: StoredBlocks | None,
         is_exact: bool,
     ) -> None:
-        """Serve from `blocks`, and from `stored` beyond memory: beginnings (`cuts`) and whole requests (`is_exact`)."""
+        """Serve from `blocks` and from the store `stored`: known prefixes if `cuts`, whole requests if `is_exact`."""
         self._cuts, self._stored, self._is_exact = cuts, stored, is_exact
         self._trunk, self.blocks, self._counters, self._arguments = trunk, blocks, counters, arguments
-        self._is_grown = False  # layers of the trunk's K/V caches all hold all K/V
-        #: By the call's kind: the class of its output and what is in it; None where that is not understood.
+        self._is_dynamic = False  # all layers of the trunk's K/V caches are `DynamicLayer`s
+        #: By kind of call: class and field names of its output; None if the output is not understood.
         self.kinds = Kinds[tuple[type, tuple[str, ...]]](lambda known: [name_of(known[0]), known[1]], _read_kind)
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
     def open(self, call: "Call") -> str | None:
-        """Prepare a call that keeps K/V; the reason why it cannot be served or stored."""
+        """Prepare a call that keeps K/V; return the reason for a bypass, or None."""
         passed, requests = call.arguments, call.requests
         assert requests is not None and call.scope is not None and call.state is not None
         kv_cache = passed.get(CACHE)
@@ -86,19 +86,19 @@ class Prefix:
         return None
 
     def _new_cache(self) -> Any:
-        """A cache as the trunk would make it; without its config, which takes 0.3 ms to read, if that is no other."""
+        """Make a K/V cache like the trunk does; without the config (0.3 ms to read) if the result is the same."""
         from transformers import DynamicCache
 
-        if self._is_grown:
+        if self._is_dynamic:
             return DynamicCache()
         made = DynamicCache(config=self._trunk.config)
-        self._is_grown = all(type(layer).__name__ == "DynamicLayer" for layer in made.layers)
+        self._is_dynamic = all(type(layer).__name__ == "DynamicLayer" for layer in made.layers)
         return made
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
     def look_up(self, call: "Call") -> None:
-        """Find rows that are held as a whole, else how many columns need not be run."""
+        """Find rows that are held in full, or else how many columns need not be run."""
         prefill = call.prefill
         assert prefill is not None
         if self._stored is not None:
@@ -124,7 +124,7 @@ class Prefix:
             prefill.whole = {}
 
     def _recall(self, call: "Call", prefill: Prefill, stored: StoredBlocks) -> None:
-        """Hold in memory what the store has of rows that are not held as a whole."""
+        """Read blocks from the store for rows that are not held in full."""
         shared = {None, call.prefixes_from} - {prefill.scope.namespace}
         wanted = []
         for row in prefill.rows:
@@ -141,7 +141,7 @@ class Prefix:
             self.kinds.tell(*kind)
 
     def keys_of(self, call: "Call") -> list[str]:
-        """The keys of all that may have served a call: its blocks, and what ends it."""
+        """Return the keys of all blocks and tails that may have served a call."""
         prefill = call.prefill
         assert prefill is not None
         rows = [row for row in prefill.rows if not row.bypass_reason]
@@ -154,14 +154,14 @@ class Prefix:
         prefill.matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(prefill.rows, n_known, ids.shape[1])
         if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._trunk.module]):
-            n_cut = min(n_cut, _first_padding(prefill.rows))  # what the model makes of padding is not known
+            n_cut = min(n_cut, _first_padding(prefill.rows))  # the states at padding are unknown
         used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(prefill.rows, n_known, strict=True)]
         if sum(used) >= self.blocks.size:
             prefill.n_cut = n_cut
             prefill.served = {number: n for number, n in enumerate(used) if n}
 
     def _reach(self, prefill: Prefill, row: Row, shared: str | None) -> tuple[list[Block], int]:
-        """`BlockPool.reach` of a row, in its own namespace or in one that it may read if that reaches further."""
+        """Return `BlockPool.reach` of a row in its namespace, or in the namespace `shared` if that reaches further."""
         own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
         if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
             return own
@@ -169,8 +169,8 @@ class Prefix:
         return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda one: one[1])
 
     def _chain(self, prefill: Prefill, row: Row, shared: str | None = None) -> tuple[Link, ...]:
-        """The full blocks of a row, in its own namespace or in one that it may read."""
-        if not prefill.has_chains or row.start is None:  # tokens with gaps, or positions that do not follow one by one
+        """Return the full blocks of a row, in its namespace or in the namespace `shared`."""
+        if not prefill.has_chains or row.start is None:  # gaps between tokens, or positions that are not consecutive
             return ()
         if (row.number, shared) not in prefill.chains:
             scope = prefill.scope if shared is None else replace(prefill.scope, namespace=shared)
@@ -180,12 +180,12 @@ class Prefix:
     # -- answer --------------------------------------------------------------------------------------------------------
 
     def answer(self, call: "Call", run: Run, chunks: "Chunks | None") -> Any:
-        """The trunk's output, with the caller's K/V filled. What is raised leaves that empty.
+        """Return the trunk's output and fill the caller's K/V cache. On an error the K/V cache is emptied.
 
         Args:
-            call: It was looked up.
+            call: A call after `look_up`.
             run: Runs the trunk.
-            chunks: In which it is run, if at all; what the caller raises between two of them is raised here.
+            chunks: The chunks in which the trunk is run, if any. Errors raised between chunks are raised here.
         """
         prefill, started = call.prefill, perf_counter()
         assert prefill is not None
@@ -221,21 +221,21 @@ class Prefix:
     def _cut(
         self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The trunk's arguments without the columns that are known."""
+        """Return the trunk's arguments without the known columns."""
         assert call.prefill is not None
         n_cut, arguments = call.prefill.n_cut, self._arguments
         for name in BY_COLUMN:
             if (value := arguments.get(args, kwargs, name)) is not None:
                 args, kwargs = arguments.replace(args, kwargs, name, value[..., n_cut:])
         mask = arguments.get(args, kwargs, "attention_mask")
-        if call.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
+        if call.mask_4d is not None:  # has one row per token that is run; a 2-D mask covers all tokens
             args, kwargs = arguments.replace(args, kwargs, "attention_mask", cut(mask, n_cut))
-        elif isinstance(mask, dict):  # one that was left out; beginning later, the trunk has to make it
+        elif isinstance(mask, dict):  # {kind: None}, all tokens valid; with a later start the trunk must make a mask
             args, kwargs = arguments.replace(args, kwargs, "attention_mask", None)
         return args, kwargs
 
     def _fill(self, prefill: Prefill, device: torch.device) -> Pieces:
-        """Fill the K/V cache with C columns; returns their states, to be joined (B, C, D)."""
+        """Fill the K/V cache with C columns; return their states as pieces of (B, C, D)."""
         rows = prefill.rows
         held = {
             row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True))
@@ -251,7 +251,7 @@ class Prefix:
         return next(states)
 
     def _answer_whole(self, call: "Call", prefill: Prefill, kind: tuple[type, tuple[str, ...]], run: Run) -> Any:
-        """The output of a call of which some rows, or all, are held as a whole; the others are run by themselves."""
+        """Return the output of a call with rows that are held in full; the trunk runs on the other rows."""
         ids = call.arguments["input_ids"]
         n_rows, n_tokens = ids.shape
         rest = [row.number for row in prefill.rows if row.number not in prefill.whole]
@@ -259,7 +259,7 @@ class Prefix:
         held = {number: _gather(blocks) for number, (_, blocks) in prefill.whole.items()}
 
         def lay_rows(name: str, layer: int, computed: Any) -> Tensor:
-            """Tensors of all rows (B, ..., T, D): as they are held, or as they were computed of the rest."""
+            """Return a tensor of all rows (B, ..., T, D), from held rows and from `computed` for the others."""
             own = {number: pieces[name][layer] for number, pieces in held.items()}
             like = next(iter(own.values()))
             laid = like.new_zeros((n_rows, *like.shape[:-2], n_tokens, like.shape[-1]), device=ids.device)
@@ -286,10 +286,10 @@ class Prefix:
         return tuple(made.values()) if of is tuple else of(**made)
 
     def _run_rows(self, call: "Call", rows: Sequence[int], run: Run) -> tuple[Any, Any]:
-        """Run the trunk on some rows alone; returns its output, and the K/V cache that it filled."""
+        """Run the trunk on some rows; return its output and the K/V cache that it filled."""
         index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), self._new_cache()
         args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, kv_cache)
-        for name in DECIDING:  # a 4-D mask is for the caller's K/V: here the 2-D one says the same
+        for name in DECIDING:  # a 4-D mask fits the caller's K/V cache; the 2-D mask used here is equivalent
             value = call.arguments.get(name)
             if value is not None:
                 value = value.index_select(0, index) if len(value) == len(call.arguments["input_ids"]) else value
@@ -301,7 +301,7 @@ class Prefix:
     # -- store ---------------------------------------------------------------------------------------------------------
 
     def store(self, call: "Call", output: Any) -> str | None:
-        """Keep blocks of rows that were computed in part or whole; "more_output" if the output is not understood."""
+        """Store blocks of computed rows; return "more_output" if the output is not understood."""
         prefill = call.prefill
         assert prefill is not None
         states = last_states(output)
@@ -309,7 +309,7 @@ class Prefix:
         self.kinds.learn(call.kind, None if states is None else (type(output), names))
         if states is None:
             return "more_output"
-        if prefill.n_purges != self.blocks.n_purges:  # it began with what was to be forgotten
+        if prefill.n_purges != self.blocks.n_purges:  # the call began before a purge
             return None
         for row in prefill.rows:
             if row.number not in prefill.whole and not row.bypass_reason:
@@ -317,7 +317,7 @@ class Prefix:
         return None
 
     def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
-        """Hold blocks of a chain, and have them written; whether all of them are held."""
+        """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
         known = {link.key for link in chain if link.key in self.blocks}
         is_whole = self.blocks.put(chain, made, prefill.n_purges)
         if self._stored is not None:
@@ -328,14 +328,14 @@ class Prefix:
         return is_whole
 
     def _store(self, call: "Call", prefill: Prefill, row: Row, states: Tensor) -> None:
-        """Keep what is not held of a row, of whose tokens the trunk put out these states (T, D).
+        """Store the blocks of a row that are not held, with the trunk's output states (T, D).
 
-        A row of a call that was computed in full is kept as it came out: blocks that are held of another request may
-        differ in the last bits, and its tail then begins before them.
+        A row computed in full is stored bit for bit. If held blocks of another request differ from it in the last
+        bits, its tail begins before them.
         """
         blocks, chain = self.blocks, self._chain(prefill, row)
         held = blocks.match(chain)
-        is_whole = not prefill.served  # where columns are cut, so is padding
+        is_whole = not prefill.served  # a cut call has no states at padding
         if not is_whole and len(held) == len(chain):
             return
         n_before = 0 if is_whole else len(held)
@@ -348,7 +348,7 @@ class Prefix:
         tail = self._make_tail(prefill, row, states, n_own * blocks.size)
         first = blocks.whole(row.key, row.ids) if row.again else []
         if first and n_own == len(chain) and first[-1].is_equal(tail):
-            return  # came out as the same request before it in the call
+            return  # equal to a duplicate earlier in the call
         if n_own < len(chain):
             self._put(call, prefill, chain, new)
         link = Link(row.again or row.key, tail.ids)
@@ -356,7 +356,7 @@ class Prefix:
             self._counters.too_large(1)
 
     def _make_blocks(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> list[Block]:
-        """The full blocks of a row but the first, in slabs."""
+        """Make the full blocks of a row after the first `n_before`, in slabs."""
         chain, size = self._chain(prefill, row), self.blocks.size
         made = []
         for first in range(n_before, len(chain), slab_blocks(size)):
@@ -367,7 +367,7 @@ class Prefix:
         return made
 
     def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
-        """The tail of a row after so many tokens, with its padding if that is served as well."""
+        """Make the tail of a row after `n_before` tokens, with its padding if that is served as well."""
         places = row.valid if row.start is None else slice(_first(row) + n_before, _valid(row).stop)
         rest = self._take(prefill, row, states, places)
         padding = {}
@@ -378,7 +378,7 @@ class Prefix:
         return Block(ids, prefill.scope, rest, 0, rest.n_tokens, is_tail=True, padding=padding, layout=row.layout)
 
     def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> Slab:
-        """K/V and states of places of a row, copied, and fit to be kept."""
+        """Copy the K/V and states at some positions of a row to the pool's device, as normal tensors."""
         device = self.blocks.device
         with torch.inference_mode(False), torch.no_grad():
             only = slice(row.number, row.number + 1)
@@ -389,28 +389,28 @@ class Prefix:
             return Slab(keys.to(device), values.to(device), taken.to(device))
 
 
-def _read_kind(told: Any) -> tuple[type, tuple[str, ...]] | None:
-    name, names = told
+def _read_kind(described: Any) -> tuple[type, tuple[str, ...]] | None:
+    name, names = described
     found = type_of(name)
     is_output = found is not None and (found is tuple or issubclass(found, ModelOutput))
     return (found, tuple(names)) if found is not None and is_output else None
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
-    """How many of T columns need not be run, given the first tokens known of each row; one is run in any case."""
+    """Return how many of T columns need not be run, given the known tokens of each row; at least one must run."""
     ends = (n_columns if n == row.n_valid else _first(row) + n for row, n in zip(rows, n_known, strict=True))
     return min(n_columns - 1, *ends)
 
 
 def last_states(output: Any) -> Tensor | None:
-    """The last states (B, T, D) of a trunk that put out these, its K/V and nothing else; None of other outputs."""
+    """Return the last states (B, T, D) of an output that has only these and K/V; None for other outputs."""
     if isinstance(output, Mapping):
         return output[_STATES] if _STATES in output and set(output) <= {_STATES, CACHE} else None
     return output[0] if isinstance(output, tuple) and 1 <= len(output) <= 2 else None
 
 
 def with_states(output: Any, states: Tensor) -> Any:
-    """Such an output with other last states (B, T, D)."""
+    """Return the output with other last states (B, T, D)."""
     if isinstance(output, tuple):
         return (states, *output[1:])
     output[_STATES] = states
@@ -418,12 +418,12 @@ def with_states(output: Any, states: Tensor) -> Any:
 
 
 def _gather(blocks: Sequence[Block]) -> dict[str, Tensor]:
-    """`keys`, `values` (L, H, n, D_h) and `states` (1, n, D) of blocks that follow one another."""
+    """Join consecutive blocks; return `keys`, `values` (L, H, n, D_h) and `states` (1, n, D)."""
     return dict(zip(NAMES, (torch.cat(pieces, dim=-2) for pieces in zip(*runs(blocks), strict=True)), strict=True))
 
 
 def _first_padding(rows: Sequence[Row]) -> int:
-    """The first column of a batch in which a row may have padding."""
+    """Return the first column of a batch in which a row may have padding."""
     return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
 
 
@@ -433,16 +433,16 @@ def _valid(row: Row) -> slice:
 
 
 def _first(row: Row) -> int:
-    """Column of the first valid token."""
+    """Return the column of the first valid token."""
     return int(_valid(row).start)
 
 
 def _id_width(row: Row) -> int:
-    """Bytes of a packed token id."""
+    """Return the bytes per packed token id."""
     return len(row.ids) // row.n_valid
 
 
 def _has_room(kv_cache: Any, n_columns: int) -> bool:
-    """Whether a cache of fixed length can hold a call; what does not fit is left to the model to refuse."""
-    limits = [int(layer.get_max_length()) for layer in kv_cache.layers]  # negative where there is none
+    """Whether a K/V cache of fixed length can hold a call; if not, the model raises the error."""
+    limits = [int(layer.get_max_length()) for layer in kv_cache.layers]  # negative if there is no limit
     return all(limit < 0 or n_columns <= limit for limit in limits)

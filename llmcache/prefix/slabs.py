@@ -1,42 +1,42 @@
-"""Which blocks lie in which slab. One that some of its blocks have left is made anew, so that bytes counted are held.
+"""Records which blocks lie in which slab. A slab that lost blocks is rebuilt, so that counted bytes equal held bytes.
 
-Blocks leave last to first, a few at a time. So a slab is small: with all blocks of a prompt in one, each that leaves
-would have all others copied.
+Blocks are evicted last to first, a few at a time. Slabs are small because each eviction copies the remaining blocks of
+the slab.
 """
 
 from collections.abc import Mapping, Sequence
 
 from llmcache.prefix.block import Block, Slab, lay_together
 
-SLAB_TOKENS = 128  # at most, where a block has no more
+SLAB_TOKENS = 128  # largest slab, unless one block is larger
 
 
 def slab_blocks(size: int) -> int:
-    """Blocks of so many tokens that a slab holds at most."""
+    """Return how many blocks of `size` tokens a slab holds at most."""
     return max(1, SLAB_TOKENS // size)
 
 
 class Slabs:
-    """Slabs of the blocks that a pool holds, which has the lock."""
+    """The slabs of a pool's blocks. The pool holds the lock."""
 
     def __init__(self, held: dict[str, Block]) -> None:
-        """Begin with none; `held`, the pool's blocks by key, are replaced where slabs are made anew."""
+        """Begin with no slabs. `held` are the pool's blocks by key; rebuilding a slab replaces its blocks there."""
         self._held = held
-        self._keys: dict[Slab, list[str]] = {}  # of the blocks that lie in each, first to last
-        self._changed: set[Slab] = set()  # since they were last seen to
+        self._keys: dict[Slab, list[str]] = {}  # keys of the blocks in each slab, first to last
+        self._changed: set[Slab] = set()  # changed since the last `settle`
 
     def add(self, key: str, block: Block) -> None:
-        """Note a block that is held from now on."""
+        """Record an added block."""
         self._keys.setdefault(block.slab, []).append(key)
         self._changed.add(block.slab)
 
     def remove(self, key: str, block: Block) -> None:
-        """Note a block that is held no longer."""
+        """Record a removed block."""
         self._keys[block.slab].remove(key)
         self._changed.add(block.slab)
 
     def settle(self) -> None:
-        """Make slabs anew that hold more than the blocks that are held."""
+        """Rebuild changed slabs that hold tokens of removed blocks."""
         while self._changed:
             slab = next(iter(self._changed))
             keys = self._keys[slab]
@@ -46,9 +46,9 @@ class Slabs:
             self._changed.remove(slab)
 
     def gather(self, before: Mapping[str, str], size: int) -> None:
-        """Lay blocks that lie alone, as those of a save do, side by side, each after the one before it."""
+        """Join chains of blocks that have a slab each, as after loading a save, into shared slabs."""
         groups: list[list[str]] = []
-        going_on: dict[str, list[str]] = {}  # by the last block of each
+        going_on: dict[str, list[str]] = {}  # groups by the key of their last block
         for key, block in self._held.items():
             if block.is_tail or block.slab.n_tokens > size:
                 continue
@@ -66,7 +66,7 @@ class Slabs:
                     del self._keys[slab]
 
     def _lay(self, keys: Sequence[str]) -> None:
-        """Lay blocks that follow one another side by side."""
+        """Copy consecutive blocks into a new slab."""
         if keys:
             laid = lay_together([self._held[key] for key in keys])
             self._held.update(zip(keys, laid, strict=True))

@@ -1,4 +1,4 @@
-"""Blocks and tails of a pool as values of a store, under their own keys: what it has of a prompt joins the pool."""
+"""Reads and writes the blocks and tails of a pool in a store, by their keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from llmcache.stores.tier import Tier
 
 @dataclass(slots=True)
 class Wanted:
-    """What a store is asked for one row: the blocks that follow those in memory, and tails that may end the row."""
+    """The values to read for one row: blocks after those in memory, and tails that may end the row."""
 
     scope: Scope
     row: Row
-    chain: Sequence[Link]  # all its full blocks
-    n_held: int  # of these, in memory
-    tails: Sequence[str]  # keys, the best first
+    chain: Sequence[Link]  # all full blocks of the row
+    n_held: int  # number of these that are in memory
+    tails: Sequence[str]  # keys of possible tails, best first
 
 
 class StoredBlocks:
@@ -31,18 +31,18 @@ class StoredBlocks:
         self.tier, self._pool = tier, pool
 
     def put(self, key: str, block: Block, before: str | None, number: int, kind: Any) -> None:
-        """Have a block or tail written, with the key of the block before it, and of a tail how outputs are made up."""
+        """Queue a block or tail to be written, with the key of the block before it and its call's output kind."""
         about = {"ids": block.ids.hex(), "layout": block.layout.hex(), "before": before, "kind": kind}
         self.tier.write(block.scope, block_name(key), block.tensors, about, number)
 
     def offer_again(self, keys: Sequence[str], blocks: Sequence[Block], number: int, kind: Any) -> None:
-        """Have blocks of one chain, which serve now, written that were dropped when they were put."""
+        """Queue those blocks of a chain that serve this call and were dropped when they were first queued."""
         for before, key, block in zip([None, *keys], keys, blocks, strict=False):
             if self.tier.lacks(block.scope, block_name(key)):
                 self.put(key, block, before, number, kind)
 
     def recall(self, wanted: Sequence[Wanted], n_purges: int) -> list[Any]:
-        """Hold in memory what the store has of rows, in one read; returns how outputs of their tails are made up."""
+        """Read the blocks and tails of rows in one read and put them into the pool; return the tails' output kinds."""
         asked = [[link.key for link in one.chain[one.n_held :]] + [*one.tails] for one in wanted]
         n_tokens = sum(one.row.n_valid - one.n_held * self._pool.size for one in wanted)
         names = [(one.scope, block_name(key)) for one, keys in zip(wanted, asked, strict=True) for key in keys]
@@ -50,10 +50,10 @@ class StoredBlocks:
         kinds = []
         for one, keys in zip(wanted, asked, strict=True):
             found = [next(values) for _ in keys]
-            kinds += self._take_in(one, found, n_purges)
+            kinds += self._add_to_pool(one, found, n_purges)
         return kinds
 
-    def _take_in(self, wanted: Wanted, found: Sequence[Opened | None], n_purges: int) -> list[Any]:
+    def _add_to_pool(self, wanted: Wanted, found: Sequence[Opened | None], n_purges: int) -> list[Any]:
         rest, scope, size = wanted.chain[wanted.n_held :], wanted.scope, self._pool.size
         blocks: list[Block] = []
         for link, value in zip(rest, found, strict=False):
@@ -84,5 +84,5 @@ class StoredBlocks:
 
 
 def block_name(key: str) -> str:
-    """The name of a block in a store."""
+    """Return the name of a block in a store."""
     return f"b.{key}"

@@ -1,11 +1,11 @@
-"""Stores: where entries and blocks lie behind the memory of one process, to outlive it or to be shared.
+"""Stores keep entries and blocks outside the memory of a process, so that they outlive it and can be shared.
 
-    entry or block -> Seal  -> bytes with a header, checksum and maybe encrypted
-                   -> Store -> put_many, behind the answers (`write_behind`)
-    key            -> Store -> get_many, under a deadline (`tier`)
-                   -> Seal  -> checked; a mismatch is a miss
+    entry or block -> Seal  -> bytes: header, checksum, tensors; encrypted if a key is set
+                   -> Store -> put_many, in a thread after the answer (`write_behind`)
+    key            -> Store -> get_many, with a deadline (`tier`)
+                   -> Seal  -> verified; a mismatch is a miss
 
-The name `memory` stands for none: what is kept lies in the process alone.
+The name `memory` means no store: entries live in the process only.
 """
 
 from llmcache.registry import Registry

@@ -1,4 +1,4 @@
-"""The interface of stores, and the types that they are passed."""
+"""The store interface and the types of its arguments and results."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-#: Bytes of a value. What a store returns may lie in memory that it mapped.
+#: The bytes of a value. A store may return memory-mapped bytes.
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-#: The format of names, values and indexes. Each change of what a value means raises it: versions never share values.
+#: Version of names, values and indexes. Raised by every change to the meaning of a value, so versions share no values.
 FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StoreKey:
-    """The key of a value. Equal keys stand for equal values, so a value is never updated.
+    """The key of a value. Equal keys mean equal values, so a value is never updated.
 
     Attributes:
         namespace: The caller's partition (tenant): any Unicode text.
-        scope: SHA-256 (hex) of all else but the tokens that decides a value: model, dtype, payload and so on.
-        name: Of the entry or block within its scope; at most 64 characters of ASCII.
+        scope: SHA-256 (hex) of everything except the tokens that determines a value: model, dtype, payload and so on.
+        name: Name of the entry or block within its scope; at most 64 ASCII characters.
     """
 
     namespace: str
@@ -29,19 +29,19 @@ class StoreKey:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of all three, 32 bytes: no two keys have the same."""
+        """SHA-256 of namespace, scope and name, 32 bytes; unique to the key."""
         parts = (self.namespace, self.scope, self.name)
         return hashlib.sha256(b"".join(b"%d:%s" % (len(one), one) for one in map(str.encode, parts))).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A value to be stored.
+    """A value to store.
 
     Attributes:
-        key: Its key.
-        value: Its bytes, as `seal.Seal` makes them.
-        number: The number that its namespace had before the value was computed; see `Store.numbers`.
+        key: Key of the value.
+        value: Bytes made by `seal.Seal`.
+        number: Number of the namespace before the value was computed; see `Store.numbers`.
     """
 
     key: StoreKey
@@ -54,8 +54,8 @@ class Purge:
     """A purge: values of one namespace, a whole namespace, or everything.
 
     Attributes:
-        namespace: The namespace; None: all.
-        names: Names of values in it; empty: all of it.
+        namespace: The namespace, or None for all.
+        names: Names of the purged values; empty for the whole namespace.
     """
 
     namespace: str | None
@@ -68,8 +68,8 @@ class Purges:
 
     Attributes:
         found: The purges, in order.
-        cursor: The cursor to go on with.
-        is_complete: No purge is missing. If one may be, compare the numbers of all namespaces that you hold.
+        cursor: The cursor to pass to the next call.
+        is_complete: Whether no purge is missing. If False, compare the numbers of all namespaces you hold.
     """
 
     found: Sequence[Purge] = field(default=())
@@ -82,10 +82,10 @@ class StoreStats:
     """The size of a store.
 
     Attributes:
-        n_values: Values held.
-        nbytes: Bytes of these.
-        max_bytes: Its budget; None: others set it.
-        n_evicted: Values that left for lack of room, since this store was opened.
+        n_values: Number of values held.
+        nbytes: Their size in bytes.
+        max_bytes: Budget in bytes; None if the server sets it.
+        n_evicted: Values evicted for lack of room since this store was opened.
     """
 
     n_values: int
@@ -95,79 +95,79 @@ class StoreStats:
 
 
 class Store(ABC):
-    """Holds sealed values of many caches, by key, behind the memory of their banks.
+    """Holds sealed values by key for any number of caches, beyond the memory of their banks.
 
-    Each cache opens its own. All that are opened with the same settings, in one process or several, share their values.
-    Values are sealed and checked by `seal`: a store moves bytes. A value that comes back damaged, or under another key,
-    is a miss.
+    Each cache opens its own store. Stores opened with the same settings, in one process or several, share their values.
+    `seal` makes and verifies values; a store only moves bytes. A value that is damaged or belongs to another key is a
+    miss.
 
-    Thread-safe: reads come from many threads, beside one call that writes. A failure raises `StoreError`: it is
-    counted and logged, and the request is computed. A key without a value gives None, never an error. The store decides
-    which values leave for lack of room.
+    Thread-safe: many threads read while one thread writes. A failure raises `StoreError`, which the cache counts and
+    logs before it computes the request. A key without a value gives None, never an error. The store decides which
+    values to evict for lack of room.
 
-    Each namespace has a number. A value belongs to the number it was put with, and is returned only while that is the
-    namespace's number. A purge gives another number. Numbers never come again, whatever the store lost.
+    Each namespace has a number. A value is returned only while its namespace still has the number the value was put
+    with. A purge changes the number. A number is never used again, even if the store loses data.
 
     The constructor takes the setting's options as keyword arguments, checked against its annotations. It raises
-    `ValueError`, with the cure, if the store cannot be opened.
+    `ValueError`, with the remedy, if the store cannot be opened.
     """
 
     @abstractmethod
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
-        """Return a value for each key, in their order; None where there is none, or it was not there by the deadline.
+        """Return the value of each key, in order; None if there is none or it was not read by the deadline.
 
-        The bytes stay as they are whatever becomes of the value, also after `close`. The value counts as used; of the
-        keys of one call the first count as used last.
+        The bytes stay valid after the value is removed and after `close`. Returned values count as used; the first
+        keys of a call count as the most recently used.
 
         Args:
-            keys: Any number of them; one may come twice.
-            deadline: On the clock of `time.monotonic`, in seconds. Once it has passed, nothing is read.
+            keys: Any number of keys, possibly with duplicates.
+            deadline: Time on the clock of `time.monotonic`, in seconds. Nothing is read after it.
         """
 
     @abstractmethod
     def put_many(self, puts: Sequence[Put]) -> None:
-        """Store values; all stores find them when this returns. Called behind the answers, so it may take its time.
+        """Store values; every store finds them once this returns. Called in the background, so it may be slow.
 
-        Values that do not fit the budget are left out without a word, and so are those with another number than their
-        namespace has by now. Where a key has a value, either of the two stays.
+        A value that exceeds the budget, or whose number is no longer its namespace's, is skipped silently. If a key
+        already has a value, either of the two may remain.
         """
 
     @abstractmethod
     def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
-        """Return those of the keys that have no value. Called behind the answers, so it may take its time."""
+        """Return the keys that have no value. Called in the background, so it may be slow."""
 
     @abstractmethod
     def numbers(self, namespaces: Sequence[str]) -> list[int]:
-        """Return the number that each namespace has now, 0 or more; raise `StoreError` if the store does not answer.
+        """Return the current number of each namespace, 0 or more; raise `StoreError` if the store does not answer.
 
-        Called while calls wait: raise rather than take seconds. Without namespaces it tells whether the store answers.
+        Model calls wait for this: raise rather than take seconds. With no namespaces it checks that the store answers.
         """
 
     @abstractmethod
     def purge(self, namespace: str | None) -> int:
-        """Give a namespace, or all of them (None), another number, and return how many values that made unreachable.
+        """Change the number of a namespace, or of all (None); return how many values became unreachable.
 
-        When this returns, no store returns any of them, none accepts a value with a number from before, and `purges`
-        tells of it. Their bytes may go later. The count is of those that can be told at once; 0 where none can.
+        Once this returns, no store returns those values or accepts a value with an old number, and `purges` reports
+        the purge. Their bytes may be removed later. The count covers values that are known at once; it may be 0.
         """
 
     @abstractmethod
     def forget(self, keys: Sequence[StoreKey]) -> None:
-        """Remove values of one namespace, and tell of it in `purges`: no store returns any of them afterwards."""
+        """Remove values of one namespace, and report it in `purges`. No store returns any of them afterwards."""
 
     @abstractmethod
     def purges(self, since: str | None) -> Purges:
-        """Return what all stores purged after a cursor; None: nothing, and the cursor of now.
+        """Return the purges by all stores after a cursor; with None, no purges and the current cursor.
 
-        Called in every call of the model, so it does not wait for a server. A cursor that is too old, or that this
-        store did not give, makes the answer incomplete: it then holds no purge, and the cursor of now. A purge is told
-        by the time that it returns.
+        Runs in every call of the model, so it does not wait for a server. For a cursor that is too old or unknown, the
+        result is incomplete: no purges, and the current cursor. A purge is reported by the time `purge` or `forget`
+        returns.
         """
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Return what all stores that share these values hold together."""
+        """Return the size of the values that these stores share."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release files and connections. Calls that come later raise `StoreError`; closing again does nothing."""
+        """Release files and connections. Later calls raise `StoreError`; closing again does nothing."""

@@ -1,18 +1,18 @@
-"""Whether a value is read from a store rather than computed: learned in service from what both took, by length."""
+"""Decides whether to read a value from a store or to compute it, from measured times of both by length in tokens."""
 
 from collections import defaultdict
 from dataclasses import dataclass
 
-_LEAST_N = 16  # times that both were measured, before anything is decided
-_LOOK = 32  # of requests that are computed since reading does not pay, one is read all the same
-_FADE = 0.1  # weight of the newest
-_LEAST_S = 0.005  # that a read may take
-_MOST_S = 1.0  # where it is not known what it saves
+_LEAST_N = 16  # measurements of reading and of computing before anything is decided
+_LOOK = 32  # one in so many requests is read although reading does not pay, to measure again
+_FADE = 0.1  # weight of the latest measurement in the mean
+_LEAST_S = 0.005  # least time limit of a read
+_MOST_S = 1.0  # time limit of a read until the time to compute is known
 
 
 @dataclass(slots=True)
 class _Mean:
-    """Seconds, averaged over the latest times."""
+    """Moving average of seconds."""
 
     n: int = 0
     seconds: float = 0.0
@@ -23,17 +23,17 @@ class _Mean:
 
 
 class BreakEven:
-    """Times of reading and computing, in classes of length: each up to twice as long as the one before."""
+    """Mean times of reading and computing, by number of tokens rounded to powers of two."""
 
     def __init__(self, least_tokens: int | None = None) -> None:
-        """Learn; or read whatever has so many tokens."""
+        """Learn the break-even point, or read everything of at least `least_tokens` tokens if that is given."""
         self._given = least_tokens
         self._read: dict[int, _Mean] = defaultdict(_Mean)
         self._computed: dict[int, _Mean] = defaultdict(_Mean)
         self._n_asked = 0
 
     def pays(self, n_tokens: int) -> bool:
-        """Whether to read what saves computing so many tokens."""
+        """Whether to read a value that saves computing `n_tokens` tokens."""
         if self._given is not None:
             return n_tokens >= self._given
         self._n_asked += 1
@@ -41,21 +41,21 @@ class BreakEven:
 
     @property
     def least_tokens(self) -> int:
-        """Tokens from which reading pays, as far as is known."""
+        """Least number of tokens for which reading pays, by the measurements so far."""
         slow = [length for length in list(self._read) if not self._is_faster(length)]
         return self._given if self._given is not None else 2 ** max(slow) if slow else 0
 
     def patience_s(self, n_tokens: int) -> float:
-        """How long a read may take: as long as computing."""
+        """Return the time limit of a read in seconds: the time to compute as many tokens."""
         computed = self._computed.get(n_tokens.bit_length())
         return _MOST_S if computed is None or computed.n < _LEAST_N else max(_LEAST_S, computed.seconds)
 
     def read(self, n_tokens: int, seconds: float) -> None:
-        """Reading took so long, and was not in vain."""
+        """Record the time of a read that found a value."""
         self._read[n_tokens.bit_length()].add(seconds)
 
     def computed(self, n_tokens: int, seconds: float) -> None:
-        """Computing took so long."""
+        """Record the time of computing."""
         self._computed[n_tokens.bit_length()].add(seconds)
 
     def _is_faster(self, length: int) -> bool:

@@ -1,12 +1,12 @@
 """A store on a local disk, for all processes of one machine.
 
-    index.sqlite    what is held, and small values; see `disk_index`; one that is damaged gets the ending .damaged
-    values/         a file for each larger value, written once, and mapped into memory when it is read
-    .lock           held by who opens the store, for a moment
+    index.sqlite    rows of all values, and small values; see `disk_index`. A damaged one is renamed to .damaged
+    values/         one file per larger value, written once, memory-mapped when read
+    .lock           held while a process opens the store
 
-A file is written beside its final name and given that name in the transaction that adds its row. So a row has a whole
-file, whenever the process is killed; a file without a row is removed by who opens the store next. Of a machine that
-loses power files may be damaged; that is found out when they are read.
+A file is written under a temporary name and renamed in the transaction that adds its row. So every row has a whole
+file, even if the process is killed; the next process to open the store removes files without a row. A power loss may
+damage files, which is detected when they are read.
 """
 
 import logging
@@ -28,30 +28,30 @@ from llmcache.threads import forkable
 logger = logging.getLogger("llmcache")
 
 GIB = 1024**3
-LARGE_BYTES = 32 * 1024  # above, a value has a file
+LARGE_BYTES = 32 * 1024  # a larger value gets its own file
 _PART = ".part"
-_PART_AGE_S = 60.0  # since it was written to, after which a file has lost its writer
-_PATIENCE_S = 60.0  # for others who open the store
+_PART_AGE_S = 60.0  # a temporary file not written to for so long is abandoned
+_PATIENCE_S = 60.0  # wait for other processes that open the store
 _INDEX, _DAMAGED, _LOCK = "index.sqlite", ".damaged", ".lock"
 _INDEX_FILES = [f"{_INDEX}{log}" for log in ("", "-wal", "-shm", "-journal")]
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre", "afs", "beegfs")
 
 
 class DiskStore(Store):
-    """`disk`: files in a folder of a local disk, which a restart finds again; for all processes of one machine."""
+    """`disk`: files in a folder on a local disk, kept across restarts and shared by the processes of one machine."""
 
     def __init__(self, folder: str, max_bytes: int = 10 * GIB) -> None:
-        """Open the store in a folder, which is made if needed; what was used longest ago leaves over `max_bytes`.
+        """Open the store in a folder, created if needed. Over `max_bytes` the least recently used values are evicted.
 
         Raises:
-            ValueError: The folder cannot be written to, is on a network, holds something else, or a store of another
-                version; or `max_bytes` is not positive.
+            ValueError: The folder is not writable, is on a network file system, holds other files or a store of
+                another version; or `max_bytes` is not positive.
         """
         if max_bytes < 1:
             raise ValueError(f"max_bytes: give a budget in bytes, at least 1 (got {max_bytes})")
         self._folder, self._max_bytes = Path(folder), max_bytes
         self._values = self._folder / "values"
-        self._lost: set[tuple[bytes, str | None]] = set()  # keys with files that were gone or cut short
+        self._lost: set[tuple[bytes, str | None]] = set()  # key and file of values whose file is missing or truncated
         self._n_evicted = 0
         self._opening = forkable(threading.Lock(), is_waited_for=False)
         self._opened: DiskIndex | None = self._open()
@@ -85,12 +85,12 @@ class DiskStore(Store):
                 part.write_bytes(fitting[i].value)
             with self._index.writing() as changes:
                 lost, self._lost = self._lost, set()
-                useless = changes.lose(lost)
+                useless = changes.remove_lost(lost)
                 for i, put in enumerate(fitting):
                     name = parts[i].stem if i in parts else None
                     if changes.put(put, name) and name is not None:
                         named.append(parts[i].rename(self._values / name))
-                changes.use([put.key.digest for put in reversed(fitting)])  # of a chain the first leaves last
+                changes.use([put.key.digest for put in reversed(fitting)])  # a chain's first block is evicted last
                 evicted = changes.evict(self._max_bytes)
             self._n_evicted += len(evicted)
             self._unlink([*useless, *evicted])
@@ -116,7 +116,7 @@ class DiskStore(Store):
     def purge(self, namespace: str | None) -> int:
         with self._index.writing() as changes:
             n_removed = changes.renew(namespace)
-        with self._index.writing() as changes:  # another one: they are unreachable by now, whatever becomes of this
+        with self._index.writing() as changes:  # a second transaction: the values are unreachable even if it fails
             gone = changes.drop()
         self._unlink(gone)
         self._index.truncate_log()
@@ -139,13 +139,13 @@ class DiskStore(Store):
         with self._opening:
             index, self._opened = self._opened, None
         if index is not None:
-            with suppress(StoreError), index.writing():  # what was used lately
+            with suppress(StoreError), index.writing():  # writes the pending notes of use
                 pass
             index.close()
 
     @property
     def _index(self) -> DiskIndex:
-        """The open index; it is opened anew where somebody removed or replaced it, and with it maybe purges."""
+        """The open index, reopened if its file was removed or replaced, which may have lost purges."""
         index = self._opened
         if index is not None and not index.is_in_place:
             with self._opening:
@@ -195,36 +195,36 @@ class DiskStore(Store):
         return index
 
     def _put_aside(self, error: DamagedError) -> None:
-        """Keep a damaged index, in place of one from before; its values have no row any more, and are removed."""
+        """Rename a damaged index, over an older one. Its values lose their rows, so they are removed."""
         for name in _INDEX_FILES:
             with suppress(FileNotFoundError):
                 (self._folder / name).replace(self._folder / f"{name}{_DAMAGED}")
         logger.warning("llmcache: %s; the store begins empty, and the file is kept as %s", error, f"{_INDEX}{_DAMAGED}")
 
     def _tidy(self, index: DiskIndex) -> None:
-        """Remove what purges and killed processes left, and what a smaller budget has no room for."""
-        with index.writing() as changes:  # nobody is between naming a file and adding its row
+        """Remove leftovers of purges and killed processes, and evict values over the budget."""
+        with index.writing() as changes:  # no other process is between renaming a file and adding its row
             gone = [*changes.drop(), *changes.evict(self._max_bytes)]
             files = changes.files()
             for path in self._values.iterdir():
                 if path.suffix != _PART and path.name not in files:
                     gone.append(path.name)
-                with suppress(FileNotFoundError):  # its writer has just left it out
+                with suppress(FileNotFoundError):  # its writer has just removed it
                     if path.suffix == _PART and time.time() - path.stat().st_mtime > _PART_AGE_S:
                         gone.append(path.name)
         self._unlink(gone)
 
     def _unlink(self, names: Sequence[str | None]) -> None:
-        """Remove files that have no row any more. Who has mapped one may read on."""
+        """Remove files without a row. Existing memory maps of them stay readable."""
         for name in names:
             if name is not None:
-                with suppress(OSError):  # what stays is removed by who opens the store next
+                with suppress(OSError):  # the next process to open the store removes the rest
                     (self._values / name).unlink()
 
     def _map(self, name: str, nbytes: int) -> memoryview | None:
-        """A file in memory, read as it is looked at; what is left of one that was cut short; None where it is gone.
+        """Map a file of `nbytes` bytes into memory; fewer bytes if it is truncated, None if it is missing.
 
-        By torch, which needs no file descriptor afterwards: a long prompt has a thousand blocks.
+        Uses torch, whose maps hold no file descriptor: a long prompt has a thousand blocks.
         """
         path = self._values / name
         with suppress(OSError, RuntimeError), torch.inference_mode(False):
@@ -235,7 +235,7 @@ class DiskStore(Store):
 
 
 def _file_system(folder: Path) -> str:
-    """Kind of the file system that a folder is on, as Linux tells; elsewhere ""."""
+    """Return the type of a folder's file system from /proc/self/mounts; "" if that does not exist."""
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""The index of a store on disk: an SQLite database, so that a process that is killed at any moment leaves it whole.
+"""The index of a disk store: an SQLite database, which stays intact if a process is killed at any moment.
 
-    held        a row a value: the key's digest, namespace, number, file if it has one, when it was used last
-    bodies      values of up to 32 KiB, which would waste files of their own
-    namespaces  the number of each; beside `totals.number`, which counts for all of them
-    purges      the latest ones
+    held        one row per value: digest of its key, namespace, number, file (if any), time of last use
+    bodies      values of up to 32 KiB, too small for a file of their own
+    namespaces  the number of each namespace, to which `totals.number` is added
+    purges      the latest purges
 
-In WAL mode, readers and a writer do not wait for each other, in whatever processes they are. What was committed
-survives a process; of a machine that loses power, the latest commits may be lost, never part of one.
+In WAL mode readers and a writer do not block each other, also across processes. A commit survives the end of the
+process; a power loss may lose the latest commits, but never part of one.
 """
 
 import json
@@ -23,15 +23,15 @@ from llmcache.errors import StoreError
 from llmcache.stores.base import FORMAT, Purge, Purges, Put
 from llmcache.threads import at_fork, forkable
 
-_OURS = int.from_bytes(b"LLMC")  # by which a database of ours is known
-_PATIENCE_S = 10.0  # for another process that writes
+_OURS = int.from_bytes(b"LLMC")  # the application id of our databases
+_PATIENCE_S = 10.0  # wait for another process that writes
 _MOST_PURGES = 1_000
-_MOST_USES = 65_536  # noted until the next write
-_AT_ONCE = 500  # keys a query
-#: What SQLite says of a file that is none of its own, or damaged; and of tables that are gone.
+_MOST_USES = 65_536  # notes of use kept until the next write
+_AT_ONCE = 500  # keys per query
+#: SQLite's error codes for a damaged file or one of another format, and its messages for missing tables.
 _DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 _GONE = ("no such table", "no such column")
-#: Connections that could not be closed before a fork, in the child: closing them there would not be safe.
+#: In a forked child: the parent's connections that were open at the fork, kept because closing them is not safe.
 _parents: list[Any] = []
 
 _SCHEMA = f"""
@@ -50,17 +50,17 @@ CREATE TRIGGER removed AFTER DELETE ON held BEGIN
     DELETE FROM bodies WHERE id = old.id;
     UPDATE totals SET n_values = n_values - 1, nbytes = nbytes - old.nbytes; END;
 """
-#: Rows that may be returned; others have a number that is gone.
+#: Rows that may be returned: their number is the current one of their namespace.
 _VALID = """held JOIN namespaces ON namespaces.id = held.namespace
     AND held.number = namespaces.number + (SELECT number FROM totals)"""
 
 
 class DamagedError(StoreError):
-    """The file is no database, or damaged."""
+    """The file is damaged or not a database."""
 
 
 class Held(NamedTuple):
-    """The place of a value: a file, or the index itself."""
+    """The location of a value: a file, or the index itself."""
 
     file: str | None
     nbytes: int
@@ -68,21 +68,21 @@ class Held(NamedTuple):
 
 
 class DiskIndex:
-    """Rows of one database. Thread-safe: one connection reads, one writes."""
+    """The rows of one database. Thread-safe: one connection reads, one writes."""
 
     def __init__(self, path: Path) -> None:
-        """Open a database, and make it where there is none.
+        """Open a database, creating it if needed.
 
         Raises:
-            ValueError: It is another application's, or of another version, or cannot be opened.
-            DamagedError: It is no database, or damaged.
+            ValueError: It belongs to another application or version, or cannot be opened.
+            DamagedError: It is damaged or not a database.
         """
         self._path = path
         self._reading, self._writing = forkable(threading.Lock()), forkable(threading.Lock())
-        self._used: dict[bytes, None] = {}  # keys, the one used last at the end
+        self._used: dict[bytes, None] = {}  # keys, the most recently used last
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._file: tuple[int, int] | None = None  # which the connections are of
+        self._file: tuple[int, int] | None = None  # device and inode of the file the connections are open on
         self._is_lost = self._is_closed = False
         try:
             with _as_store_error():
@@ -94,17 +94,17 @@ class DiskIndex:
             if not isinstance(error, StoreError) or isinstance(error, DamagedError):
                 raise
             raise ValueError(f"{path}: cannot be opened: {error}") from error
-        at_fork(self._begin_anew, before=self._disconnect)
+        at_fork(self._reset_after_fork, before=self._disconnect)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the database is the one that other processes find under its name."""
+        """Whether the open file is still the one at its path."""
         return self._file == _identity(self._path)
 
     def _make(self, writer: sqlite3.Connection) -> None:
         path = self._path
         if not writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            start = secrets.randbits(48)  # not 0: numbers of a store that was removed must not come again
+            start = secrets.randbits(48)  # not 0: numbers of a removed store must not repeat
             totals = f"INSERT INTO totals VALUES ('{secrets.token_hex(8)}', {start}, 0, 0);"
             writer.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {totals} COMMIT;")
         (ours,), (found,) = (writer.execute(f"PRAGMA {what}").fetchone() for what in ("application_id", "user_version"))
@@ -124,7 +124,7 @@ class DiskIndex:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], with_bodies: bool) -> dict[bytes, Held]:
-        """Return the places of valid values, by key."""
+        """Return the locations of valid values by key; `with_bodies` reads the small values too."""
         body = "(SELECT body FROM bodies WHERE bodies.id = held.id)" if with_bodies else "NULL"
         found: dict[bytes, Held] = {}
         for begin in range(0, len(keys), _AT_ONCE):
@@ -135,7 +135,7 @@ class DiskIndex:
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Note that keys were used, the first of them last. It is written with the next values."""
+        """Note that keys were used, the first most recently. The notes are written with the next transaction."""
         with self._reading:
             for key in reversed(keys):
                 self._used.pop(key, None)
@@ -144,12 +144,12 @@ class DiskIndex:
                 del self._used[next(iter(self._used))]
 
     def number(self, namespace: str) -> int:
-        """The number of a namespace."""
+        """Return the current number of a namespace."""
         own = "(SELECT number FROM namespaces WHERE name = ?)"
         return int(self._read(f"SELECT number + coalesce({own}, 0) FROM totals", [namespace])[0][0])
 
     def totals(self) -> tuple[int, int]:
-        """Values and their bytes."""
+        """Return the number of values and their size in bytes."""
         ((n_values, nbytes),) = self._read("SELECT n_values, nbytes FROM totals")
         return n_values, nbytes
 
@@ -158,7 +158,7 @@ class DiskIndex:
         folder, _, number = (since or "").partition(":")
         is_known = folder == self._folder and number.isdigit()
         asked = int(number) if is_known else 1 << 62
-        # In one statement, which is one moment: what is found, and after it the least and the largest number.
+        # One statement, so one consistent snapshot: the purges, then a last row with the smallest and the largest id.
         *rows, (_, first, last) = self._read(
             "SELECT id, namespace, names FROM purges WHERE id > ? UNION ALL "
             "SELECT 1 << 62, (SELECT coalesce(min(id), 1) FROM purges), "
@@ -174,7 +174,7 @@ class DiskIndex:
 
     @contextmanager
     def writing(self) -> Iterator["Changes"]:
-        """Within: one transaction, which is undone if something is raised. Nobody else writes meanwhile."""
+        """Open a write transaction, rolled back if the block raises. No other process can write meanwhile."""
         with self._writing, _as_store_error():
             writer = self._writer = self._writer or self._connect()
             writer.execute("BEGIN IMMEDIATE")
@@ -186,35 +186,34 @@ class DiskIndex:
                 yield changes
                 writer.execute("COMMIT")
             except BaseException:
-                if writer.in_transaction:  # of a full disk SQLite has undone it by itself
+                if writer.in_transaction:  # SQLite itself rolls back when the disk is full
                     writer.execute("ROLLBACK")
                 raise
 
     def truncate_log(self) -> None:
-        """Have nothing of what was removed stay in the write-ahead log, if no reader holds it up."""
+        """Truncate the write-ahead log, so that it holds no removed values, unless a reader still uses it."""
         with self._writing, _as_store_error():
             self._writer = self._writer or self._connect()
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close both connections for good."""
+        """Close both connections permanently."""
         with self._reading, self._writing:
             self._is_closed = True
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close both connections; they are opened anew when they are needed.
+        """Close both connections; they reopen when needed.
 
-        Before a fork: SQLite notes in the memory of a process which locks it holds on a file, and a child would take
-        these for its own.
+        Called before a fork: SQLite records its file locks in process memory, and a child would take them for its own.
         """
         for connection in self._reader, self._writer:
             if connection is not None:
                 connection.close()
         self._reader = self._writer = None
 
-    def _begin_anew(self) -> None:
-        """In a forked process: where the connections could not be closed before, it has no store."""
+    def _reset_after_fork(self) -> None:
+        """Disable the store in a forked child if connections were still open at the fork."""
         if self._reader is not None or self._writer is not None:
             _parents.append((self._reader, self._writer))
             self._reader, self._writer, self._is_lost = None, None, True
@@ -226,7 +225,7 @@ class DiskIndex:
             raise StoreError(f"{self._path}: removed or replaced")
         made = sqlite3.connect(self._path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
         made.execute("PRAGMA synchronous = NORMAL")
-        made.execute("PRAGMA secure_delete = ON")  # what was purged is not to be read from the file
+        made.execute("PRAGMA secure_delete = ON")  # purged values must not remain in the file
         return made
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
@@ -243,13 +242,13 @@ class Changes:
         self._tick = self._one("SELECT coalesce(max(used), 0) FROM held")
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Keys were used one after the other."""
+        """Record that keys were used, in this order."""
         for key in keys:
             self._tick += 1
             self._do("UPDATE held SET used = ? WHERE key = ?", (self._tick, key))
 
     def put(self, put: Put, file: str | None) -> bool:
-        """Add a value that lies in a file, or else here; False if its number is gone, or it is held."""
+        """Add a value, in `file` or in the database; return False if its number is outdated or the key has a value."""
         self._do("INSERT OR IGNORE INTO namespaces (name, number) VALUES (?, 0)", (put.key.namespace,))
         asked = "SELECT id, number + (SELECT number FROM totals) FROM namespaces WHERE name = ?"
         namespace, number = self._do(asked, (put.key.namespace,)).fetchone()
@@ -264,46 +263,46 @@ class Changes:
         return bool(added.rowcount)
 
     def evict(self, max_bytes: int) -> list[str | None]:
-        """Remove what was used longest ago until the rest is within a budget; the file of each, if it has one."""
+        """Evict the least recently used values down to a budget in bytes; return the file of each, or None."""
         gone: list[str | None] = []
         while self._one("SELECT nbytes FROM totals") > max_bytes:
             gone += self._remove("id = (SELECT id FROM held ORDER BY used LIMIT 1)")
         return gone
 
     def renew(self, namespace: str | None) -> int:
-        """Give a namespace, or all, another number; how many values that makes unreachable."""
+        """Change the number of a namespace, or of all (None); return how many values become unreachable."""
         before = self._one(f"SELECT count(*) FROM {_VALID}")
         if namespace is None:
             self._do("UPDATE totals SET number = number + 1")
         else:
             again = "ON CONFLICT (name) DO UPDATE SET number = number + 1"
             self._do(f"INSERT INTO namespaces (name, number) VALUES (?, 1) {again}", (namespace,))
-        self._tell(namespace, ())
+        self._record_purge(namespace, ())
         return before - self._one(f"SELECT count(*) FROM {_VALID}")
 
     def drop(self) -> list[str | None]:
-        """Remove all that is unreachable; the file of each, if it has one."""
+        """Remove all unreachable values; return the file of each, or None."""
         return self._remove(f"id NOT IN (SELECT held.id FROM {_VALID})")
 
     def forget(self, keys: Sequence[bytes], namespace: str, names: Sequence[str]) -> list[str | None]:
-        """Remove values by key, and tell of it; the file of each, if it has one."""
-        self._tell(namespace, names)
+        """Remove values by key and record the purge; return the file of each, or None."""
+        self._record_purge(namespace, names)
         return [file for key in keys for file in self._remove("key = ?", key)]
 
-    def lose(self, lost: Iterable[tuple[bytes, str | None]]) -> list[str | None]:
-        """Remove values by key and file, and return the files; one that was put anew since has another file."""
+    def remove_lost(self, lost: Iterable[tuple[bytes, str | None]]) -> list[str | None]:
+        """Remove values by key and file; return the files. A value stored again since has another file, so it stays."""
         return [file for one in lost for file in self._remove("key = ? AND file = ?", *one)]
 
     def files(self) -> set[str]:
-        """All files that have a row."""
+        """Return all files that have a row."""
         return {file for (file,) in self._do("SELECT file FROM held WHERE file IS NOT NULL")}
 
     def _remove(self, which: str, *values: Any) -> list[str | None]:
         return [file for (file,) in self._do(f"DELETE FROM held WHERE {which} RETURNING file", values).fetchall()]
 
-    def _tell(self, namespace: str | None, names: Sequence[str]) -> None:
-        told = self._do("INSERT INTO purges (namespace, names) VALUES (?, ?)", (namespace, json.dumps(names)))
-        self._do("DELETE FROM purges WHERE id <= ?", ((told.lastrowid or 0) - _MOST_PURGES,))
+    def _record_purge(self, namespace: str | None, names: Sequence[str]) -> None:
+        added = self._do("INSERT INTO purges (namespace, names) VALUES (?, ?)", (namespace, json.dumps(names)))
+        self._do("DELETE FROM purges WHERE id <= ?", ((added.lastrowid or 0) - _MOST_PURGES,))
 
     def _one(self, query: str) -> int:
         return int(self._do(query).fetchone()[0])
@@ -313,14 +312,14 @@ class Changes:
 def _as_store_error() -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:  # also of a connection that was closed
-        code = getattr(error, "sqlite_errorcode", None) or 0  # an extended one: its last byte is the kind
+    except sqlite3.Error as error:  # also raised on a closed connection
+        code = getattr(error, "sqlite_errorcode", None) or 0  # extended code: its last byte is the primary code
         is_damaged = code & 0xFF in _DAMAGED or str(error).startswith(_GONE)
         raise (DamagedError if is_damaged else StoreError)(f"the store's index: {error}") from error
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode, which tell a file from another one of its name; None where there is no file."""
+    """Return the device and inode of a file, which differ after it is replaced; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Entries of a bank as values of a store: each under its request's exact key, with how its output is made up."""
+"""Reads and writes a bank's entries in a store, by exact key, each with a description of the trunk's output."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +17,7 @@ class StoredEntries:
         self.tier, self._bank, self._packings = tier, bank, packings
 
     def recall(self, call: Call, rows: Sequence[Row]) -> None:
-        """Bring the stored entries of requests into the bank, in one read."""
+        """Read the entries of requests that the bank lacks, in one read, and put them into the bank."""
         assert call.scope is not None and call.requests is not None
         lacking = [row for row in rows if row.key not in self._bank and row.again not in self._bank]
         wanted = [key for row in lacking for key in (row.again, row.key) if key]
@@ -34,7 +34,7 @@ class StoredEntries:
         self._bank.put(found, call.generation)
 
     def put(self, call: Call, entries: Iterable[Entry]) -> None:
-        """Write entries of a call, behind the answer."""
+        """Queue entries of a call to be written."""
         kind = self._packings.describe(call.kind)
         for one in entries:
             self.tier.write(
@@ -42,11 +42,11 @@ class StoredEntries:
             )
 
     def offer_again(self, call: Call, entries: Iterable[Entry]) -> None:
-        """Write entries, which serve this call, that were dropped when they were put."""
+        """Queue those entries that serve this call and were dropped when they were first queued."""
         if self.tier.has_dropped and self._packings.are_known(call.kind):
             self.put(call, [one for one in entries if self.tier.lacks(one.scope, entry_name(one.key))])
 
 
 def entry_name(key: str) -> str:
-    """The name of a request's entry in a store."""
+    """Return the name of a request's entry in a store."""
     return f"e.{key}"

@@ -1,10 +1,10 @@
-"""A store on a Redis or Valkey server, for all machines that reach it: see `docs/stores.md`.
+"""A store on a Redis or Valkey server, shared by all machines that reach it: see `docs/stores.md`.
 
-    redis_server      clients, and how values, numbers of namespaces and the stream of purges are called
+    redis_server      clients, and the names of values, of namespace numbers and of the stream of purges
     redis_follower    the thread that reads this stream
 
-A value's name has the number of its namespace, so a purge is one change of that number. Whoever reads asks for it with
-the values, in one exchange. The server evicts as it is configured to; whatever it lost is a miss.
+A value's name contains the number of its namespace, so a purge only changes that number. Reads fetch the number and
+the values in one round trip. The server evicts as configured; anything it lost is a miss.
 """
 
 import logging
@@ -18,24 +18,24 @@ from typing import Any, NamedTuple
 
 from llmcache.errors import StoreError
 from llmcache.stores.base import FORMAT, Bytes, Purges, Put, Store, StoreKey, StoreStats
-from llmcache.stores.redis_follower import AWAY, LEASE_S, PATIENCE_S, Follower, tell
-from llmcache.stores.redis_server import ALL, Command, Run, Server, UnusableError, field_of, told
+from llmcache.stores.redis_follower import AWAY, LEASE_S, PATIENCE_S, Follower, purge_command
+from llmcache.stores.redis_server import ALL, Command, Run, Server, UnusableError, field_of, read_numbers
 from llmcache.threads import at_fork, forkable
 
 logger = logging.getLogger("llmcache")
 
-_NUMBER_BITS = 62  # of a number that is drawn: it was never given before
-_NUMBER_S = 0.1  # for the number of a namespace that is new to this process
-_LARGEST = 512 << 20  # bytes of a value that Redis takes
-_MOST_NAMESPACES = 10_000  # with a number of their own; beyond, all get a new one
-_AT_ONCE = 64  # values that are read together; the deadline is looked at in between
-_SCANNED = 1_000  # names looked at in one step of a search
-_COUNTED = 20_000  # names looked at for the stats
-_LOOKED_AT = 100_000  # at the start, for those of others
+_NUMBER_BITS = 62  # bits of a random namespace number, so that none repeats
+_NUMBER_S = 0.1  # timeout for reading the number of a namespace
+_LARGEST = 512 << 20  # largest value that Redis accepts, in bytes
+_MOST_NAMESPACES = 10_000  # namespaces with a number of their own; beyond that, a purge renumbers all
+_AT_ONCE = 64  # values read together; the deadline is checked in between
+_SCANNED = 1_000  # names per SCAN
+_COUNTED = 20_000  # names scanned for the statistics
+_LOOKED_AT = 100_000  # names scanned at the start, to find foreign ones
 
 
 class _Links(NamedTuple):
-    """The connections of one process: clients for reads, for numbers and for slow commands, and the follower."""
+    """The clients of one process, for reads, for numbers and for slow commands, and its follower."""
 
     reading: Any
     numbering: Any
@@ -47,18 +47,17 @@ class RedisStore(Store):
     """`redis`: a Redis or Valkey server that many machines share."""
 
     def __init__(self, url: str, prefix: str = "llmcache", ttl_s: int = 86_400, timeout_ms: float = 5.0) -> None:
-        """Open the store; a server that is not there yet is looked for, and nothing is served from it meanwhile.
+        """Open the store. If the server is unreachable, keep trying in the background and serve nothing meanwhile.
 
         Args:
             url: `redis://[[user]:password@]host[:port][/database]`, `rediss://` with TLS, or `unix://`.
-            prefix: Of all names in the database: letters, digits, `_`, `.` and `-`.
-            ttl_s: Seconds after which a value leaves, used or not.
-            timeout_ms: Milliseconds for which the server may be silent before a request is computed instead.
+            prefix: Prefix of all names in the database: letters, digits, `_`, `.` and `-`.
+            ttl_s: Seconds after which a value expires, used or not.
+            timeout_ms: Milliseconds to wait for the server before a request is computed instead.
 
         Raises:
-            ValueError: The server cannot be used as it was named: a wrong address or password, a replica, part of a
-                cluster, no Redis, or one that has something else under these names, an older version's values say; or
-                an option is out of range.
+            ValueError: The server is unusable: wrong address or password, a replica, part of a cluster, not Redis, or
+                it holds other data under these names, such as an older version's values; or an option is out of range.
         """
         if not re.fullmatch(r"[\w.-]{1,64}", prefix, re.ASCII):
             raise ValueError(f"prefix: give 1 to 64 letters, digits, '_', '.' or '-' (got {prefix!r})")
@@ -66,12 +65,12 @@ class RedisStore(Store):
             raise ValueError(f"ttl_s, timeout_ms: give more than 0 (got {ttl_s}, {timeout_ms})")
         self._server = Server(url, prefix)
         self._prefix, self._ttl_s, self._timeout_s = prefix, ttl_s, timeout_ms / 1e3
-        self._known: dict[str, int] = {}  # numbers as they were when last asked for
+        self._known: dict[str, int] = {}  # numbers of namespaces as last read
         self._n_evicted_before = 0
         self._closing = forkable(threading.Event())
         self._opening = forkable(threading.Lock(), is_waited_for=False)
         self._opened: _Links | None = self._open()
-        at_fork(self._begin_anew)
+        at_fork(self._reset_after_fork)
 
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
         client = self._links.reading
@@ -90,10 +89,10 @@ class RedisStore(Store):
             kept = [p for p in puts if p.number == now[p.key.namespace] and len(p.value) <= _LARGEST]
             named = {at.value(put.key, put.number): put for put in kept}
             sets: list[Command] = [("SET", name, memoryview(p.value), "EX", self._ttl_s) for name, p in named.items()]
-            at.ask(*sets, *at.live_on(self._ttl_s))
+            at.ask(*sets, *at.expire_commands(self._ttl_s))
             after = self._now(at, names)
             if gone := [name for name, put in named.items() if put.number != after[put.key.namespace]]:
-                # A purge came between, which may have looked for what to remove before.
+                # A purge came in between, and may have scanned for values to remove before these were set.
                 at.ask(("UNLINK", *gone))
 
     def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
@@ -103,22 +102,22 @@ class RedisStore(Store):
         return [key for key, n in zip(keys, found, strict=True) if n != 1]
 
     def numbers(self, namespaces: Sequence[str]) -> list[int]:
-        """As `Store.numbers`. Waits longer for the server than a read: nothing is written without a number."""
+        """As `Store.numbers`. Waits longer for the server than a read does: nothing is written without a number."""
         with self._server.exchange(self._links.numbering) as at:
             now = self._now(at, namespaces)
         return [now[namespace] for namespace in namespaces]
 
     def purge(self, namespace: str | None) -> int:
-        """As `Store.purge`; a server that is out of memory gives all namespaces another number.
+        """As `Store.purge`, but if the server is out of memory all namespaces are renumbered.
 
-        Waits for a second, after which no process serves from its memory what was purged.
+        Waits one second, after which no process serves purged values from its memory.
         """
         client = self._links.patient
         with self._server.exchange(client) as at:
             namespace, number = self._renew(at, namespace)
         self._closing.wait(LEASE_S)
         n_removed, cursor = 0, "0"
-        with suppress(StoreError), self._server.exchange(client) as at:  # what is left leaves at the end of its time
+        with suppress(StoreError), self._server.exchange(client) as at:  # values left over expire by themselves
             while cursor:
                 cursor, names = _scan(at, cursor, at.values(namespace))
                 if stale := [name for name in names if at.number_of(name) not in (None, number)]:
@@ -126,19 +125,19 @@ class RedisStore(Store):
         return n_removed
 
     def forget(self, keys: Sequence[StoreKey]) -> None:
-        """As `Store.forget`. Waits for a second, after which no process serves from its memory what was forgotten."""
+        """As `Store.forget`. Waits one second, after which no process serves forgotten values from its memory."""
         namespace = keys[0].namespace
         with self._server.exchange(self._links.patient) as at:
             number = self._now(at, [namespace])[namespace]
             remove: Command = ("UNLINK", *(at.value(key, number) for key in keys))
-            at.ask(remove, tell(at, namespace, [key.name for key in keys]))
+            at.ask(remove, purge_command(at, namespace, [key.name for key in keys]))
         self._closing.wait(LEASE_S)
 
     def purges(self, since: str | None) -> Purges:
         return self._links.follower.purges(since)
 
     def stats(self) -> StoreStats:
-        """As `Store.stats`, of values under this prefix; estimated from a part of a large database."""
+        """As `Store.stats`, for values under this prefix; a large database is sampled."""
         with self._server.exchange(self._links.patient) as at:
             n_names, memory, counts = at.ask(("DBSIZE",), ("INFO", "memory"), ("INFO", "stats"))
             found, n_seen = _names(at, at.values(), _COUNTED)
@@ -162,7 +161,7 @@ class RedisStore(Store):
 
     @property
     def _links(self) -> _Links:
-        """The open connections; a forked process opens its own when it first needs them."""
+        """The open connections; a forked child opens its own on first use."""
         if self._closing.is_set():
             raise StoreError(f"{self._server.name}: the store is closed")
         if (links := self._opened) is None:
@@ -170,8 +169,8 @@ class RedisStore(Store):
                 links = self._opened = self._opened or self._open()
         return links
 
-    def _begin_anew(self) -> None:
-        """In a forked process."""
+    def _reset_after_fork(self) -> None:
+        """Drop the parent's connections in a forked child."""
         self._opened = None
 
     def _open(self) -> _Links:
@@ -193,7 +192,7 @@ class RedisStore(Store):
         return _Links(reading, numbering, patient, Follower(self._server, self._ttl_s, is_away))
 
     def _refuse_others(self, at: Run) -> None:
-        """Refuse a prefix under which something else is kept, as far as a look at part of a large database tells."""
+        """Raise if foreign names exist under the prefix; a large database is checked in part."""
         ours = rf"{re.escape(self._prefix)}:{FORMAT}:[0-9a-f]+:(numbers|purges|[0-9a-f]{{32}}:[0-9a-f]+:[0-9a-f]{{64}})"
         found, _ = _names(at, f"{self._prefix}:*", _LOOKED_AT)
         if others := [name for name in found if not re.fullmatch(ours.encode(), name)]:
@@ -205,14 +204,14 @@ class RedisStore(Store):
             )
 
     def _get(self, at: Run, keys: Sequence[StoreKey]) -> list[Bytes | None]:
-        """Values that have the number which their namespace has when they are read; none where the server lost all."""
+        """Return values whose number is their namespace's at the time of the read; all None if the server lost it."""
         names = list(dict.fromkeys(key.namespace for key in keys))
         while True:
             known = {name: self._known[name] for name in names if name in self._known}
             is_known = len(known) == len(names)
             gets: list[Command] = [("GET", at.value(key, known[key.namespace])) for key in keys] if is_known else []
-            first, *answers = at.ask(at.ask_numbers(names), *gets)
-            now = told(names, first)
+            first, *answers = at.ask(at.numbers_command(names), *gets)
+            now = read_numbers(names, first)
             if not now:
                 return [None] * len(keys)
             if now == known:
@@ -222,20 +221,20 @@ class RedisStore(Store):
             self._known |= now
 
     def _now(self, at: Run, names: Sequence[str]) -> dict[str, int]:
-        """The number of each namespace; where the server lost them, all get one anew."""
-        asked = at.ask_numbers(names)
+        """Return the number of each namespace; if the server lost them, draw a new one for all."""
+        asked = at.numbers_command(names)
         (answer,) = at.ask(asked)
         if answer[0] is None:
             *_, answer = at.ask(
                 ("HSETNX", at.numbers, ALL, secrets.randbits(_NUMBER_BITS)),
-                ("XTRIM", at.purges, "MAXLEN", 0),  # so that all who follow it ask for the numbers again
-                *at.live_on(self._ttl_s),
+                ("XTRIM", at.purges, "MAXLEN", 0),  # makes every follower compare numbers again
+                *at.expire_commands(self._ttl_s),
                 asked,
             )
-        return told(names, answer)
+        return read_numbers(names, answer)
 
     def _renew(self, at: Run, namespace: str | None) -> tuple[str | None, int]:
-        """Give a namespace another number, or all of them where that is not possible; returns which, and the number."""
+        """Draw a new number for a namespace, or for all if that fails; return the namespace (None: all) and number."""
         from redis.exceptions import OutOfMemoryError
 
         number = secrets.randbits(_NUMBER_BITS)
@@ -245,8 +244,8 @@ class RedisStore(Store):
                 namespace = None
             field = ALL if namespace is None else field_of(namespace)
             changes: list[Command] = [("DEL", at.numbers)] * (namespace is None)
-            changes += [("HSET", at.numbers, field, number), tell(at, namespace)]
-            at.ask(("MULTI",), *changes, *at.live_on(self._ttl_s), ("EXEC",))
+            changes += [("HSET", at.numbers, field, number), purge_command(at, namespace)]
+            at.ask(("MULTI",), *changes, *at.expire_commands(self._ttl_s), ("EXEC",))
         except StoreError as error:
             if not isinstance(error.__cause__, OutOfMemoryError):
                 raise
@@ -256,13 +255,13 @@ class RedisStore(Store):
 
 
 def _scan(at: Run, cursor: str, matching: str) -> tuple[str, list[bytes]]:
-    """A step of a search for names: where to go on, "" at the end, and names that it found."""
+    """Run one SCAN; return the next cursor, "" at the end, and the names found."""
     ((after, names),) = at.ask(("SCAN", cursor, "MATCH", matching, "COUNT", _SCANNED))
     return str(after or ""), names
 
 
 def _names(at: Run, matching: str, most: int) -> tuple[set[bytes], int | None]:
-    """Names in the database; and among how many they were found, None if that were all, `most` being enough."""
+    """Return matching names, and about how many names were scanned; None if all were, `most` at most."""
     cursor, found, n_seen = "0", set[bytes](), 0
     while cursor and n_seen < most:
         cursor, names = _scan(at, cursor, matching)

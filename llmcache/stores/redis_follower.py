@@ -1,7 +1,8 @@
-"""A thread reads the stream of what is purged in a shared Redis, and has the latest of it at hand.
+"""A thread that reads the stream of purges of a shared Redis and keeps the latest in memory.
 
-Whoever serves from memory asks for purges before, and is told all but what is less than `LEASE_S` old; whoever purges
-waits for that long. So no request waits for the server, and what was purged is served by nobody who reaches it.
+Before a cache serves from memory, it asks the follower for purges and gets all that are at least `LEASE_S` old. A purge
+waits for `LEASE_S` before it returns. So no request waits for the server, and no process that reaches the server serves
+a purged value.
 """
 
 import json
@@ -22,29 +23,29 @@ logger = logging.getLogger("llmcache")
 
 AWAY = "llmcache: %s; what is not in memory is computed until it answers"
 LEASE_S = 1.0
-_MOST_PURGES = 1_000  # that the server keeps, and that are kept here
-_BLOCK_S = 0.2  # for which the server waits for a purge before it tells that there is none
-PATIENCE_S = _BLOCK_S + 0.5  # for an answer: less than the lease, so that a lost server is known to be lost by then
+_MOST_PURGES = 1_000  # purges kept by the server and by the follower
+_BLOCK_S = 0.2  # how long XREAD waits for a purge
+PATIENCE_S = _BLOCK_S + 0.5  # timeout of a reply: under the lease, so that a lost server is noticed within the lease
 _RETRY_S = 0.1
-_AT_ONCE = 1_000  # entries of the stream that are read together
+_AT_ONCE = 1_000  # stream entries per read
 
 
-def tell(at: Run, namespace: str | None, names: Sequence[str] = ()) -> Command:
-    """Add a purge to the stream."""
+def purge_command(at: Run, namespace: str | None, names: Sequence[str] = ()) -> Command:
+    """Return the command that adds a purge to the stream."""
     return _add(at, "purged", json.dumps([namespace, *names]))
 
 
 class Follower:
-    """The thread, and what it heard. Thread-safe."""
+    """The thread and the purges it has read. Thread-safe."""
 
     def __init__(self, server: Server, ttl_s: int, is_away: bool) -> None:
-        """Begin to follow. While the server is away, it is looked for."""
+        """Start the thread. While the server is unreachable, it keeps trying."""
         self._server, self._ttl_s = server, ttl_s
         self._client = server.client(PATIENCE_S)
         self._log: deque[Purge] = deque(maxlen=_MOST_PURGES)
-        self._name, self._n = "", 0  # of the log since it began anew, and how many it has heard since
-        self._root = ""  # of the run of the server
-        self._entry: bytes = b""  # of the stream, the last that was read
+        self._name, self._n = "", 0  # name of the log, new at each restart, and the purges read since
+        self._root = ""  # name prefix of the server's run
+        self._entry: bytes = b""  # id of the last stream entry read
         self._current_until = 0.0
         self._is_away = is_away
         self._changed = forkable(threading.Condition())
@@ -53,17 +54,17 @@ class Follower:
         self._thread.start()
 
     def purges(self, since: str | None) -> Purges:
-        """The purges after a cursor that are at least `LEASE_S` old, and maybe later ones; see `Store.purges`.
+        """Return the purges after a cursor, all that are at least `LEASE_S` old; see `Store.purges`.
 
         Raises:
-            StoreError: The server has not been heard for longer, or never, and nothing before that is new.
+            StoreError: The server has not answered for `LEASE_S`, and no earlier purge is new to the caller.
         """
         with self._changed:
-            # It waits only where the thread was kept from running: a server that is lost is away by then.
+            # Waits only if the thread was kept from running: a lost server is marked away within the lease.
             self._changed.wait_for(lambda: self._is_away or self._is_current, LEASE_S)
             cursor = f"{self._name}:{self._n}"
             if not self._is_current and (not self._root or since in (None, cursor)):
-                raise StoreError("Redis: it has not been heard for a while")
+                raise StoreError("Redis: no answer for a while")
             name, _, number = (since or "").partition(":")
             n_after = self._n - int(number) if name == self._name and number.isdigit() else -1
             if not 0 <= n_after <= len(self._log):
@@ -71,7 +72,7 @@ class Follower:
             return Purges([self._log[i] for i in range(-n_after, 0)], cursor)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closing.set()
         self._thread.join(PATIENCE_S)
         self._client.connection_pool.disconnect()
@@ -85,7 +86,7 @@ class Follower:
             try:
                 with self._server.exchange(self._client) as at:
                     self._read(at)
-            except Exception as error:  # whatever it is: without this thread the server would not be found again
+            except Exception as error:  # any error: only this thread can reconnect to the server
                 with self._changed:
                     if not self._is_away:
                         logger.warning(AWAY, error)
@@ -94,7 +95,7 @@ class Follower:
                 self._closing.wait(_RETRY_S)
 
     def _read(self, at: Run) -> None:
-        """Read what came after the last entry, and see that nothing is missing."""
+        """Read the entries after the last one, and check that none is missing."""
         if at.root != self._root or not self._entry:
             self._begin(at)
             if not self._entry:
@@ -103,7 +104,7 @@ class Follower:
         began = monotonic()
         block = ("BLOCK", int(1e3 * _BLOCK_S)) if self._is_current else ()
         *_, found, last = at.ask(
-            *at.live_on(self._ttl_s),
+            *at.expire_commands(self._ttl_s),
             ("XREAD", "COUNT", _AT_ONCE, *block, "STREAMS", at.purges, self._entry),
             ("XRANGE", at.purges, self._entry, self._entry),
         )
@@ -113,16 +114,16 @@ class Follower:
                 if (purge := _read_purge(fields)) is not None:
                     self._n += 1
                     self._log.append(purge)
-            if not last:  # streams are cut at their beginning: what followed it may be gone as well
+            if not last:  # streams are trimmed at the start: later entries may be gone as well
                 self._entry = b""
             elif len(entries) < _AT_ONCE:
-                self._hear(began)
+                self._mark_current(began)
 
     def _begin(self, at: Run) -> None:
-        """Go on from the last entry that there is, and make one where there is none.
+        """Continue from the last entry of the stream; add one if the stream is empty.
 
-        A server without memory takes none, and may have been purged all the same. Until it does, something is taken to
-        be missing at each look.
+        A server that is out of memory accepts no entry, but may have been purged. Until it accepts one, every read
+        starts a new log, so that purges count as missing.
         """
         from redis.exceptions import OutOfMemoryError
 
@@ -138,10 +139,10 @@ class Follower:
             self._root, self._entry = at.root, last[0][0] if last else b""
             self._name, self._n = secrets.token_hex(8), 0
             self._log.clear()
-            self._hear(began)
+            self._mark_current(began)
 
-    def _hear(self, began: float) -> None:
-        """Note that all purges from before an answer was asked for are known."""
+    def _mark_current(self, began: float) -> None:
+        """Note that all purges up to the time `began` are known."""
         if self._is_away:
             logger.warning("llmcache: Redis answers again")
         self._current_until, self._is_away = began + LEASE_S, False
@@ -153,7 +154,7 @@ def _add(at: Run, kind: str, what: str) -> Command:
 
 
 def _read_purge(fields: Mapping[bytes, Any]) -> Purge | None:
-    """Read a purge from an entry of the stream; None of its first entry. An unreadable entry purges everything."""
+    """Return the purge in a stream entry; None for the first entry. An unreadable entry purges everything."""
     if b"begun" in fields:
         return None
     try:

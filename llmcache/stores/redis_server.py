@@ -1,12 +1,11 @@
-"""A Redis server: clients of redis-py, names in the database, and the run that the server is in.
+"""A Redis server: redis-py clients, names in the database, and the server's current run.
 
-    PREFIX:FORMAT:RUN:numbers                     hash: a number for all namespaces, and one for each that was purged
-    PREFIX:FORMAT:RUN:purges                      stream of what was purged
+    PREFIX:FORMAT:RUN:numbers                     hash: one number for all namespaces, and one per purged namespace
+    PREFIX:FORMAT:RUN:purges                      stream of purges
     PREFIX:FORMAT:RUN:NAMESPACE:NUMBER:KEY        a value; NAMESPACE and KEY are hashes
 
-A server that starts again has another run. It may have lost the last of what was written, a purge say, so nothing from
-before is looked at again. All numbers are in one place, so none is lost alone; and they are drawn, so a lost one never
-comes again.
+A restarted server has a new run id. It may have lost its last writes, such as a purge, so nothing from an earlier run
+is read. All numbers are in one hash, so none is lost alone. They are random, so a lost number never repeats.
 """
 
 import hashlib
@@ -24,28 +23,28 @@ from llmcache.errors import StoreError
 from llmcache.stores.base import FORMAT, StoreKey
 from llmcache.threads import forkable
 
-#: Name and arguments.
+#: Name and arguments of a Redis command.
 Command: TypeAlias = tuple[str | bytes | memoryview | int, ...]
 
 PASSWORD = "LLMCACHE_REDIS_PASSWORD"  # environment variable
-ALL = "all"  # field of the number of all namespaces
+ALL = "all"  # hash field of the number for all namespaces
 _CONNECT_S = 1.0
-_MOST_CONNECTIONS = 8  # of one client
-_NUMBERS_S = 30 * 86_400  # after which numbers leave that nobody asked for, and no save from before is served
+_MOST_CONNECTIONS = 8  # per client
+_NUMBERS_S = 30 * 86_400  # unused numbers expire after this, and older saves are then not served
 _DATABASE = "name a database that the server has by its number, as in redis://localhost:6379/0"
 
 
 class UnusableError(StoreError):
-    """The server cannot be used as it was named, and waiting does not help; the text says what does."""
+    """The server cannot be used with these settings, and waiting does not help. The message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a server: sends commands there, and knows what is called how."""
+    """One run of a server: sends commands and makes names and keys."""
 
     server: "Server"
     client: Any
-    root: str  # what all names begin with
+    root: str  # prefix of all names
 
     def ask(self, *commands: Command) -> list[Any]:
         """See `Server.ask`."""
@@ -63,42 +62,42 @@ class Run:
         return f"{self.root}:{field_of(key.namespace)}:{number:x}:{key.digest.hex()}"
 
     def values(self, namespace: str | None = None) -> str:
-        """Matches the values of a namespace, None: all; for SCAN."""
+        """Return a SCAN pattern for the values of a namespace, or of all (None)."""
         return f"{self.root}:{'*' if namespace is None else field_of(namespace)}:*:*"
 
-    def ask_numbers(self, namespaces: Sequence[str]) -> Command:
-        """A command; `told` reads its answer."""
+    def numbers_command(self, namespaces: Sequence[str]) -> Command:
+        """Return the command that reads namespace numbers; `read_numbers` parses its reply."""
         return ("HMGET", self.numbers, ALL, *map(field_of, namespaces))
 
-    def live_on(self, ttl_s: int) -> list[Command]:
-        """Have purges outlive the values, and numbers what was saved to folders."""
+    def expire_commands(self, ttl_s: int) -> list[Command]:
+        """Return commands that renew expiry: purges outlive values, and numbers outlive saves in folders."""
         return [("EXPIRE", self.numbers, max(ttl_s, _NUMBERS_S)), ("EXPIRE", self.purges, ttl_s)]
 
     def number_of(self, name: bytes) -> int | None:
-        """The number in the name of a value; None of other names."""
+        """Return the number in the name of a value; None for other names."""
         found = re.fullmatch(rf"{re.escape(self.root)}:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}".encode(), name)
         return None if found is None else int(found[1], 16)
 
 
-def told(namespaces: Sequence[str], answer: Sequence[bytes | None]) -> dict[str, int]:
-    """The number of each namespace; empty where the server has lost them."""
+def read_numbers(namespaces: Sequence[str], answer: Sequence[bytes | None]) -> dict[str, int]:
+    """Return the number of each namespace from the reply to `numbers_command`; empty if the server lost them."""
     every, *own = answer
     return {} if every is None else {n: int(one or every) for n, one in zip(namespaces, own, strict=True)}
 
 
 def field_of(namespace: str) -> str:
-    """A name of fixed length for any text."""
+    """Return a name of fixed length for a namespace: 32 hex digits."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:32]
 
 
 class Server:
-    """The address of a server, and the run that it is in. Thread-safe."""
+    """The address of a server and its current run. Thread-safe."""
 
     def __init__(self, url: str, prefix: str) -> None:
-        """Take `redis://`, `rediss://` (TLS) or `unix://`; its password may be in `LLMCACHE_REDIS_PASSWORD` instead.
+        """Parse a URL: `redis://`, `rediss://` (TLS) or `unix://`; `LLMCACHE_REDIS_PASSWORD` is the default password.
 
         Raises:
-            ValueError: It is no such address, or redis-py is not installed.
+            ValueError: The URL is invalid, or redis-py is not installed.
         """
         try:
             from redis.backoff import NoBackoff
@@ -114,7 +113,7 @@ class Server:
         where = at.get("path") or f"{at['host']}:{at['port']}"
         self.name = f"Redis at {where}, database {at['db']}"  # without the password
         self._prefix = prefix
-        self._run = ""  # as the connection that was opened last has found it
+        self._run = ""  # run id, as read by the latest connection
         self._greeting = forkable(threading.Lock(), is_waited_for=False)
         self._settings = {
             **at,
@@ -126,7 +125,7 @@ class Server:
         }
 
     def client(self, silence_s: float) -> Any:
-        """A `redis.Redis`, whose server may be silent for so long before a command fails."""
+        """Return a `redis.Redis` whose commands fail after `silence_s` seconds without a reply."""
         from redis import BlockingConnectionPool, Redis
 
         more: dict[str, Any] = {"max_connections": _MOST_CONNECTIONS, "timeout": silence_s, "socket_timeout": silence_s}
@@ -134,11 +133,11 @@ class Server:
 
     @contextmanager
     def exchange(self, client: Any) -> Iterator[Run]:
-        """Within: the run that the server is in.
+        """Yield the server's current run.
 
         Raises:
             UnusableError: The server cannot be used.
-            StoreError: It cannot be reached, or has started again meanwhile: nothing that it answered counts.
+            StoreError: It cannot be reached, or restarted within the block, so that its replies do not count.
         """
         if not self._run:
             self.ask(client, [("PING",)])
@@ -148,11 +147,11 @@ class Server:
             raise StoreError(f"{self.name}: it has started again")
 
     def ask(self, client: Any, commands: Sequence[Command]) -> list[Any]:
-        """Send commands together, and return all answers.
+        """Send commands in one pipeline and return their replies.
 
         Raises:
-            UnusableError: The server refuses one, and always will.
-            StoreError: One is an error, or did not come in time.
+            UnusableError: The server refuses a command, and always will.
+            StoreError: A reply is an error, or did not come in time.
         """
         from redis.exceptions import RedisError
 
@@ -171,7 +170,7 @@ class Server:
         return answers
 
     def _greet(self, connection: Any) -> None:
-        """Begin a connection. One at a time: an answer from before a restart is noted before one from after it."""
+        """Set up a connection and read the run id. Locked, so that the run of a restarted server is noted last."""
         from redis.exceptions import InvalidResponse
 
         with self._greeting:
@@ -185,7 +184,7 @@ class Server:
 
 
 def _cure(error: Exception) -> str | None:
-    """The cure of an error of redis-py that would come again; None of other errors."""
+    """Return the remedy for a redis-py error that would recur; None for other errors."""
     from redis import exceptions as known
 
     said, cause = str(error), error.__context__

@@ -1,11 +1,11 @@
-"""Turns tensors into the bytes that stores hold, and back. Every value is checked before anything of it is used.
+"""Turns tensors into the bytes that stores hold, and back. Every value is verified before it is used.
 
-    magic, format, flags, SHA-256 of the key          a head of fixed size
-    SHA-256, or HMAC-SHA-256 where a secret is set    of all but itself
-    safetensors                                       the tensors, and what they are about
+    magic, format, flags, SHA-256 of the key          header of fixed size
+    SHA-256, or HMAC-SHA-256 if a secret is set       checksum of header and body
+    safetensors                                       body: tensors and metadata
 
-With a key, safetensors are encrypted (AES-256 in GCM, a nonce of its own each time) and bound to head and secret, in
-place of the checksum. No pickle: nothing in a value is ever run.
+If an encryption key is set, the body is encrypted with AES-256-GCM, with a new nonce each time and with header and
+secret as associated data; there is no checksum then. No pickle: nothing in a value is ever executed.
 """
 
 import base64
@@ -30,18 +30,18 @@ _MAGIC = b"LLMC"
 _HEAD = struct.Struct("<4sHH32s")
 _SIGNED, _ENCRYPTED = 1, 2
 _CHECKSUM_BYTES, _NONCE_BYTES = 32, 12
-_ABOUT = "__about__"  # JSON, beside the tensors
+_ABOUT = "__about__"  # the tensor that holds the metadata as JSON
 
 
 class MismatchError(ValueError):
-    """A value is not what its key asks for, or not ours: a miss.
+    """A value does not match its key or is not ours: a miss.
 
     Attributes:
-        reason: `damaged` (cut short, changed, or signed or encrypted otherwise), `other_format` or `other_key`.
+        reason: `damaged` (truncated, changed, or made with another secret or key), `other_format` or `other_key`.
     """
 
-    def __init__(self, reason: str, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
         self.reason = reason
 
 
@@ -49,8 +49,8 @@ class Opened(NamedTuple):
     """The content of a value.
 
     Attributes:
-        tensors: Tensors by name, on the host, each in memory of its own.
-        about: The data that was sealed with them.
+        tensors: Tensors by name, on the CPU, none sharing memory.
+        about: The metadata sealed with them.
     """
 
     tensors: dict[str, Tensor]
@@ -58,10 +58,10 @@ class Opened(NamedTuple):
 
 
 class Seal:
-    """Makes values, and opens those that were made with the same secret and key. Thread-safe."""
+    """Makes values, and opens values made with the same secret and key. Thread-safe."""
 
     def __init__(self, secret: bytes = b"", key: bytes = b"") -> None:
-        """Sign with a secret of any length, and encrypt with a key of 32 bytes; empty: not."""
+        """Sign with a secret of any length and encrypt with a key of 32 bytes; an empty one is not used."""
         self._secret = secret
         self._flags = _SIGNED * bool(secret) | _ENCRYPTED * bool(key)
         self._cipher: Any = None
@@ -76,10 +76,10 @@ class Seal:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read `LLMCACHE_STORE_SECRET`, a text, and `LLMCACHE_STORE_KEY`, 32 bytes in base64; unset or empty: not.
+        """Read `LLMCACHE_STORE_SECRET` (text) and `LLMCACHE_STORE_KEY` (32 bytes in base64), both optional.
 
         Raises:
-            ConfigError: The key is none, or `cryptography` is not installed.
+            ConfigError: The key is not 32 bytes in base64, or `cryptography` is not installed.
         """
         text = os.environ.get(KEY, "")
         try:
@@ -93,8 +93,8 @@ class Seal:
         return cls(os.environ.get(SECRET, "").encode(), key)
 
     def close(self, key: StoreKey, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
-        """Make a value of tensors, any device, and of what JSON can hold."""
-        # Copies: safetensors takes no tensors that share memory.
+        """Make a value from tensors on any device and JSON-serialisable metadata."""
+        # Copies: safetensors rejects tensors that share memory.
         held = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         held[_ABOUT] = torch.frombuffer(bytearray(json.dumps(dict(about)).encode()), dtype=torch.uint8)
         head, body = _HEAD.pack(_MAGIC, FORMAT, self._flags, key.digest), save(held)
@@ -104,10 +104,10 @@ class Seal:
         return b"".join((head, nonce, self._cipher.encrypt(nonce, body, head + self._secret)))
 
     def open(self, key: StoreKey, value: Bytes) -> Opened:
-        """Check a value and return what is in it.
+        """Verify a value and return its content.
 
         Raises:
-            MismatchError: It is not what was sealed under this key, with this secret and encryption key.
+            MismatchError: The value was not sealed under this key with this secret and encryption key.
         """
         whole = memoryview(value)
         head, rest = whole[: _HEAD.size], whole[_HEAD.size :]
@@ -124,7 +124,7 @@ class Seal:
             with torch.inference_mode(False):
                 tensors = load(body)
             return Opened(tensors, json.loads(tensors.pop(_ABOUT).numpy().tobytes()))
-        except Exception as error:  # without a secret, anybody may have made a value with a checksum that is right
+        except Exception as error:  # without a secret, anyone can make a value with a correct checksum
             raise MismatchError("damaged", f"its header does not fit it: {error!r}") from error
 
     def _checksum(self, head: Bytes, body: Bytes) -> bytes:
@@ -133,7 +133,7 @@ class Seal:
         return bytes(made.digest())
 
     def _checked(self, head: memoryview, rest: memoryview) -> bytes | None:
-        """Check and decrypt the part after the head; None if it was changed."""
+        """Verify and decrypt the part after the header; None if it was changed."""
         if self._cipher is None:
             checksum, body = rest[:_CHECKSUM_BYTES], bytes(rest[_CHECKSUM_BYTES:])
             return body if hmac.compare_digest(checksum, self._checksum(head, body)) else None
@@ -142,6 +142,6 @@ class Seal:
         try:
             nonce, sealed = bytes(rest[:_NONCE_BYTES]), rest[_NONCE_BYTES:]
             body = self._cipher.decrypt(nonce, sealed, bytes(head) + self._secret)
-        except (InvalidTag, ValueError):  # a nonce that was cut
+        except (InvalidTag, ValueError):  # ValueError: a truncated nonce
             return None
         return bytes(body)

@@ -1,10 +1,10 @@
-"""A store behind the memory of one cache: asked for what is not in memory, written to behind the answers.
+"""A store as one cache uses it: read on a miss in memory, written in the background.
 
-    each call     -> follow   what other processes purged leaves the memory
-    a local miss  -> read     values of all rows, checked; who asks holds them in memory from then on
-    a local put   -> write    behind the answers, with the number that its namespace had when the call was read
+    each call     -> follow   removes from memory what other processes purged
+    a local miss  -> read     returns the verified values of all rows; the caller puts them into memory
+    a local put   -> write    queues a value, with the number its namespace had when the call was read
 
-Trouble here costs speed, never correctness: it is counted, logged once, and the request is computed.
+A failure costs speed, never correctness: it is counted, logged once, and the request is computed.
 """
 
 import hashlib
@@ -32,25 +32,25 @@ from llmcache.threads import forkable
 logger = logging.getLogger("llmcache")
 
 _T = TypeVar("_T")
-_REST_S = 1.0  # after a question for a number that was not answered
-_MOST_NAMES = 10_000  # of namespaces and scopes that are known
+_REST_S = 1.0  # pause after the store failed to return a number
+_MOST_NAMES = 10_000  # remembered namespaces and scopes
 
 
 class Memory(Protocol):
-    """The memory that a store lies behind."""
+    """The memory of a cache that uses a store."""
 
     def namespaces(self) -> Iterable[str]:
-        """Namespaces with anything in memory."""
+        """Return the namespaces with anything in memory."""
 
     def drop(self, namespace: str | None) -> int:
-        """Forget a namespace, None: all; also what calls that are under way would put. Returns how many requests."""
+        """Forget a namespace, or all (None), and refuse later puts of calls already begun; return how many requests."""
 
     def drop_keys(self, keys: Iterable[str]) -> int:
-        """Forget entries and blocks by key; returns how many requests."""
+        """Forget entries and blocks by key; return how many requests."""
 
 
 class Tier:
-    """A store and how one cache uses it. Thread-safe."""
+    """A store as one cache uses it. Thread-safe."""
 
     def __init__(
         self,
@@ -61,61 +61,62 @@ class Tier:
         memory: Memory,
         least_tokens: int | None = None,
     ) -> None:
-        """Use an open store, which is closed when this is gone.
+        """Use an open store, and close it when this object is collected.
 
-        `settings` say all that decides values beside a scope and the tokens. `memory` forgets what is purged.
+        `settings` is a text of everything that determines values besides scope and tokens. Purges are applied to
+        `memory`.
         """
         self._store, self._seal, self._settings = store, seal, settings
         self._behind = WriteBehind(store, seal, counters)
-        weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
+        weakref.finalize(self, self._behind.close)  # also at exit, when the thread must not be running torch
         self.break_even = BreakEven(least_tokens)
         self._memory = memory
         self._following = forkable(threading.RLock())
         self._cursor: str | None = None
-        #: Of all namespaces that memory holds anything of; `NO_NUMBER` where the store did not tell.
+        #: Numbers of all namespaces in memory; `NO_NUMBER` if the store did not return one.
         self._numbers: dict[str, int] = {}
-        self._n_changes = 0  # of these, by purges
+        self._n_changes = 0  # changes of these numbers by purges
         self._ask_again_s = 0.0
         self._scopes: dict[Scope, str] = {}
         self._counts: Counter[str] = Counter()
         self._mismatched: Counter[str] = Counter()
         self._read_s = 0.0
-        self.follow()  # from now on: what was purged before is not in memory
-        self._cursor = self._cursor or ""  # of a store that is not there yet, purges may be missing when it is
+        self.follow()  # starts at the current cursor: memory holds nothing from earlier purges
+        self._cursor = self._cursor or ""  # of an unreachable store: when it answers, purges may be missing
 
     # -- purges --------------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Have memory forget what was purged in the store, before this returns."""
-        with self._following:  # another call that comes meanwhile is not to find what is being forgotten
-            try:  # whether or not it is asked for values: no purge is to be missed
-                told = self._store.purges(self._cursor)
+        """Remove from memory what was purged in the store since the last call."""
+        with self._following:  # keeps other calls from finding what is being forgotten
+            try:  # even while reads are suspended: no purge may be missed
+                purges = self._store.purges(self._cursor)
             except Exception as error:
                 if not self._behind.reads.is_open:
                     self._behind.failed("follow the store", error)
                 return
-            if told.cursor == self._cursor:
+            if purges.cursor == self._cursor:
                 return
-            if told.is_complete:
-                for purge in told.found:
+            if purges.is_complete:
+                for purge in purges.found:
                     self._forget(purge.namespace, purge.names)
             elif self._cursor is not None:
                 self._compare()
-            self._cursor = told.cursor
+            self._cursor = purges.cursor
 
     def number(self, namespace: str) -> int:
-        """The number with which values of a namespace are put; `NO_NUMBER` where the store does not tell."""
+        """Return the number to put a namespace's values with; `NO_NUMBER` if the store does not return one."""
         for is_last in (False, False, True):
             if (known := self._numbers.get(namespace, NO_NUMBER)) != NO_NUMBER:
                 return known
             n_changes, found = self._n_changes, self._ask_number(namespace)
             with self._following:
-                if n_changes != self._n_changes:  # by a purge: the answer may be from before it
+                if n_changes != self._n_changes:  # a purge meanwhile: the number may be outdated
                     if not is_last:
-                        continue  # another call may have been told meanwhile
+                        continue  # another call may have read it meanwhile
                     found = NO_NUMBER
                 elif found != NO_NUMBER and self._numbers.get(namespace) == NO_NUMBER:
-                    self._forget(namespace)  # nobody knows whether what is held came before a purge
+                    self._forget(namespace)  # entries in memory may be older than a purge
                 if len(self._numbers) >= _MOST_NAMES:
                     held = {*self._memory.namespaces()}
                     self._numbers = {name: number for name, number in self._numbers.items() if name in held}
@@ -124,33 +125,33 @@ class Tier:
         return found
 
     def _ask_number(self, namespace: str) -> int:
-        """Ask the store for a number, even while reads fail: without it no value of the namespace is written."""
+        """Read a number from the store, even while reads fail: without it no value of the namespace is written."""
         if monotonic() < self._ask_again_s or (self._behind.reads.is_open and self._behind.is_resting):
             return NO_NUMBER
-        said = self._ask("ask the store for a number", lambda: self._store.numbers([namespace]), is_urgent=True)
-        self._ask_again_s = 0.0 if said else monotonic() + _REST_S
-        return said[0] if said else NO_NUMBER
+        answer = self._ask("ask the store for a number", lambda: self._store.numbers([namespace]), is_urgent=True)
+        self._ask_again_s = 0.0 if answer else monotonic() + _REST_S
+        return answer[0] if answer else NO_NUMBER
 
     def numbers(self) -> Mapping[str, int]:
-        """The known numbers of all namespaces that memory may hold."""
+        """Return the known numbers of all namespaces that memory may hold."""
         with self._following:
             return {name: number for name, number in self._numbers.items() if number != NO_NUMBER}
 
     def expect(self, numbers: Mapping[str, int]) -> None:
-        """Note the numbers from when a save was made, now that it fills the memory; the next `follow` compares them."""
+        """Set the numbers stored with a save that was loaded into memory; the next `follow` compares them."""
         with self._following:
             self._numbers |= numbers
             self._cursor = ""
 
     def purge(self, namespace: str | None) -> int:
-        """Purge a namespace (None: all) in the store and in memory; returns how many requests memory held.
+        """Purge a namespace (None: all) in the store and in memory; return how many requests memory held.
 
         Raises:
-            StoreError: The store could not, and may still serve what it holds. It is gone from memory.
+            StoreError: The store failed to purge, and may still serve these values. Memory is purged anyway.
         """
         try:
-            self._store.purge(namespace)  # which may take its time; calls go on meanwhile
-        finally:  # whether or not the store can tell of it
+            self._store.purge(namespace)  # may be slow; calls go on meanwhile
+        finally:  # even if the store failed
             with self._following:
                 n_requests = self._forget(namespace)
         self.follow()  # with what others did
@@ -180,10 +181,10 @@ class Tier:
         return n_requests
 
     def _compare(self) -> None:
-        """Forget the namespaces whose numbers have changed, or are not told: purges may be missing."""
+        """Forget the namespaces whose number changed or cannot be read: purges may have been missed."""
         known = dict(self._numbers)
-        said = self._ask("ask the store for numbers", lambda: self._store.numbers(list(known)), is_urgent=True)
-        now = dict(zip(known, said or (), strict=False))
+        answer = self._ask("ask the store for numbers", lambda: self._store.numbers(list(known)), is_urgent=True)
+        now = dict(zip(known, answer or (), strict=False))
         gone = [name for name, number in known.items() if now.get(name) != number]
         for name in gone:
             self._forget(name)
@@ -194,7 +195,7 @@ class Tier:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def read(self, asked: Sequence[tuple[Scope, str]], n_tokens: int) -> list[Opened | None]:
-        """Read values by scope and name, in their order, at once; together they save computing `n_tokens`."""
+        """Read values by scope and name, in order, in one read; together they save computing `n_tokens` tokens."""
         if not (asked and self.break_even.pays(n_tokens)):
             return [None] * len(asked)
         started, deadline = perf_counter(), monotonic() + self.break_even.patience_s(n_tokens)
@@ -208,27 +209,27 @@ class Tier:
         return found
 
     def computed(self, call: Call, n_tokens: int) -> None:
-        """Note how long a call took to compute; not on accelerators, where that means waiting for the device."""
+        """Record how long a call took to compute; not on accelerators, where timing means waiting for the device."""
         if call.arguments["input_ids"].device.type == "cpu":
             self.break_even.computed(n_tokens, call.computing_s)
 
     def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
-        """Read values likewise, but however much they save, and uncounted; those that came in time are all opened."""
+        """Read values as `read` does, but whether or not it pays, and uncounted; open all that came in time."""
         return self._get(asked, monotonic() + patience_s, open_until=inf)
 
     def write(
         self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int
     ) -> None:
-        """Write a value behind the answers, unless the store has it. Nobody writes to its tensors any more."""
+        """Queue a value to be written unless the store has it. Its tensors must not be modified afterwards."""
         self._behind.add(Job(self._key(scope, name), number, tensors, about))
 
     @property
     def has_dropped(self) -> bool:
-        """Whether values were dropped, which may be written again; see `lacks`."""
+        """Whether values were dropped that can be queued again; see `lacks`."""
         return self._behind.has_dropped
 
     def lacks(self, scope: Scope, name: str) -> bool:
-        """Whether a value was dropped; the caller writes it again."""
+        """Whether a value was dropped; the caller is expected to queue it again."""
         return self._behind.take_dropped(self._key(scope, name))
 
     def _get(self, asked: Sequence[tuple[Scope, str]], deadline: float, open_until: float) -> list[Opened | None]:
@@ -248,38 +249,38 @@ class Tier:
 
     def _key(self, scope: Scope, name: str) -> StoreKey:
         if (digest := self._scopes.get(scope)) is None:
-            if len(self._scopes) >= _MOST_NAMES:  # a namespace for each session, say
+            if len(self._scopes) >= _MOST_NAMES:  # for example one namespace per session
                 self._scopes.clear()
             digest = hashlib.sha256(scope.key + f"{FORMAT} {self._settings}".encode()).hexdigest()
             self._scopes[scope] = digest
         return StoreKey(scope.namespace, digest, name)
 
     def _ask(self, what: str, act: Callable[[], _T], is_urgent: bool = False, is_of_call: bool = True) -> _T | None:
-        """The store's answer; None if it fails, or failed so often that only urgent questions are asked."""
+        """Return the store's answer; None if it fails or is closed, or while reads are suspended unless `is_urgent`."""
         if (self._behind.reads.is_open and not is_urgent) or self._behind.is_closed:
             return None
         try:
-            said = act()
+            answer = act()
         except Exception as error:
             if not self._behind.reads.is_open:
                 self._behind.failed(what, error, is_of_call)
             return None
-        if not self._behind.reads.is_open:  # else the thread that writes looks first
+        if not self._behind.reads.is_open:  # else the writer thread closes the breaker
             self._behind.reads.succeeded()
-        return said
+        return answer
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until what was put is written or dropped."""
+        """Wait until all queued values are written or dropped."""
         self._behind.drain()
 
     def close(self) -> None:
-        """Write what waits, and close the store."""
+        """Write the queued values and close the store."""
         self._behind.close()
 
     def stats(self) -> TierStats:
-        """Count what this cache read and wrote, and what the store holds."""
+        """Return what this cache has read and written, and what the store holds."""
         held = self._ask("ask the store what it holds", self._store.stats, is_of_call=False)
         return TierStats(
             n_asked=self._counts["asked"],

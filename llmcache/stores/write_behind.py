@@ -1,6 +1,6 @@
-"""Writes values to a store behind the answers, in a thread of its own, which tries again where that fails.
+"""Writes values to a store in a background thread, with retries.
 
-Values are dropped if too much waits, or if they cannot be written. They are offered again when they are next used.
+Values are dropped if the queue is full or writing fails. They are queued again when they are next used.
 """
 
 import threading
@@ -18,18 +18,18 @@ from llmcache.stores.base import Put, Store, StoreKey
 from llmcache.stores.seal import Seal
 from llmcache.threads import at_fork, compute_alone, forkable
 
-NO_NUMBER = -1  # that no namespace has: what is put with it is dropped
+NO_NUMBER = -1  # no namespace has this number; values put with it are dropped
 MAX_WAITING_BYTES = 256 << 20
-_AT_ONCE_BYTES = 32 << 20  # sealed and put together
-_PATIENCE_S = 60.0  # for what waits when the store is closed
-_FAILURES = 3  # in a row, after which a store is not asked until it answers again
-_REST_S, _LONGEST_REST_S = 0.1, 2.0  # before it is asked again
-_MOST_DROPPED = 65_536  # that are known to have been dropped
+_AT_ONCE_BYTES = 32 << 20  # bytes sealed and put together
+_PATIENCE_S = 60.0  # wait for queued values in `drain` and `close`
+_FAILURES = 3  # failures in a row that open a breaker
+_REST_S, _LONGEST_REST_S = 0.1, 2.0  # first and longest pause before a retry
+_MOST_DROPPED = 65_536  # dropped keys that are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A value to be sealed and put; see `Put`. Nobody writes to its tensors."""
+    """A value to seal and put; see `Put`. Its tensors are not modified."""
 
     key: StoreKey
     number: int
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(slots=True)
 class Breaker:
-    """Keeps a store from being asked after some failures in a row, for a rest that is longer each time."""
+    """Suspends use of a store after `_FAILURES` failures in a row, for longer each time."""
 
     n_failed: int = 0
     _rest_s: float = 0.0
@@ -51,12 +51,12 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether it failed so often."""
+        """Whether use of the store is suspended."""
         return self.n_failed >= _FAILURES
 
     @property
     def left_s(self) -> float:
-        """Seconds until it may be tried again; 0 if it may be."""
+        """Seconds until the next try; 0 if it may be tried now."""
         return max(0.0, self._until - monotonic())
 
     def failed(self) -> None:
@@ -71,10 +71,11 @@ class Breaker:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class WriteBehind:
-    """Jobs that wait for a store, and the thread that does them. Thread-safe.
+    """A queue of jobs for a store, and the thread that writes them. Thread-safe.
 
-    It holds nothing of the cache, which may go while it works. Reads may be late on a store that takes writes, so each
-    has a breaker of its own; while that of the reads is open, the thread looks when the store answers again.
+    It holds no reference to the cache, which may be collected meanwhile. Reads can time out on a store that accepts
+    writes, so reads and writes have a breaker each. While that of reads is open, the thread tests whether the store
+    answers.
     """
 
     store: Store
@@ -86,20 +87,20 @@ class WriteBehind:
     is_closed: bool = False
     _jobs: deque[Job] = field(default_factory=deque)
     _nbytes: int = 0
-    _dropped: dict[StoreKey, None] = field(default_factory=dict)  # the latest at the end
+    _dropped: dict[StoreKey, None] = field(default_factory=dict)  # keys of dropped values, the latest last
     _writes: Breaker = field(default_factory=Breaker)
     _is_busy: bool = False
     _changed: threading.Condition = field(default_factory=lambda: forkable(threading.Condition()))
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        at_fork(self._begin_anew)
+        at_fork(self._reset_after_fork)
 
     def add(self, job: Job) -> None:
         """Queue a value to be written.
 
-        It is dropped, and counted, if too much waits, if writes fail, or if the number of its namespace is not known:
-        no store would take it.
+        It is dropped and counted if the queue is full, if writes fail, or if the number of its namespace is unknown, as
+        no store would accept it.
         """
         with self._changed:
             is_too_much = self._nbytes + job.nbytes > MAX_WAITING_BYTES
@@ -108,39 +109,39 @@ class WriteBehind:
                 return
             self._jobs.append(job)
             self._nbytes += job.nbytes
-            self._rouse()
+            self._wake()
 
     @property
     def has_dropped(self) -> bool:
-        """Whether values were dropped that may be offered again."""
+        """Whether values were dropped that can be queued again."""
         return bool(self._dropped)
 
     def take_dropped(self, key: StoreKey) -> bool:
-        """Whether a value was dropped; it counts as offered again from now on."""
+        """Whether a value was dropped; if so, remove it from the dropped ones."""
         with self._changed:
             return self._dropped.pop(key, self) is None
 
     def failed(self, what: str, error: Exception, is_of_call: bool = True) -> None:
-        """Count a failure of what calls wait for; after some, the thread looks when the store answers again."""
+        """Count a failure of a read; once the breaker opens, the thread tests whether the store answers."""
         self.counters.error(what, error, is_of_call)
         with self._changed:
             self.reads.failed()
             if self.reads.is_open and not self.is_closed:
-                self._rouse()
+                self._wake()
 
     @property
     def is_resting(self) -> bool:
-        """Whether writes failed, and are not tried again yet."""
+        """Whether writes are suspended after failures."""
         return self._writes.left_s > 0
 
     def drain(self) -> None:
-        """Wait until all that waited is written or dropped, for a minute at most."""
+        """Wait until all queued values are written or dropped, for a minute at most."""
         with self._changed:
             if self._thread not in (None, threading.current_thread()):
                 self._changed.wait_for(lambda: not (self._jobs or self._is_busy), _PATIENCE_S)
 
     def close(self) -> None:
-        """Write what waits, end the thread and close the store. Twice does nothing."""
+        """Write the queued values, stop the thread and close the store. A second call does nothing."""
         self.drain()
         with self._changed:
             if self.is_closed:
@@ -151,12 +152,12 @@ class WriteBehind:
             self._thread.join(_PATIENCE_S)
         self.store.close()
 
-    def _begin_anew(self) -> None:
-        """In a forked process, begin empty: the parent writes what waits."""
+    def _reset_after_fork(self) -> None:
+        """Empty the queue in a forked child: the parent writes it."""
         self._jobs.clear()
         self._nbytes, self._is_busy, self._thread = 0, False, None
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="llmcache-store-writer", daemon=True)
             self._thread.start()
@@ -168,7 +169,7 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                if not (self._jobs or self.is_closed):  # whoever wakes it may have opened the breaker
+                if not (self._jobs or self.is_closed):  # it may be woken because the breaker opened
                     self._changed.wait(self.reads.left_s if self.reads.is_open else None)
                 if self.is_closed and not self._jobs:
                     return
@@ -184,7 +185,7 @@ class WriteBehind:
                     self.reads.succeeded()
 
     def _take(self) -> list[Job]:
-        """Take the jobs that are sealed and put together next. The caller holds the lock."""
+        """Remove the next jobs from the queue, up to `_AT_ONCE_BYTES`. The caller holds the lock."""
         jobs, nbytes = list[Job](), 0
         while self._jobs and nbytes < _AT_ONCE_BYTES:
             jobs.append(self._jobs.popleft())
@@ -192,7 +193,7 @@ class WriteBehind:
         return jobs
 
     def _write(self, jobs: Sequence[Job]) -> None:
-        """Write jobs together; tried again a moment later where that fails, and dropped where it goes on to fail."""
+        """Write jobs together, with retries; drop them if writing keeps failing."""
         while not self.is_resting:
             try:
                 n_written = self._put(jobs)
@@ -216,19 +217,19 @@ class WriteBehind:
             return self._changed.wait_for(lambda: self.is_closed, seconds)
 
     def _put(self, jobs: Sequence[Job]) -> int:
-        """Put values that the store does not hold; returns how many they were."""
+        """Put the values that the store lacks; return how many were put."""
         absent = {*self.store.absent([job.key for job in jobs])}
         puts = []
         for job in jobs:
             if job.key in absent:
-                with self.counters.guard("seal a value"):  # it will not do so next time either
+                with self.counters.guard("seal a value"):  # a retry would fail as well
                     puts.append(Put(job.key, self.seal.close(job.key, job.tensors, job.about), job.number))
         if puts:
             self.store.put_many(puts)
         return len(puts)
 
     def _drop(self, jobs: Sequence[Job]) -> None:
-        """The caller holds the lock."""
+        """Drop jobs, count them and remember their keys. The caller holds the lock."""
         self.n_dropped += len(jobs)
         for job in jobs:
             self._dropped.pop(job.key, None)

@@ -111,9 +111,9 @@ class Turning(outside.Mirrored):
         ("index", Trusting, "add of .*: ValueError"),
         ("index", Borrowing, "search: the similarity of the rows named"),
         ("fingerprint", Long, "project: L2 norm 1"),
-        ("fingerprint", Crowd, "features: of each row by itself"),
+        ("fingerprint", Crowd, "features: each row is independent"),
         ("codec", Half, "is_lossless: every bit comes back"),
-        ("codec", Renaming, "encode: but for `hidden`, the name given is itself one"),
+        ("codec", Renaming, "encode: except for `hidden`, the given name is in the result"),
         ("codec", Turning, "encode: the tensor is not modified"),
     ],
 )

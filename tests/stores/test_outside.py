@@ -58,7 +58,7 @@ class Alone(Shared):
         (Unmoved, "purge: the namespace has another number in all stores"),
         (Shuffled, "get_many: a value for each key, in their order, bit for bit"),
         (Patient, "get_many: nothing after the deadline, and no error"),
-        (Silent, "purges: what was purged, in order"),
+        (Silent, "purges: all purges, in order"),
         (Nameless, "get_many: a value for each key, in their order, bit for bit"),
         (Alone, "get_many: a value for each key, in their order, bit for bit"),
     ],
