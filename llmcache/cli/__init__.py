@@ -1,8 +1,9 @@
-"""Commands of the library: one a file, each with a function `command` that parses, calls the library and prints.
+"""Commands of the library: one per file, each with a function `command` that parses, calls the library and prints.
 
-    main       all commands that are installed, as one application
-    options    what several commands take
-    output     what they write; table: what they show
+    main       all installed commands as one application
+    options    options shared by several commands
+    output     writing of result files
+    table      tables on the console
 
 A command imports torch, transformers and FAISS inside its function, so that `llmcache --help` answers at once.
 """

@@ -11,8 +11,8 @@ from llmcache.cli.output import check_writable, write_json
 
 def command(
     model: options.Model,
-    prompt: Annotated[str, typer.Option(help="What is asked, or is to be gone on with.")],
-    system: Annotated[str | None, typer.Option(help="What is said before it.")] = None,
+    prompt: Annotated[str, typer.Option(help="Question, or text to continue.")],
+    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
     truncate: options.TruncateOption = "error",
     max_new_tokens: options.MaxNewTokens = options.MAX_NEW_TOKENS,
     do_sample: options.DoSample = False,
@@ -21,9 +21,11 @@ def command(
     top_p: options.TopP = None,
     repetition_penalty: options.Penalty = None,
     seed: options.Seed = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Tell how long it took.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print timings.")] = False,
     models_dir: options.ModelsDir = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write answer and figures here.")
+    ] = None,
 ) -> None:
     """Answer one prompt, token by token."""
     check_writable(json_file)

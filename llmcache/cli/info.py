@@ -1,4 +1,4 @@
-"""`llmcache info`: what an error report should say about the machine."""
+"""`llmcache info`: versions and hardware, for bug reports."""
 
 import platform
 

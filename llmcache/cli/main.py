@@ -1,6 +1,6 @@
-"""The `llmcache` command: every command that is installed, made one application.
+"""The `llmcache` command: one application of all installed commands.
 
-Other packages add commands through the entry point group `llmcache.commands`, each entry a mapping like `OWN`; the
+Other packages add commands through the entry point group `llmcache.commands`, each entry a mapping like `OWN`, as the
 experiments of a checkout do.
 """
 
@@ -17,16 +17,16 @@ from llmcache.errors import LLMCacheError
 
 Commands: TypeAlias = Mapping[str, Callable[..., None]]
 
-#: Where the experiments are, if anywhere.
+#: Root of the checkout, which has the experiments; without meaning in an installed wheel.
 CHECKOUT: Final = Path(__file__).parents[2]
 
-#: Groups of commands and what they are for.
+#: Help texts of command groups.
 GROUPS: Final[Mapping[str, str]] = {
     "bench": "Measure speed and memory on this machine.",
-    "keys": "Keys of a server: who may use it.",
+    "keys": "Manage the API keys of a server.",
 }
 
-#: Commands of the library; two words are a group and its command.
+#: Commands of the library; a name of two words is a group and its command.
 OWN: Final[Commands] = {
     "generate": generate.command,
     "repl": repl.command,
@@ -39,11 +39,11 @@ OWN: Final[Commands] = {
 
 
 def find_commands() -> Commands:
-    """Every command that is installed, in the order of `llmcache --help`: ours last."""
+    """Return all installed commands in the order of `llmcache --help`: the library's own last."""
     found: dict[str, Callable[..., None]] = {}
     for entry in entry_points(group="llmcache.commands"):
-        # The wheel holds the library alone, but names the experiments of the checkout that it was built from. Another
-        # package called `experiments` is none of ours.
+        # The wheel contains only the library, but its entry point names the checkout's `experiments`. Skip it outside a
+        # checkout: another package may have that name.
         is_ours = entry.dist is not None and entry.dist.name == "llmcache-torch"
         if not is_ours or (CHECKOUT / "pyproject.toml").is_file():
             found |= entry.load()
@@ -52,7 +52,7 @@ def find_commands() -> Commands:
 
 COMMANDS: Final[Commands] = find_commands()
 
-#: What a user can put right: shown as one line, without a traceback.
+#: Errors that a user can fix, printed as one line without a traceback.
 USER_ERRORS: Final = (LLMCacheError, OSError)
 
 
@@ -77,7 +77,7 @@ def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: with 0 when done, 2 for what the user can put right."""
+    """Run the command line and exit: with 0 on success, 2 for an error that the user can fix."""
     try:
         app(args=args, prog_name="llmcache")
     except USER_ERRORS as error:

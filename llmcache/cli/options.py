@@ -1,4 +1,4 @@
-"""Options that commands share, and what they tell of a request."""
+"""Options shared by commands, and the printed summary of a request."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 MODELS_VARIABLE = "LLMCACHE_MODELS"
 
 ModelsDir: TypeAlias = Annotated[
-    Path | None, typer.Option(envvar=MODELS_VARIABLE, help="Folder in which models are looked up by name.")
+    Path | None, typer.Option(envvar=MODELS_VARIABLE, help="Folder in which to look up models by name.")
 ]
 Model: TypeAlias = Annotated[str, typer.Option(help="A causal language model: a folder, or a name on the hub.")]
-MaxNewTokens: TypeAlias = Annotated[int, typer.Option(help="Tokens of an answer at most.")]
-DoSample: TypeAlias = Annotated[bool, typer.Option("--do-sample", help="Draw tokens; else the likeliest is taken.")]
+MaxNewTokens: TypeAlias = Annotated[int, typer.Option(help="Maximum tokens of an answer.")]
+DoSample: TypeAlias = Annotated[bool, typer.Option("--do-sample", help="Sample tokens; default: take the likeliest.")]
 Temperature: TypeAlias = Annotated[float | None, typer.Option(help="Divides the logits. With --do-sample.")]
-TopK: TypeAlias = Annotated[int | None, typer.Option(help="Draw from so many tokens. With --do-sample.")]
-TopP: TypeAlias = Annotated[float | None, typer.Option(help="Draw from this much probability. With --do-sample.")]
-Penalty: TypeAlias = Annotated[float | None, typer.Option("--repetition-penalty", help="Over 1 repeats less.")]
-Seed: TypeAlias = Annotated[int, typer.Option(help="Of the draw.")]
+TopK: TypeAlias = Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens. With --do-sample.")]
+TopP: TypeAlias = Annotated[float | None, typer.Option(help="Sample from this much probability. With --do-sample.")]
+Penalty: TypeAlias = Annotated[float | None, typer.Option("--repetition-penalty", help="Above 1: less repetition.")]
+Seed: TypeAlias = Annotated[int, typer.Option(help="Seed of sampling.")]
 TruncateOption: TypeAlias = Annotated[
-    Literal["left", "error"], typer.Option(help="Of a prompt that is too long: drop its beginning, or refuse it.")
+    Literal["left", "error"], typer.Option(help="If a prompt is too long: drop its beginning, or fail.")
 ]
 
 MAX_NEW_TOKENS = 128
@@ -38,7 +38,7 @@ def make_sampling(
     repetition_penalty: float | None,
     seed: int,
 ) -> "Sampling":
-    """Return the settings that were given on the command line."""
+    """Return sampling settings from command-line options; None means the default."""
     from llmcache.generation import Sampling
 
     return Sampling(
@@ -53,25 +53,25 @@ def make_sampling(
 
 
 def show_turn(turn: "Turn", is_verbose: bool) -> None:
-    """Show where an answer came from and how long it took, or at least what was left out of its prompt."""
+    """Print a summary of the request if `is_verbose`; else only what was left out of its prompt, if anything."""
     if is_verbose:
-        typer.echo(_told(turn))
-    elif cut := _cuts(turn):
+        typer.echo(_summary(turn))
+    elif cut := _omissions(turn):
         typer.echo(f"llmcache: {cut}", err=True)
 
 
-def _cuts(turn: "Turn") -> str:
-    """Say what was left out for want of room; empty if nothing was."""
+def _omissions(turn: "Turn") -> str:
+    """Return what was left out of the prompt to fit the context; empty if nothing."""
     forgotten = f"oldest turns forgotten: {turn.n_forgotten:,}" if turn.n_forgotten else ""
     cut = f"cut off on the left: {turn.prompt.n_dropped:,} tokens" if turn.prompt.n_dropped else ""
     return ", ".join(part for part in (forgotten, cut) if part)
 
 
-def _told(turn: "Turn") -> str:
-    """Say in two lines where an answer came from, and how long it took."""
+def _summary(turn: "Turn") -> str:
+    """Return two lines on where the answer came from and how long it took."""
     prompt, made = turn.prompt, turn.generation
     n_prompt, n_reused = made.n_prompt, made.n_prompt if made.rung == "exact" else made.n_prefix
-    cut = _cuts(turn)
+    cut = _omissions(turn)
     first = (
         f"prompt {'known' if prompt.is_hit else 'new'}, {n_prompt:,} tokens{cut and f', {cut}'}; "
         f"{n_reused:,} of {n_prompt:,} from the store ({made.rung or 'computed'})"

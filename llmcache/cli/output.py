@@ -1,4 +1,4 @@
-"""Where commands write, and what they say of work that could not be done or was interrupted."""
+"""Writing of result files, and messages for interrupted commands and unwritable files."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,28 +10,28 @@ import typer
 
 from llmcache.errors import ConfigError
 
-INTERRUPTED: Final = 130  # exit status of a shell's command that Ctrl-C ended: 128 + SIGINT
+INTERRUPTED: Final = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
 
 
 @contextmanager
-def interruptible(told: str) -> Iterator[None]:
-    """Within: Ctrl-C ends the command with one line that says what becomes of its work: `told`."""
+def interruptible(message: str) -> Iterator[None]:
+    """Within this context, Ctrl-C prints `message` and exits with status `INTERRUPTED`."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"llmcache: {told}", err=True)
+        typer.echo(f"llmcache: {message}", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
 def check_writable(path: Path | None) -> None:
-    """Tell before a long run that its result could not be written."""
+    """Raise `ConfigError` if `path` cannot be written, so that a long run fails early."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{path}: cannot be written; give a file in a folder that exists")
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within: an error of the system names this file. Of a disk that is full it names none by itself."""
+    """Within this context, add the file's name to an `OSError`, which lacks it for a full disk."""
     try:
         yield
     except OSError as error:
@@ -40,7 +40,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures, if a path was given, and say where."""
+    """Write figures as JSON and print the path; do nothing if `path` is None."""
     if path is None:
         return
     with naming(path):

@@ -40,7 +40,7 @@ part is given by its name, or as `{name: ..., option: value}`. An unknown key or
 
 
 def render() -> str:
-    """Return the whole reference as Markdown: `llmcache` itself, then each command in the order of the table."""
+    """Return the whole reference as Markdown: `llmcache` itself, then each command in the order of `COMMANDS`."""
     return "\n".join([HEADER, *(_section(path) for path in [(), *(tuple(name.split()) for name in COMMANDS)])])
 
 
@@ -53,14 +53,15 @@ def _section(path: tuple[str, ...]) -> str:
 
 
 def render_settings() -> str:
-    """Return every setting as Markdown: type, default, what it does, and the parts that it can name."""
-    told = _attributes(inspect.getdoc(CacheConfig) or "")
+    """Return every setting as Markdown: type, default, description, and the parts it can select."""
+    descriptions = _attributes(inspect.getdoc(CacheConfig) or "")
     parts = {registry.kind: registry for registry in (FINGERPRINTS, INDEXES, POLICIES, STORES, CODECS)}
     sections = []
     for name, field in CacheConfig.model_fields.items():
         default = field.default.name if isinstance(field.default, Component) else field.default
         default = default.model_dump() if isinstance(default, BaseModel) else default
-        lines = [f"## `{name}`", f"Type `{_kind(field.annotation)}`, default `{_literal(default)}`.", told[name]]
+        lines = [f"## `{name}`", f"Type `{_kind(field.annotation)}`, default `{_literal(default)}`."]
+        lines.append(descriptions[name])
         if name in parts:
             lines.append("\n".join(_table(parts[name])))
         sections.append("\n\n".join(lines) + "\n")
@@ -68,7 +69,7 @@ def render_settings() -> str:
 
 
 def _attributes(docstring: str) -> dict[str, str]:
-    """Return the paragraph of each attribute that a docstring describes."""
+    """Return the descriptions of a docstring's attributes, by name."""
     found: dict[str, list[str]] = {}
     for line in docstring.partition("Attributes:\n")[2].splitlines():
         if head := re.match(r"    (\w+): (.*)", line):
@@ -101,13 +102,13 @@ def _table(registry: Registry[Any]) -> Iterator[str]:
     yield "| name | options | what it is |"
     yield "|---|---|---|"
     for name, made in registry.items():
-        told = (inspect.getdoc(made) or "").partition("\n\n")[0].replace("\n", " ").removeprefix(f"`{name}`: ")
-        sentence = re.split(r"(?<=\.)\s", told)[0]
+        summary = (inspect.getdoc(made) or "").partition("\n\n")[0].replace("\n", " ").removeprefix(f"`{name}`: ")
+        sentence = re.split(r"(?<=\.)\s", summary)[0]
         yield f"| `{name}` | {', '.join(_options(made, len(registry.given)))} | {sentence} |"
 
 
 def _options(made: Callable[..., Any], n_given: int) -> Iterator[str]:
-    """Yield options of a part that a setting can give, which clocks and the like are not."""
+    """Yield the options of a part that a setting can give; callables, such as clocks, are left out."""
     for parameter in list(inspect.signature(made).parameters.values())[n_given:]:
         if "Callable" in str(parameter.annotation):
             continue
@@ -115,7 +116,7 @@ def _options(made: Callable[..., Any], n_given: int) -> Iterator[str]:
         yield f"`{parameter.name}={_literal(parameter.default)}`" if has_default else f"`{parameter.name}`"
 
 
-#: Pages that are made, by their file.
+#: Generated pages, by file name.
 PAGES: Mapping[str, Callable[[], str]] = {"cli.md": render, "settings.md": render_settings}
 
 

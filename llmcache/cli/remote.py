@@ -1,7 +1,7 @@
-"""A conversation with a server that speaks OpenAI's `/v1/chat/completions`, for `llmcache repl --url`.
+"""A conversation with a server that has OpenAI's route `/v1/chat/completions`, for `llmcache repl --url`.
 
-With the standard library alone: who only talks to a server installs nothing for it. No redirect is followed, so that
-the key is sent nowhere else.
+Uses only the standard library, so that a client of a server needs no extra packages. Redirects are not followed, so
+that the key is sent to no other host.
 """
 
 import http.client
@@ -15,28 +15,28 @@ from urllib.parse import urlsplit
 
 from llmcache.errors import ConfigError, RequestError
 
-_TIMEOUT_S = 300.0  # without a byte: prompts are computed in one step
+_TIMEOUT_S = 300.0  # longest time without a byte: servers send nothing while they compute a prompt
 _ROUTE = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteTurn:
-    """What a server told of an answer, None of what it did not, and how long it took here."""
+    """Token counts that the server reported for an answer (None if it did not), and times measured here."""
 
     n_prompt: int | None  # tokens of the prompt
-    n_cached: int | None  # of these, tokens that were not computed
+    n_cached: int | None  # prompt tokens that were not computed
     n_made: int | None  # tokens of the answer
-    first_s: float | None  # seconds to the first piece of text; None without one
-    whole_s: float  # seconds to the last
+    first_s: float | None  # seconds to the first piece of text; None without text
+    whole_s: float  # seconds to the last piece
 
 
 class RemoteChat:
-    """A conversation. One thread at a time."""
+    """A conversation. Use it from one thread at a time."""
 
     def __init__(self, url: str, key: str | None, settings: Mapping[str, Any], system: str | None = None) -> None:
-        """Begin a conversation with the server at a `url`, with or without `/v1`; nothing is sent yet.
+        """Prepare a conversation with the server at `url`, with or without `/v1`; nothing is sent yet.
 
-        Each request has the fields `settings` beside its messages. A key is sent as a bearer token.
+        `settings` are added to the fields of each request. `key` is sent as a bearer token.
         """
         try:
             parts = urlsplit(url)
@@ -44,7 +44,7 @@ class RemoteChat:
         except ValueError:
             host = None
         if not host or parts.scheme not in ("http", "https"):
-            raise ConfigError(f"url={url!r}: give the address of a server, as http://127.0.0.1:8000")
+            raise ConfigError(f"url={url!r}: give the address of a server, such as http://127.0.0.1:8000")
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("key: a key is printable ASCII")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -57,16 +57,16 @@ class RemoteChat:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, with what the system says."""
+        """Start over with only the system message."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._history: list[dict[str, str]] = system
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer to a question in pieces; both are remembered once it was read to its end.
+        """Yield the answer to a question in pieces; both join the conversation once the answer is read to its end.
 
         Raises:
-            RequestError: The server refused it, or did not answer as such servers do.
-            OSError: It cannot be reached.
+            RequestError: The server refused the request, or its response is malformed.
+            OSError: The server cannot be reached.
         """
         asked = [*self._history, {"role": "user", "content": text}]
         body = {**self._settings, "messages": asked, "stream": True, "stream_options": {"include_usage": True}}
@@ -95,7 +95,7 @@ class RemoteChat:
             connection.request("POST", self._path, json.dumps(body), self._headers)
             response = connection.getresponse()
             if response.status != http.client.OK:
-                raise RequestError(_why(response.status, response.read()))
+                raise RequestError(_refusal_reason(response.status, response.read()))
             for line in response:
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
@@ -108,8 +108,8 @@ class RemoteChat:
             raise RequestError("the server broke off before the end of its answer")
 
 
-def _why(status: int, body: bytes) -> str:
-    """Say why a server refused a request."""
+def _refusal_reason(status: int, body: bytes) -> str:
+    """Return the reason for a refusal from an error response."""
     try:
         return f"the server refused it ({status}): {json.loads(body)['error']['message']}"
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""`llmcache repl`: a conversation with a model that is loaded once and remembers, here or behind a server."""
+"""`llmcache repl`: a conversation with a model loaded here and cached, or with a server."""
 
 import io
 import statistics
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 _PROMPT = "> "
 _HELP = """\
-/stats  what was served from memory so far, and how long first tokens took
-/clear  forget the conversation; what was computed stays known
+/stats  show hits so far, and times to the first token
+/clear  start a new conversation; the cache keeps its entries
 /quit   end the conversation
-/help   this list"""
+/help   show this list"""
 
 
 def command(
     model: Annotated[
         str | None,
-        typer.Option(help="A causal language model: a folder, or a name on the hub; its name on the server."),
+        typer.Option(help="A causal language model: a folder, or a name on the hub; with --url its name there."),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Talk to a server that speaks OpenAI's chat completions.")] = None,
-    key: Annotated[str | None, typer.Option(envvar="LLMCACHE_KEY", help="Of that server.")] = None,
-    system: Annotated[str | None, typer.Option(help="What is said before the first question.")] = None,
+    url: Annotated[str | None, typer.Option(help="Talk to a server with OpenAI's chat completions.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="LLMCACHE_KEY", help="API key for that server.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before the first question.")] = None,
     truncate: options.TruncateOption = "error",
     max_new_tokens: options.MaxNewTokens = options.MAX_NEW_TOKENS,
     do_sample: options.DoSample = False,
@@ -41,12 +41,12 @@ def command(
     top_p: options.TopP = None,
     repetition_penalty: options.Penalty = None,
     seed: options.Seed = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Tell of each request what came from where.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print hits and timings of each request.")] = False,
     models_dir: options.ModelsDir = None,
 ) -> None:
-    """Talk to a model. Its cache serves what prompts have in common; /help lists commands.
+    """Talk to a model. The cache serves shared prefixes of prompts; /help lists commands.
 
-    Ctrl-C ends an answer, which is forgotten then with its question; at the prompt it ends the conversation.
+    Ctrl-C interrupts an answer and drops it with its question; at the prompt it ends the conversation.
     """
     sampling = options.make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
     if url is not None:
@@ -54,7 +54,7 @@ def command(
 
         if truncate != "error":
             raise ConfigError(f"truncate={truncate!r} has no effect on a server, which refuses what is too long")
-        remote = RemoteChat(url, key, ({} if model is None else {"model": model}) | _fields(sampling), system)
+        remote = RemoteChat(url, key, ({} if model is None else {"model": model}) | _request_fields(sampling), system)
         talk = _RemoteTalk(remote, verbose)
         _converse(talk.answer, talk.show_stats, remote.clear)
         return
@@ -67,14 +67,14 @@ def command(
     loaded = load_causal(model, models_dir)
     with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer) as cache:
         chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate)
-        own = _Talk(chat, cache, verbose)
+        own = _LocalTalk(chat, cache, verbose)
         _converse(own.answer, own.show_stats, chat.clear)
 
 
 def _converse(answer: Callable[[str], None], show_stats: Callable[[], None], clear: Callable[[], None]) -> None:
-    """Read lines, commands and questions, until the end of input or /quit."""
+    """Read commands and questions, line by line, until the end of input or /quit."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as any other prompt
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused like other bad prompts
     while True:
         try:
             line = input(_PROMPT).strip()
@@ -90,14 +90,14 @@ def _converse(answer: Callable[[str], None], show_stats: Callable[[], None], cle
             typer.echo("cleared")
         elif line.startswith("/"):
             if line != "/help":
-                typer.echo(f"llmcache: no command {line!r}; those there are:", err=True)
+                typer.echo(f"llmcache: no command {line!r}; the commands are:", err=True)
             typer.echo(_HELP)
         elif line:
             answer(line)
 
 
-class _Talk:
-    """With a model that was loaded here."""
+class _LocalTalk:
+    """A conversation with a model loaded here."""
 
     def __init__(self, chat: "Chat", cache: "LLMCache", is_verbose: bool) -> None:
         from llmcache.generation import Latencies
@@ -109,7 +109,7 @@ class _Talk:
         self._kv_nbytes = 0
 
     def answer(self, line: str) -> None:
-        """Answer a question, and tell where its answer came from."""
+        """Print the answer to a question, and its source."""
         answer = None
         try:
             answer = self._chat.ask(line)
@@ -120,7 +120,7 @@ class _Talk:
             return
         except KeyboardInterrupt:
             typer.echo(" ... interrupted", nl=answer is None)
-            if answer is None:  # before it began
+            if answer is None:  # before the answer began
                 return
         typer.echo()
         turn = self._chat.turn()
@@ -130,34 +130,34 @@ class _Talk:
         options.show_turn(turn, self._is_verbose)
 
     def show_stats(self) -> None:
-        """Show what was served from memory, and how long first tokens took."""
+        """Print hits and times to the first token."""
         stats = self._cache.stats()
         figures = {
             "requests": stats.n_requests,
-            "of these answered from a known prompt": stats.hits.get("exact", 0),
+            "requests whose whole prompt was stored": stats.hits.get("exact", 0),
             "prompt tokens": stats.n_prompt_tokens,
             "prompt tokens from a stored prefix": stats.n_prefix_tokens,
-            "prompts known": len(self._chat.prompts),
+            "tokenised prompts held": len(self._chat.prompts),
             "blocks held": stats.n_blocks,
             "bytes held": stats.held_nbytes,
             "K/V bytes of the last answer": self._kv_nbytes,
         }
-        _show_figures("Remembered", figures)
-        rows = [_times(rung, found) for rung, found in self._latencies.summary().items()]
+        _show_figures("Cache", figures)
+        rows = [_latency_row(rung, found) for rung, found in self._latencies.summary().items()]
         if rows:
             typer.echo()
             show_table("Medians by what served the prompt, milliseconds", rows)
 
 
 class _RemoteTalk:
-    """With a model behind a server."""
+    """A conversation with a model on a server."""
 
     def __init__(self, chat: "RemoteChat", is_verbose: bool) -> None:
         self._chat = chat
         self._is_verbose = is_verbose
 
     def answer(self, line: str) -> None:
-        """Answer a question, and tell what the server told of the answer."""
+        """Print the answer to a question, and the server's token counts if verbose."""
         has_text = False
         try:
             for piece in self._chat.ask(line):
@@ -172,28 +172,28 @@ class _RemoteTalk:
             return
         typer.echo()
         if self._is_verbose:
-            typer.echo(_told(self._chat.turns[-1]))
+            typer.echo(_summary(self._chat.turns[-1]))
 
     def show_stats(self) -> None:
-        """Show what the server told of this conversation."""
+        """Print the token counts that the server reported for this conversation."""
         turns = self._chat.turns
         firsts = [turn.first_s for turn in turns if turn.first_s is not None]
         figures = {
             "requests": len(turns),
             "prompt tokens": sum(turn.n_prompt or 0 for turn in turns),
-            "prompt tokens that were not computed": sum(turn.n_cached or 0 for turn in turns),
+            "prompt tokens not computed": sum(turn.n_cached or 0 for turn in turns),
             "answer tokens": sum(turn.n_made or 0 for turn in turns),
             "median time to the first text, milliseconds": 1e3 * statistics.median(firsts) if firsts else None,
         }
-        _show_figures("Of this conversation", figures)
+        _show_figures("This conversation", figures)
 
 
 def _show_figures(title: str, figures: Mapping[str, float | None]) -> None:
     show_table(title, [{"figure": name, "value": value} for name, value in figures.items()])
 
 
-def _fields(sampling: "Sampling") -> dict[str, Any]:
-    """Return settings as fields of a request to a server."""
+def _request_fields(sampling: "Sampling") -> dict[str, Any]:
+    """Return sampling settings as fields of a request to a server."""
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     asked = {
         "max_tokens": sampling.max_new_tokens,
@@ -205,8 +205,8 @@ def _fields(sampling: "Sampling") -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None and value != defaults.get(name)}
 
 
-def _told(turn: "RemoteTurn") -> str:
-    """Say in one line what a server told of an answer."""
+def _summary(turn: "RemoteTurn") -> str:
+    """Return one line with a turn's token counts and times."""
     prompt = "prompt of unknown length" if turn.n_prompt is None else f"prompt {turn.n_prompt:,} tokens"
     cached = "" if turn.n_cached is None else f", {turn.n_cached:,} not computed"
     first = "" if turn.first_s is None else f"first text {1e3 * turn.first_s:.1f} ms, "
@@ -214,7 +214,7 @@ def _told(turn: "RemoteTurn") -> str:
     return f"[{prompt}{cached}; {first}{made}{1e3 * turn.whole_s:.0f} ms]"
 
 
-def _times(rung: str, found: "LatencySummary") -> dict[str, Any]:
+def _latency_row(rung: str, found: "LatencySummary") -> dict[str, Any]:
     spreads = {"ttft": found.ttft, "tpot": found.tpot, "e2el": found.e2el}
     medians = {name: None if spread is None else 1e3 * spread.median for name, spread in spreads.items()}
     return {"served by": rung, "requests": found.n_requests, **medians}

@@ -1,4 +1,4 @@
-"""Tables on the console: no number is ever broken or cut."""
+"""Tables on the console. Numbers are never wrapped or truncated."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from typing import Any
 
 import typer
 
-_WIDTH = 80  # characters, where there is no terminal to ask
-_NAME_WIDTH = 17  # characters that a name is not folded below
-_WHOLE_FROM = 10_000  # figures from here on are shown without decimals
+_DEFAULT_WIDTH = 80  # characters, if there is no terminal
+_MIN_NAME_WIDTH = 17  # a column of names is not folded below this many characters
+_WHOLE_FROM = 10_000  # values from here on are shown without decimals
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) -> None:
-    """Print rows with the same keys, the headings; the first `n_names` columns say what a row is.
+    """Print rows as a table with their common keys as headings; the first `n_names` columns name a row.
 
-    Numbers are rounded for reading. Names fold where room is short; where that is not enough, the table is wider.
+    Numbers are rounded. Names are folded to fit the terminal; a table that still does not fit is wider than it.
     """
     from rich import box
     from rich.console import Console
@@ -36,18 +36,18 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) 
             Text("\n".join(words)),
             justify="left" if is_name else "right",
             overflow="fold",
-            min_width=min(widest, _NAME_WIDTH) if is_name else widest,
+            min_width=min(widest, _MIN_NAME_WIDTH) if is_name else widest,
         )
     for row in cells:
         table.add_row(*map(Text, row))
-    room = shutil.get_terminal_size((_WIDTH, 0)).columns
+    room = shutil.get_terminal_size((_DEFAULT_WIDTH, 0)).columns
     boundless = Console(width=10_000)
     least = Measurement.get(boundless, boundless.options, table).minimum
     Console(width=max(room, least), highlight=False).print(table)
 
 
 def cell(value: Any) -> str:
-    """Return a value as text; None is empty, never 0."""
+    """Return a value as text; None becomes an empty string."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -56,7 +56,7 @@ def cell(value: Any) -> str:
 
 
 def _round(value: float) -> str:
-    """Write four digits; of a value just below 1, a threshold for instance, as many as tell it from 1."""
+    """Format with four significant digits; a value just below 1, such as a threshold, with enough not to read as 1."""
     if abs(value) >= _WHOLE_FROM:
         return f"{value:,.0f}"
     digits = 4

@@ -1,7 +1,7 @@
-"""One model, served over HTTP in the words of text-embeddings-inference and of OpenAI.
+"""Serves one model over HTTP with the routes of text-embeddings-inference (TEI) and of OpenAI.
 
-    request -> key, limits -> tokens -> looked up at once: a hit is answered without queueing
-            -> a miss waits a few ms, and is computed with others of its length, in the one thread that runs the model
+    request -> API key, limits -> tokens -> lookup: a hit is answered without queueing
+            -> a miss waits a few ms and is computed in a batch with misses of similar length, on the one model thread
 
-Needs the extra `serve`. `llmcache serve` starts it; `create_app` makes the ASGI application.
+Needs the extra `serve`. `llmcache serve` starts the server; `create_app` makes the ASGI application.
 """

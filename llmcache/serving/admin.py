@@ -1,4 +1,4 @@
-"""What an operator may have done: forget, switch the cache off and on, audit, save, drain. Scope `admin`."""
+"""Operator routes: purge, forget, clear, enable and disable the cache, audit, save, drain. Need the scope `admin`."""
 
 import asyncio
 import logging
@@ -18,18 +18,18 @@ from llmcache.serving.tei import Classified, Input, classified_of, items_of, wit
 
 logger = logging.getLogger("llmcache")
 
-_COPIES: Final = "tenants keep copies of its prefixes with what they computed after them: purge their namespaces too"
+_COPIES_NOTE: Final = "other namespaces keep copies of its prefixes together with their own tokens: purge those as well"
 _T = TypeVar("_T")
 
 
 class Purge(BaseModel):
-    """Whose entries are to be forgotten."""
+    """Body of `/admin/purge`: the namespace to purge."""
 
     namespace: Annotated[StrictStr, Field(max_length=1024)]
 
 
 class Forget(BaseModel):
-    """What is no longer to be served: `inputs` of an encoder as its own routes take them, or a decoder's prompt."""
+    """Body of `/admin/forget`: an encoder's `inputs`, in the form that its own routes take, or a decoder's prompt."""
 
     inputs: Classified | Input | None = None
     prompt_name: StrictStr | None = None
@@ -39,14 +39,14 @@ class Forget(BaseModel):
 
 
 class Purged(BaseModel):
-    """How many requests were forgotten, and what is left elsewhere, if anything."""
+    """Number of purged requests, and a note if other namespaces may hold copies."""
 
     purged: int
     note: str | None = None
 
 
 class State(BaseModel):
-    """In which state the server is: its phase, and requests for inference that have not ended."""
+    """The server's phase, and the number of inference requests in progress."""
 
     phase: str
     under_way: int
@@ -57,17 +57,17 @@ router = APIRouter(prefix="/admin", tags=["admin"])
 
 @router.post("/purge", response_model_exclude_none=True)
 async def purge(asked: Purge, request: Request) -> Purged:
-    """Forget all entries of a namespace; answers how many requests they were."""
-    server = _server(request, "purges a namespace")
-    n_requests = await _done(server.purge(asked.namespace))
+    """Purge all entries of a namespace; return the number of requests they held."""
+    server = _log_action(request, "purges a namespace")
+    n_requests = await _wait_for(server.purge(asked.namespace))
     has_copies = asked.namespace == PUBLIC and server.decoder is not None and server.settings.keys is not None
-    return Purged(purged=n_requests, note=_COPIES if has_copies else None)
+    return Purged(purged=n_requests, note=_COPIES_NOTE if has_copies else None)
 
 
 @router.post("/forget")
 async def forget(asked: Forget, request: Request) -> dict[str, int]:
-    """Forget what serves these requests, in the key's namespace unless one is named; answers how many were known."""
-    server = _server(request, "forgets requests")
+    """Forget the entries of these requests, by default in the key's own namespace; return how many were stored."""
+    server = _log_action(request, "forgets requests")
     namespace = asked.namespace or request.state.tenant.namespace
     if server.decoder is not None:
         prompt = asked.prompt or asked.messages
@@ -75,82 +75,82 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
             raise Refusal("invalid", "give `prompt` or `messages`", param="prompt")
         ids = await server.decoder.encode(prompt, request.state.tenant.namespace)
         inputs = {"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}
-        return {"forgotten": await _done(server.forget(inputs, namespace))}
+        return {"forgotten": await _wait_for(server.forget(inputs, namespace))}
     if asked.inputs is None or server.encoder is None:
         raise Refusal("invalid", "give `inputs`", param="inputs")
     is_embedding = server.served.kind == "embedding"
     items = items_of(asked.inputs) if is_embedding else classified_of(asked.inputs)[0]
     tokens = await server.encoder.tokens(with_prompt(server, items, asked.prompt_name), True, "right")
     known = [server.encoder.padded([one]) for one in Fields("inputs", True).all(tokens)]
-    return {"forgotten": sum([await _done(server.forget(one, namespace)) for one in known])}
+    return {"forgotten": sum([await _wait_for(server.forget(one, namespace)) for one in known])}
 
 
 @router.post("/clear")
 async def clear(request: Request) -> dict[str, bool]:
-    """Forget all entries, and the calibration that rests on them."""
-    await _done(_server(request, "clears the cache").clear())
+    """Remove all entries, and the calibration learned from them."""
+    await _wait_for(_log_action(request, "clears the cache").clear())
     return {"cleared": True}
 
 
 @router.post("/disable")
 async def disable(request: Request) -> dict[str, bool]:
-    """Compute all requests from now on as if there were no cache. What is held stays."""
-    _server(request, "disables the cache").is_disabled = True
+    """Bypass the cache for all further requests. Stored entries are kept."""
+    _log_action(request, "disables the cache").is_disabled = True
     return {"enabled": False}
 
 
 @router.post("/enable")
 async def enable(request: Request) -> dict[str, bool]:
     """Serve from the cache again."""
-    _server(request, "enables the cache").is_disabled = False
+    _log_action(request, "enables the cache").is_disabled = False
     return {"enabled": True}
 
 
 @router.post("/audit")
 async def audit(request: Request) -> dict[str, int]:
-    """Audit now what waits to be audited; answers how many jobs were done."""
-    return {"audited": await _done(asyncio.to_thread(_server(request, "audits what waits").cache.drain))}
+    """Run the queued audits now; return the number of jobs done."""
+    return {"audited": await _wait_for(asyncio.to_thread(_log_action(request, "audits what waits").cache.drain))}
 
 
 @router.post("/drain")
 async def drain(request: Request) -> State:
-    """Refuse new requests with 503, and finish those under way; answers at once. `/health` is 503 until `/resume`."""
-    server = _server(request, "drains the server")
+    """Refuse new requests with 503 and finish those in progress. Returns at once; `/health` is 503 until `/resume`."""
+    server = _log_action(request, "drains the server")
     server.drain()
     return _state(server)
 
 
 @router.post("/resume")
 async def resume(request: Request) -> State:
-    """Take requests again. A server that was told to stop does not."""
-    server = _server(request, "has the server take requests again")
+    """Accept requests again. Has no effect on a server that is stopping."""
+    server = _log_action(request, "has the server take requests again")
     server.resume()
     return _state(server)
 
 
 @router.post("/save")
 async def save(request: Request) -> dict[str, bool]:
-    """Save the cache to the folder that the server was given."""
-    server = _server(request, "saves the cache")
+    """Save the cache to the folder given by `--save`."""
+    server = _log_action(request, "saves the cache")
     if server.saves.folder is None:
         raise Refusal("invalid", "this server was started without a folder to save to; start it with --save FOLDER")
     if server.saves.is_kept:
         raise Refusal("invalid", "the folder holds a save that does not fit, which stays; start it with another --save")
-    await _done(asyncio.to_thread(server.saves.save, server.cache))
+    await _wait_for(asyncio.to_thread(server.saves.save, server.cache))
     return {"saved": True}
 
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """All figures of the cache; those that are not finite are null."""
+    """Return all statistics of the cache; values that are not finite are null."""
     server: Server = request.app.state.server
-    found = await _done(asyncio.to_thread(server.cache.stats))
+    found = await _wait_for(asyncio.to_thread(server.cache.stats))
     return {"enabled": not server.is_disabled, **_state(server).model_dump(), **found.to_dict()}
 
 
-def _server(request: Request, does: str) -> Server:
-    """Return the server, and log who has it do what."""
-    logger.info("llmcache: %s %s", request.state.tenant.name, does)
+def _log_action(request: Request, action: str) -> Server:
+    """Log the key's name and the action, and return the server."""
+    logger.info("llmcache: %s %s", request.state.tenant.name, action)
     server: Server = request.app.state.server
     return server
 
@@ -159,8 +159,8 @@ def _state(server: Server) -> State:
     return State(phase=server.phase, under_way=server.metrics.n_under_way)
 
 
-async def _done(work: Awaitable[_T]) -> _T:
-    """Wait for work in another thread; the log says why it failed."""
+async def _wait_for(work: Awaitable[_T]) -> _T:
+    """Await work in another thread; log its error and raise a `Refusal` without details."""
     try:
         return await work
     except LLMCacheError as error:

@@ -1,4 +1,4 @@
-"""The ASGI application of one server: its routes, and what lies around them."""
+"""The ASGI application of one server: routes, middleware, error handlers, lifespan."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,14 +23,14 @@ _alive = APIRouter(tags=["health"])
 @_alive.head("/health", include_in_schema=False)
 @_alive.head("/healthz", include_in_schema=False)
 async def health(request: Request) -> JSONResponse:
-    """Tell whether requests are answered; 503 before the model is warmed up, while it is drained, and once it stops."""
+    """Return 200 if the server accepts requests; 503 during the warm-up, while draining, and when stopping."""
     server: Server = request.app.state.server
     server.check_ready()
     return JSONResponse({"status": "ok"})
 
 
 def create_app(server: Server) -> FastAPI:
-    """Return the application of a server, which it starts and stops."""
+    """Return the ASGI application, whose lifespan starts and stops the server."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ def create_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     for router in (*(part.router for part in (tei, openai_encoders, openai_decoders, metrics, admin, page)), _alive):
-        app.router.routes.extend(router.routes)  # an included router is searched twice for each request
+        app.router.routes.extend(router.routes)  # include_router() would match routes twice per request
     install_handlers(app)
     templates = [route.path for route in iter_route_contexts(app.routes)]
     app.add_middleware(Front, server=server, keys=keys, templates=templates)

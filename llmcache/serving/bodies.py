@@ -1,4 +1,4 @@
-"""JSON bodies: read without FastAPI's dependencies, of which there are none here, and written off the event loop."""
+"""JSON bodies: parsed without FastAPI's dependency injection, which no route uses; rendered off the event loop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -9,26 +9,26 @@ from fastapi.routing import APIRoute
 from pydantic_core import to_json
 
 _JSON: Final = "application/json"
-_LARGE: Final = 65_536  # numbers from which on an answer is large: they take some 5 ms
+_LARGE_NUMBERS: Final = 65_536  # responses with more numbers are rendered in a thread: these take about 5 ms
 
 
 class BodyRoute(APIRoute):
-    """A route whose endpoint takes `request` and, where it has a body, `body`: a model of pydantic."""
+    """Route whose endpoint takes `request` and, if the route has a body, `body`, a pydantic model."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Validate a body once. What is not valid, or not sent as JSON, goes the way of FastAPI, which tells why."""
-        usual, endpoint, field = super().get_route_handler(), self.endpoint, self.body_field
+        """Return a handler that validates the body once; invalid or non-JSON bodies go to FastAPI for its error."""
+        by_fastapi, endpoint, field = super().get_route_handler(), self.endpoint, self.body_field
         if field is None:
-            return usual
+            return by_fastapi
         validate = field.field_info.annotation.model_validate  # type: ignore[union-attr]
 
         async def handler(request: Request) -> Response:
             if request.headers.get("content-type") != _JSON:
-                return await usual(request)
+                return await by_fastapi(request)
             try:
                 body = validate(await request.json())
             except (ValueError, RecursionError):
-                return await usual(request)
+                return await by_fastapi(request)
             response: Response = await endpoint(body=body, request=request)
             return response
 
@@ -36,20 +36,20 @@ class BodyRoute(APIRoute):
 
 
 async def rendered(rows: Sequence[Any], n_numbers: int, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a list of rows of about `n_numbers` numbers; iterators in it become lists.
+    """Return a JSON response with the list `rows` of about `n_numbers` numbers; iterators in it become lists.
 
-    A large one is made in a thread, and in parts, since no other thread runs while a part is made.
+    A large response is rendered in a thread, row by row: `to_json` holds the GIL during each call.
     """
-    text = await asyncio.to_thread(_render, rows) if n_numbers > _LARGE else _render(rows)
+    text = await asyncio.to_thread(_to_json, rows) if n_numbers > _LARGE_NUMBERS else _to_json(rows)
     return Response(text, headers=headers, media_type=_JSON)
 
 
-def _render(rows: Sequence[Any]) -> bytes:
+def _to_json(rows: Sequence[Any]) -> bytes:
     return b"[" + b",".join(map(to_json, rows)) + b"]"
 
 
 def cache_headers(rungs: Sequence[str | None]) -> dict[str, str]:
-    """Return headers that tell what served the inputs of a request; None: an input was computed."""
+    """Return `X-Cache` headers from the rung that served each input; None means the input was computed."""
     found = [rung for rung in rungs if rung is not None]
     return {
         "X-Cache": "HIT" if len(found) == len(rungs) else "PARTIAL" if found else "MISS",

@@ -1,4 +1,4 @@
-"""What the cache tells of itself, read once each time that Prometheus asks."""
+"""The cache's statistics as Prometheus metrics, read once per scrape."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,7 @@ Value = float | Mapping[Any, float | None] | None
 
 
 class Figure(NamedTuple):
-    """One family: its name after `llmcache_`, what it tells, how it is read, and its label, if it has one."""
+    """One metric family: name without `llmcache_`, help text, function that reads it, label name or None."""
 
     name: str
     text: str
@@ -21,79 +21,79 @@ class Figure(NamedTuple):
     label: str | None = None
 
 
-def _of_audit(read: Callable[[AuditStats], Value]) -> Callable[[Stats], Value]:
+def _from_audit(read: Callable[[AuditStats], Value]) -> Callable[[Stats], Value]:
     return lambda stats: None if stats.audit is None else read(stats.audit)
 
 
-#: Only ever growing, but for the audit's, which begin anew with a calibration.
+#: Monotonic, except the audit's counters, which restart with each calibration.
 COUNTERS: Final = (
     Figure("cache_requests", "Rows seen by the cache, bypassed ones included.", lambda s: s.n_requests),
     Figure("hits", "Rows served from the cache, by rung.", lambda s: s.hits, "rung"),
     Figure("misses", "Rows computed in full.", lambda s: s.n_misses),
     Figure("revalidated", "Rows computed to check an entry.", lambda s: s.n_revalidated),
     Figure("bypassed", "Rows computed as if there were no cache, by reason.", lambda s: s.bypassed, "reason"),
-    Figure("prefix_cache_queries", "Tokens that prefixes were looked up for.", lambda s: s.n_prompt_tokens),
-    Figure("prefix_cache_hits", "Tokens that stored prefixes served.", lambda s: s.n_prefix_tokens),
+    Figure("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.n_prompt_tokens),
+    Figure("prefix_cache_hits", "Prompt tokens served from stored prefixes.", lambda s: s.n_prefix_tokens),
     Figure("layers_skipped", "Layer executions saved.", lambda s: s.n_layers_skipped),
-    Figure("evicted", "Entries that left for others, by layer.", lambda s: s.n_evicted, "layer"),
-    Figure("expelled", "Entries that their policy sent away, by layer.", lambda s: s.n_expelled, "layer"),
-    Figure("evicted_blocks", "Blocks of prefixes that left for others.", lambda s: s.n_blocks_evicted),
-    Figure("too_large", "Requests that do not fit the budget.", lambda s: s.n_too_large),
+    Figure("evicted", "Entries evicted for others, by layer.", lambda s: s.n_evicted, "layer"),
+    Figure("expelled", "Entries expelled whatever the budget, by layer.", lambda s: s.n_expelled, "layer"),
+    Figure("evicted_blocks", "Prefix blocks evicted for others.", lambda s: s.n_blocks_evicted),
+    Figure("too_large", "Requests too large for the budget.", lambda s: s.n_too_large),
     Figure("lookup_seconds", "Time in fingerprint, search and decision.", lambda s: s.lookup_ms / 1e3),
-    Figure("computing_seconds", "Time in the trunk, for rows that were computed.", lambda s: s.computing_ms / 1e3),
-    Figure("storing_seconds", "Time in storing.", lambda s: s.storing_ms / 1e3),
+    Figure("computing_seconds", "Time in the trunk, for computed rows.", lambda s: s.computing_ms / 1e3),
+    Figure("storing_seconds", "Time storing entries.", lambda s: s.storing_ms / 1e3),
     Figure("errors", "Failures of the cache that were computed around.", lambda s: s.errors),
-    Figure("alarms", "Alarms of the audit.", _of_audit(lambda a: a.n_alarms)),
+    Figure("alarms", "Alarms of the audit.", _from_audit(lambda a: a.n_alarms)),
 )
 
 GAUGES: Final = (
     Figure("bank_bytes", "Bytes of entries, by layer.", lambda s: s.nbytes_by_layer, "layer"),
     Figure("bank_max_bytes", "Budget of a bank, by layer.", lambda s: s.max_nbytes_by_layer, "layer"),
-    Figure("prefix_bytes", "Bytes of blocks of prefixes.", lambda s: s.prefix_nbytes),
+    Figure("prefix_bytes", "Bytes of prefix blocks.", lambda s: s.prefix_nbytes),
     Figure("index_bytes", "Bytes of fingerprints.", lambda s: s.index_nbytes),
     Figure("entries", "Entries held, by layer.", lambda s: s.n_entries, "layer"),
-    Figure("prefix_blocks", "Blocks of prefixes held.", lambda s: s.n_blocks),
-    Figure("stored_requests", "Requests known.", lambda s: s.n_stored),
-    Figure("saved_seconds", "Time that hits saved, estimated.", lambda s: saved_s(s)),
-    Figure("failing", "1 while many of the latest calls failed in the cache.", lambda s: s.health.is_failing),
-    Figure("failed_calls_ratio", "Share of the latest calls that failed in it.", lambda s: s.health.failed_calls),
-    Figure("failed_recomputes_ratio", "Likewise of the audit.", lambda s: s.health.failed_recomputes),
-    Figure("audit_status", "1 of the status of calibrated reuse.", _of_audit(lambda a: {a.status: 1}), "status"),
-    Figure("audit_rate", "Share of changed answers, estimated.", _of_audit(lambda a: a.rate)),
-    Figure("audit_rate_lower", "Lower bound of that share.", _of_audit(lambda a: a.lower)),
-    Figure("audit_rate_upper", "Upper bound of that share.", _of_audit(lambda a: a.upper)),
-    Figure("audit_requests", "Requests that the bound rests on.", _of_audit(lambda a: a.n_requests)),
-    Figure("audit_recomputed", "Hits audited.", _of_audit(lambda a: a.n_recomputed)),
-    Figure("audit_changed", "Hits audited whose answer had changed.", _of_audit(lambda a: a.n_changed)),
-    Figure("audit_lost", "Hits drawn that cannot be audited.", _of_audit(lambda a: a.n_lost)),
-    Figure("audit_waiting", "Hits that wait to be audited.", _of_audit(lambda a: a.n_waiting)),
-    Figure("quarantined", "Stored requests that serve no others.", _of_audit(lambda a: a.n_quarantined)),
+    Figure("prefix_blocks", "Prefix blocks held.", lambda s: s.n_blocks),
+    Figure("stored_requests", "Requests stored.", lambda s: s.n_stored),
+    Figure("saved_seconds", "Time saved by hits, estimated.", lambda s: saved_s(s)),
+    Figure("failing", "1 while many of the latest calls failed.", lambda s: s.health.is_failing),
+    Figure("failed_calls_ratio", "Share of the latest calls that failed.", lambda s: s.health.failed_calls),
+    Figure("failed_recomputes_ratio", "Share of recomputations that failed.", lambda s: s.health.failed_recomputes),
+    Figure("audit_status", "1 for the status of calibrated reuse.", _from_audit(lambda a: {a.status: 1}), "status"),
+    Figure("audit_rate", "Share of changed answers, estimated.", _from_audit(lambda a: a.rate)),
+    Figure("audit_rate_lower", "Lower bound of that share.", _from_audit(lambda a: a.lower)),
+    Figure("audit_rate_upper", "Upper bound of that share.", _from_audit(lambda a: a.upper)),
+    Figure("audit_requests", "Requests behind the bound.", _from_audit(lambda a: a.n_requests)),
+    Figure("audit_recomputed", "Hits audited.", _from_audit(lambda a: a.n_recomputed)),
+    Figure("audit_changed", "Audited hits with a changed answer.", _from_audit(lambda a: a.n_changed)),
+    Figure("audit_lost", "Hits drawn that cannot be audited.", _from_audit(lambda a: a.n_lost)),
+    Figure("audit_waiting", "Hits waiting to be audited.", _from_audit(lambda a: a.n_waiting)),
+    Figure("quarantined", "Stored requests that serve no others.", _from_audit(lambda a: a.n_quarantined)),
 )
 
 
 class CacheFigures(Collector):
-    """Reads `cache.stats()` once, and makes families of it."""
+    """Prometheus collector that reads `cache.stats()` once per scrape."""
 
     def __init__(self, model_name: str, cache: LLMCache) -> None:
-        """Label all figures with `model_name`."""
+        """Collect the statistics of `cache`, labelled with `model_name`."""
         self._model_name = model_name
         self._cache = cache
 
     def collect(self) -> Iterable[Metric]:
-        """Yield families for Prometheus."""
+        """Yield all metric families."""
         stats, max_bytes = self._cache.stats(), self._cache.config.max_bytes
         used = min(1.0, (stats.nbytes + stats.prefix_nbytes) / max_bytes)
-        of_budget = (
-            Figure("max_bytes", "Budget of all states.", lambda _: max_bytes),
-            Figure("kv_cache_usage_perc", "Share of the budget held, 0 to 1.", lambda _: used),
+        budget_gauges = (
+            Figure("max_bytes", "Budget of all stored states.", lambda _: max_bytes),
+            Figure("kv_cache_usage_perc", "Share of the budget in use, 0 to 1.", lambda _: used),
         )
         for figure in COUNTERS:
             yield self._family(CounterMetricFamily, figure, figure.read(stats))
-        for figure in (*GAUGES, *of_budget):
+        for figure in (*GAUGES, *budget_gauges):
             yield self._family(GaugeMetricFamily, figure, figure.read(stats))
 
     def _family(self, kind: Any, figure: Figure, value: Value) -> Metric:
-        """Return a family with a sample for each value that is known."""
+        """Return a metric family with one sample per value that is not None."""
         labels = [] if figure.label is None else [figure.label]
         family: Metric = kind(f"llmcache_{figure.name}", figure.text, labels=["model_name", *labels])
         values = value if isinstance(value, Mapping) else {None: value}
@@ -104,9 +104,9 @@ class CacheFigures(Collector):
 
 
 def saved_s(stats: Stats) -> float | None:
-    """Return the seconds that hits saved: the mean time of a computed row, for each row that was served whole.
+    """Return an estimate of the seconds saved: rows served whole, times the mean time of a computed row.
 
-    None before a row was computed.
+    Returns None until a row has been computed.
     """
     if not (stats.n_misses and stats.computing_ms):
         return None

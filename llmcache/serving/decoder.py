@@ -1,11 +1,11 @@
-"""Several generations at once on one model, a token each in turn.
+"""Concurrent generations on one model, which take turns token by token.
 
-    start -> waits, in order, for one of `max_streams` places
-          -> a step of the model's thread for each token, in turn with the others -> its readers
-             (a long prompt: in a thread of its own, which holds the model for a chunk of tokens a turn)
+    start -> waits, first come first served, for one of `max_streams` slots
+          -> one step on the model thread per token, in turn with other generations -> its readers
+             (a long prompt is prefilled in a thread of its own, which holds the model for one chunk of tokens per turn)
 
-Requests that are equal in namespace, tokens and sampling are computed once while they are in flight. What nobody reads
-any more is not computed further.
+Requests with the same namespace, tokens and sampling share one flight: they are computed once while it is in progress.
+A flight without readers is cancelled.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ logger = logging.getLogger("llmcache.serving")
 Ids = tuple[int, ...]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages
 
-_N_ENCODING = 4  # texts that are tokenised at once
-_PROMPTS_KNOWN = 64  # of each namespace: a prompt's tokens take 0.3 MB at a context of 8,192
-_OF_MESSAGES = (TemplateError, UndefinedError)  # a template raised the first, or looks for what messages lack
-_MOST_NEW = 4096  # tokens of an answer where neither request nor model says
+_N_ENCODE_THREADS = 4
+_MAX_PROMPTS = 64  # tokenised prompts kept per namespace; one takes 0.3 MB at a context of 8,192 tokens
+_TEMPLATE_ERRORS = (TemplateError, UndefinedError)  # raised by the template; a message lacks a field that it reads
+_DEFAULT_MAX_NEW = 4096  # tokens of an answer if neither the request nor the model sets a limit
 
 
 class Decoder:
-    """Serves the requests of one model. For one event loop, from which its methods are called."""
+    """Serves generation requests of one model. All methods must be called from one event loop."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Decoder:
         metrics: Metrics,
         is_caching: Callable[[], bool],
     ) -> None:
-        """Begin with nothing to do; `is_caching` tells whether requests are looked up and stored."""
+        """Start without generations; `is_caching` returns whether requests are looked up and stored."""
         config = decoder_config(cache.model)
         self.context = context_length(config)
         self.vocabulary = int(config.vocab_size)
@@ -67,43 +67,43 @@ class Decoder:
         self._tokenizer = tokenizer
         self._is_caching = is_caching
         self._prompts: dict[str, PromptCache] = {}
-        self._encoding = ThreadPoolExecutor(_N_ENCODING, "llmcache-encode")
+        self._encoding = ThreadPoolExecutor(_N_ENCODE_THREADS, "llmcache-encode")
         self._prefilling = ThreadPoolExecutor(settings.max_streams, "llmcache-prefill")
-        self._places = asyncio.Semaphore(settings.max_streams)
-        self._flights: dict[_Key, _Flight] = {}  # that others may join
-        self._open: set[_Flight] = set()  # all that have not ended
+        self._slots = asyncio.Semaphore(settings.max_streams)
+        self._flights: dict[_Key, _Flight] = {}  # flights that new requests may join
+        self._active: set[_Flight] = set()  # all unfinished flights
         self._waiting: set[_Flight] = set()
         self._is_stopping = False
 
     @property
     def n_waiting(self) -> int:
-        """Generations that wait for a place."""
+        """Number of generations waiting for a slot."""
         return len(self._waiting)
 
     def refuse_waiting(self) -> None:
-        """Refuse generations without a place, now and from now on; those that have one go on."""
+        """Refuse all waiting generations, and later ones that would have to wait; running ones continue."""
         self._is_stopping = True
         for flight in list(self._waiting):
             self._end(flight, stopping())
 
     def refuse_all(self) -> None:
-        """End all generations; their readers are refused."""
-        for flight in list(self._open):
+        """End all generations; their readers get a `Refusal`."""
+        for flight in list(self._active):
             self._end(flight, stopping())
 
     def close(self) -> None:
-        """End all generations and the threads. Twice does nothing."""
+        """End all generations and shut the threads down. Idempotent."""
         self.refuse_all()
         for pool in (self._encoding, self._prefilling):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, namespace: str | None = None) -> None:
-        """Forget the prompts of a namespace, or of all; no later request joins what is in flight."""
+        """Drop tokenised prompts of a namespace, or of all; later requests do not join its current flights."""
         self._prompts = {name: one for name, one in self._prompts.items() if namespace not in (None, name)}
         self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
     async def encode(self, prompt: Prompt, namespace: str) -> Ids:
-        """Return the token ids of a prompt, or refuse it: it has none, or others than the vocabulary's."""
+        """Return a prompt's token ids. Raises `Refusal` if there are none or some are outside the vocabulary."""
         param = "messages" if prompt and isinstance(prompt[0], Mapping) else "prompt"
         if not prompt:
             raise Refusal("invalid", "the prompt is empty: give at least one token", param=param)
@@ -117,12 +117,15 @@ class Decoder:
         return ids
 
     def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, params: tuple[str, str]) -> int:
-        """Return how many tokens an answer may have: `asked`, else `otherwise`, else all that the context holds.
+        """Return the maximum number of new tokens: `asked`, else `otherwise`, else the rest of the context.
 
-        The fields of prompt and `asked` are named in errors as `params`.
+        `params` names the request's fields for the prompt and for `asked`, for errors.
+
+        Raises:
+            Refusal: Prompt and answer do not fit the context.
         """
         if self.context is None:
-            return asked or otherwise or _MOST_NEW
+            return asked or otherwise or _DEFAULT_MAX_NEW
         room = self.context - n_prompt
         if (asked or 1) > room:
             fewer, param = (f", or set {params[1]} to {room} at most", params[1]) if room > 0 else ("", params[0])
@@ -135,21 +138,22 @@ class Decoder:
         return asked or min(room, otherwise or room)
 
     def start(self, ids: Ids, sampling: Sampling, namespace: str, arrived: "Arrived") -> "Generating":
-        """Begin to answer a prompt from `encode`, or join a request of the namespace that is the same.
+        """Start generating from the ids of `encode`, or join an equal request of this namespace in flight.
 
-        Tokens are put into `arrived`, which answers may share; nothing is computed before the loop goes on.
+        Tokens are put into the queue `arrived`, which several answers may share. Computing starts at the next
+        iteration of the event loop.
         """
         key = (namespace, ids, sampling)
         flight = self._flights.get(key)
         is_first = flight is None
         if flight is None:
             flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
-            self._open.add(flight)
+            self._active.add(flight)
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
         return Generating(self, flight, is_first, arrived)
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:
-        """Answer a prompt of `n_tokens` tokens twice, with two tokens, in the model's thread."""
+        """Generate two tokens from a prompt of `n_tokens` tokens, twice. Runs in the model thread."""
         most = n_tokens if self.context is None else min(n_tokens, self.context - 2)
         ids = tuple(i % self.vocabulary for i in range(most))
         for _ in range(2):
@@ -158,22 +162,22 @@ class Decoder:
                 self._step(answer, namespace)
 
     def leave(self, flight: "_Flight", reader: "Generating") -> None:
-        """Take a reader off a flight, and end it if nobody reads it any more."""
+        """Remove a reader from a flight, and end the flight if it was the last one."""
         flight.readers.remove(reader)
         if not flight.readers:
             self._end(flight)
 
     def _encode(self, prompt: Any, param: str, namespace: str) -> Ids:
-        """Return the token ids of a prompt, in a thread of its own."""
+        """Return a prompt's token ids. Runs in a tokenising thread."""
         known = self._prompts.get(namespace)
         if known is None:
-            # Each namespace has its own: times would tell what was asked in another one.
-            known = self._prompts[namespace] = PromptCache(self._tokenizer, max_entries=_PROMPTS_KNOWN)
+            # One per namespace: a shared one would reveal by its timing which prompts other namespaces sent.
+            known = self._prompts[namespace] = PromptCache(self._tokenizer, max_entries=_MAX_PROMPTS)
         began = perf_counter()
         try:
             ids = known.encode(prompt).ids
         except RequestError as error:
-            raise _refused(prompt, error, param) from None  # its text may quote the prompt
+            raise _prompt_refusal(prompt, error, param) from None  # the error's text may quote the prompt
         self.metrics.tokenisation.observe(perf_counter() - began)
         return ids
 
@@ -181,12 +185,12 @@ class Decoder:
         model = self._cache.model
         try:
             return stream(model, torch.tensor([ids], device=next(model.parameters()).device), sampling)
-        except (RequestError, ConfigError):  # whose text may quote the request
+        except (RequestError, ConfigError):  # their text may quote the request
             raise Refusal("invalid", "the model cannot take this prompt with these settings") from None
 
     async def _drive(self, flight: "_Flight") -> None:
-        """Compute a flight, from its place in the queue to its last token."""
-        if not await self._has_place(flight):
+        """Run a flight: wait for a slot, then generate to the last token."""
+        if not await self._acquire_slot(flight):
             return
         try:
             await self._run(flight)
@@ -195,19 +199,19 @@ class Decoder:
             logger.error("a generation failed: %s", described(error))
             self._end(flight, Refusal("backend", "the model failed on this request"))
         finally:
-            self._places.release()
+            self._slots.release()
             self._end(flight)
 
-    async def _has_place(self, flight: "_Flight") -> bool:
-        """Wait for a place; False if that takes too long, and the readers are refused."""
+    async def _acquire_slot(self, flight: "_Flight") -> bool:
+        """Wait for a slot. Returns False, with the readers refused, after `max_queue_s` or when stopping."""
         began, longest_s = perf_counter(), self._settings.max_queue_s
-        if self._is_stopping and self._places.locked():
+        if self._is_stopping and self._slots.locked():
             self._end(flight, stopping())
             return False
         self._waiting.add(flight)
         try:
             async with asyncio.timeout(longest_s):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             why = f"the model is answering {self._settings.max_streams} requests already"
             self._end(flight, overloaded(why, math.ceil(longest_s)))
@@ -221,7 +225,7 @@ class Decoder:
         begun_s, first_s, last_s, prefill_s = perf_counter(), None, 0.0, 0.0
         try:
             while (answer := flight.stream) is not None:
-                token, stopped_by = await self._next(flight, answer)
+                token, stopped_by = await self._next_token(flight, answer)
                 flight.put(token, stopped_by, answer)
                 self.metrics.generated.inc()
                 if first_s is None:
@@ -231,47 +235,47 @@ class Decoder:
                 last_s = token.time_s
                 if stopped_by is not None:
                     return
-        finally:  # whoever read it may have had enough
+        finally:  # also if the readers have left
             if first_s is not None:
                 self.metrics.prefill.observe(prefill_s)
                 self.metrics.decode.observe(last_s - first_s)
                 self.metrics.inference.observe(prefill_s + last_s - first_s)
 
-    async def _next(self, flight: "_Flight", answer: Stream) -> "_Item":
-        """Return the next token. A long prompt is run in chunks, before the first one."""
+    async def _next_token(self, flight: "_Flight", answer: Stream) -> "_Item":
+        """Return the next token. A long prompt is prefilled in chunks before the first one."""
         _, ids, _ = flight.key
         if flight.items or not 0 < self._settings.prefill_chunk < len(ids):
             return await self._thread.run(partial(self._step, answer, flight.key[0]))
         return await asyncio.get_running_loop().run_in_executor(self._prefilling, self._prefill, flight, answer)
 
     def _prefill(self, flight: "_Flight", answer: Stream) -> "_Item":
-        """Return the first token, in a thread of its own, which takes turns with the model's."""
+        """Return the first token. Runs in a prefill thread, which takes turns with the steps of the model thread."""
 
         def check() -> None:
             if flight.stream is None:
-                raise RuntimeError("nobody waits for this answer any more")
+                raise RuntimeError("the generation was cancelled during prefill")
 
-        def give_way() -> None:
+        def yield_turn() -> None:
             turn()
             check()
 
-        with self._thread.held() as turn, self._cache.chunked(self._settings.prefill_chunk, give_way):
+        with self._thread.held() as turn, self._cache.chunked(self._settings.prefill_chunk, yield_turn):
             check()
             return self._step(answer, flight.key[0])
 
     def _step(self, answer: Stream, namespace: str) -> "_Item":
-        """Return the next token, in the model's thread, or in one that holds the model."""
-        public = None if self._settings.keys is None else PUBLIC  # without keys everybody has one namespace
+        """Return the next token. Runs in the model thread, or in a prefill thread that holds the model."""
+        public = None if self._settings.keys is None else PUBLIC  # without keys there is one namespace
         cache = self._cache
         where = cache.namespace(namespace, prefixes_from=public) if self._is_caching() else cache.disabled()
         with where, torch.inference_mode():
             return next(answer), answer.stopped_by
 
     def _end(self, flight: "_Flight", error: Refusal | None = None) -> None:
-        """Let go of a flight, whose K/V is freed as soon as no step of it runs. Twice does nothing."""
+        """End a flight; its K/V is freed once none of its steps runs. Idempotent."""
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
-        self._open.discard(flight)
+        self._active.discard(flight)
         if flight.stream is None:
             return
         flight.stream = None
@@ -289,7 +293,7 @@ Arrived = asyncio.Queue[tuple["Generating", _Item | Refusal]]
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A generation that is computed, its tokens so far, and its readers."""
+    """A generation in progress: its tokens so far and its readers."""
 
     key: _Key
     stream: Stream | None
@@ -300,7 +304,7 @@ class _Flight:
     n_cached: int = 0
 
     def put(self, token: Token, stopped_by: StoppedBy | None, answer: Stream) -> None:
-        """Hand a token to all readers."""
+        """Store a token and pass it to all readers."""
         if not self.items and answer.outcome is not None:
             self.rung = answer.outcome.rung
             self.n_cached = len(self.key[1]) if self.rung == "exact" else answer.outcome.n_prefix
@@ -310,14 +314,14 @@ class _Flight:
 
 
 class Generating:
-    """One answer. What arrives of it goes through `take`, until it `is_over`."""
+    """One client's view of a flight. Pass every item from the queue to `take` until `is_over`."""
 
     def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool, arrived: "Arrived") -> None:
         self._decoder = decoder
         self._flight = flight
         self._is_first = is_first
         self._arrived = arrived
-        self._is_begun = False
+        self._has_first_token = False
         self._started_s = perf_counter()
         self.is_over = False
         self.prompt = flight.key[1]
@@ -327,16 +331,16 @@ class Generating:
         flight.readers.append(self)
 
     def put(self, item: _Item | Refusal) -> None:
-        """Hand on a token, or why there are no more."""
+        """Queue a token, or the refusal that ends the answer."""
         self._arrived.put_nowait((self, item))
 
     def take(self, item: _Item | Refusal) -> _Item:
-        """Count what arrived; a refusal is raised."""
+        """Update the metrics for an item and return it; raise it if it is a refusal."""
         if isinstance(item, Refusal):
             self._finish("error")
             raise item
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._has_first_token:
+            self._has_first_token = True
             self._decoder.metrics.first_token.observe(perf_counter() - self._started_s)
             self._decoder.metrics.served(self.rung, self.n_prompt, self.n_cached)
         if item[1] is not None:
@@ -345,21 +349,21 @@ class Generating:
 
     @property
     def rung(self) -> str | None:
-        """What served the prompt: a rung, `IN_FLIGHT`, or None if it was computed; known with the first token."""
+        """Rung that served the prompt, `IN_FLIGHT` if shared, None if computed; valid after the first token."""
         return self._flight.rung if self._is_first else IN_FLIGHT
 
     @property
     def n_cached(self) -> int:
-        """Tokens of the prompt that were not computed for this request; known with the first token."""
+        """Number of prompt tokens not computed for this request; valid after the first token."""
         return self._flight.n_cached if self._is_first else self.n_prompt
 
     def stop(self) -> None:
-        """End the answer: a stop text was found. After the end it does nothing."""
+        """End the answer at a stop text. Idempotent."""
         if not self.is_over:
             self._finish("stop")
 
     def close(self) -> None:
-        """End the answer: its client has gone. After the end it does nothing."""
+        """End the answer because the client disconnected. Idempotent."""
         if not self.is_over:
             self._decoder.metrics.cancelled.inc()
             self._finish(None)
@@ -371,12 +375,12 @@ class Generating:
         self._decoder.leave(self._flight, self)
 
 
-def _refused(prompt: Any, error: RequestError, param: str) -> Refusal:
-    """Say why a prompt has no tokens, in words that quote nothing of it. A template that fails is logged."""
+def _prompt_refusal(prompt: Any, error: RequestError, param: str) -> Refusal:
+    """Return a refusal for a prompt that could not be tokenised, without quoting it; log a failing chat template."""
     cause, text = error.__cause__, "the prompt is empty: give at least one token"
     if isinstance(cause, UnicodeEncodeError):
-        text = "the prompt is no valid Unicode text (a lone surrogate)"
-    elif type(cause) in _OF_MESSAGES:
+        text = "the prompt is not valid Unicode text (a lone surrogate)"
+    elif type(cause) in _TEMPLATE_ERRORS:
         text = "the model's chat template does not take these messages: it may want their roles in another order"
     elif cause is not None:
         logger.error("the model's chat template failed: %s", described(cause))

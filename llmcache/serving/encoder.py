@@ -1,11 +1,11 @@
-"""Encoder requests: hits are answered as soon as they are tokenised, misses gathered and computed in batches.
+"""Encoder requests: hits are answered right after tokenising; misses are queued and computed in batches.
 
-    texts -> the look-up thread tokenises and looks up all that wait, some inputs a turn, and runs the hits
-             (long texts are tokenised in a thread of their own first: nobody waits for them)
-          -> the same input in flight: its answer is waited for
-          -> queue -> a batch of one namespace, with little padding -> the model's thread -> stored by the cache
+    texts -> the lookup thread tokenises and looks up all waiting inputs, some per turn, and computes the hits' outputs
+             (long texts are tokenised in a separate thread first, so that other requests do not wait for them)
+          -> a miss equal to an input in flight waits for that answer
+          -> queue -> a batch of one namespace with little padding -> the model thread -> stored by the cache
 
-Sizes: B rows of a call, T tokens a row (padding included), O numbers of an output.
+Sizes: B rows per call, T tokens per row (padding included), O values per output.
 """
 
 import asyncio
@@ -34,60 +34,61 @@ from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
 
 logger = logging.getLogger("llmcache.serving")
 
-_TURN: Final = 64  # inputs that are looked up in a turn; a request may have more
-_SHORT, _LONG = 8, 64  # tokens of inputs by which runs are measured; no input is padded beyond twice its own or _SHORT
-_PADDED = 0.25  # of a batch's tokens: so much padding is always allowed
-_PADDING = 4  # tokens of padding that are worth one run less, until that is measured
-_BATCH_S = 0.1  # a batch is computed for so long at most, since what comes meanwhile waits; one input may be longer
-_N_RUNS = 5  # of a measurement; the fastest counts
+_TURN_INPUTS: Final = 64  # inputs looked up per turn; a single request may have more
+# Lengths in tokens of the inputs that the warm-up times. A lookup pads no input beyond _SHORT or twice its own length.
+_SHORT, _LONG = 8, 64
+_PADDING_SHARE = 0.25  # padding that is always allowed, as a share of a batch's tokens
+_PADDING_TOKENS = 4  # padding tokens that cost as much as one more run; replaced by the warm-up's measurement
+_BATCH_S = 0.1  # longest time of a batch, in which later requests wait; a single input may take longer
+_N_RUNS = 5  # runs per measurement; the fastest counts
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the model made of one input."""
+    """The model's output for one input."""
 
     values: NDArray[np.float32]  # (O,): an embedding, or logits
-    n_tokens: int  # of the input, special ones included
-    rung: str | None  # that served it; None: it was computed
-    queue_s: float  # seconds that it waited
-    compute_s: float  # seconds that its lookup or its batch took
+    n_tokens: int  # tokens of the input, special tokens included
+    rung: str | None  # rung that served it; None: computed
+    queue_s: float  # seconds in the queue
+    compute_s: float  # seconds of its lookup or batch
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values are numbers."""
+        """Whether all values are finite."""
         return bool(np.isfinite(self.values).all())
 
 
-_Found = Output | Refusal | Tokens  # tokens of an input that the cache does not hold
+_Lookup = Output | Refusal | Tokens  # a hit's output, a refusal, or the tokens of a miss
 
 
 class _Request(NamedTuple):
-    """Inputs that wait to be looked up."""
+    """Inputs waiting for the lookup."""
 
     items: Sequence[Item]
-    tokens: Sequence[Tokens | Refusal] | None  # of long texts, which were tokenised before
+    tokens: Sequence[Tokens | Refusal] | None  # given for long texts, which are tokenised in advance
     namespace: str
     truncate: bool
     side: Side
     asked_at: float
-    found: "asyncio.Future[list[_Found]]"
+    found: "asyncio.Future[list[_Lookup]]"
 
 
 @dataclass(eq=False, slots=True)
 class _Miss:
-    """An input that waits to be computed."""
+    """An input waiting to be computed."""
 
     namespace: str
     tokens: Tokens
-    asked_at: float  # before it was looked up
+    asked_at: float  # when the request arrived, before the lookup
     answer: "asyncio.Future[Output | Refusal]"
     queued_at: float = field(default_factory=perf_counter)
-    n_waiting: int = 0  # requests that want it
+    n_waiting: int = 0  # requests waiting for it
     is_running: bool = False
 
 
 class Encoder:
-    """Serves the inputs of one model. For one event loop."""
+    """Serves the inputs of one encoder model. All public methods must be called from one event loop."""
 
     def __init__(
         self,
@@ -99,34 +100,35 @@ class Encoder:
         metrics: Metrics,
         is_caching: Callable[[], bool],
     ) -> None:
-        """Begin with nothing queued; `is_caching` tells whether inputs are looked up and stored."""
+        """Start with an empty queue; `is_caching` returns whether inputs are looked up and stored."""
         self._cache, self._thread, self._settings, self._tokenizing = cache, thread, settings, tokenizing
         self._served, self._metrics, self._is_caching = served, metrics, is_caching
         self._device = next(cache.model.parameters()).device
         self._pad_id = getattr(served.tokenizer, "pad_token_id", None) or 0
-        self._waiting: deque[_Request] = deque()  # to be looked up, oldest first
-        self._n_looked_up = 0  # requests that wait for it, or are
+        self._waiting: deque[_Request] = deque()  # requests to look up, oldest first
+        self._n_looked_up = 0  # requests that wait for a lookup or are being looked up
         self._in_flight: dict[tuple[str, Tokens], _Miss] = {}
         self._queue: list[_Miss] = []  # oldest first
         self._batching: asyncio.Task[None] | None = None
-        self._padding = _PADDING
+        self._padding_tokens = _PADDING_TOKENS
         self._most_tokens = settings.max_batch_tokens
         self._lookups = ThreadPoolExecutor(1, "llmcache-lookup")
-        self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # of long texts
+        self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # for long texts
 
     def __len__(self) -> int:
-        """Inputs that wait or are being computed."""
+        """Return the number of inputs that are queued or being computed."""
         return len(self._in_flight)
 
     @property
     def n_waiting(self) -> int:
-        """Inputs that wait to be computed."""
+        """Number of inputs waiting to be computed."""
         return len(self._queue)
 
     async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:
-        """Return the model's output for each input, or why there is none; one does not spoil the others.
+        """Return the model's output or a refusal for each input; a refused input does not affect the others.
 
-        With keys, inputs are looked for in `public` as well. What is too long is refused, unless `truncate`.
+        If the server has keys, inputs are also looked up in the namespace `public`. Inputs longer than the model's
+        `max_length` are refused, or cut if `truncate`, keeping the end if `side` is "left".
         """
         asked_at, loop = perf_counter(), asyncio.get_running_loop()
         tokens = await self.tokens(items, truncate, side) if is_long(items) else None
@@ -134,17 +136,17 @@ class Encoder:
         self._n_looked_up += 1
         try:
             self._waiting.append(request)
-            self._lookups.submit(self._take_turn, loop)
+            self._lookups.submit(self._look_up_waiting, loop)
             found = await request.found
-        except RuntimeError:  # the threads were closed
+        except RuntimeError:  # the thread pools are shut down
             raise stopping() from None
         finally:
             self._n_looked_up -= 1
-        wanted = [self._wanted(request, one) if isinstance(one, Tokens) else one for one in found]
+        awaited = [self._join_or_queue(request, one) if isinstance(one, Tokens) else one for one in found]
         try:
-            outputs = [await asyncio.shield(one.answer) if isinstance(one, _Miss) else one for one in wanted]
+            outputs = [await asyncio.shield(one.answer) if isinstance(one, _Miss) else one for one in awaited]
         finally:
-            for one in wanted:
+            for one in awaited:
                 if isinstance(one, _Miss):
                     self._leave(one)
         for output in outputs:
@@ -154,12 +156,12 @@ class Encoder:
         return outputs
 
     async def tokens(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
-        """Return the tokens of each input, or why it has none; arguments as of `run`."""
+        """Return the tokens or a refusal for each input; arguments as for `run`."""
         pool = self._tokenising if is_long(items) else self._lookups
-        return await asyncio.get_running_loop().run_in_executor(pool, self._tokenised, items, truncate, side)
+        return await asyncio.get_running_loop().run_in_executor(pool, self._tokenise, items, truncate, side)
 
     async def states(self, tokens: Sequence[Tokens]) -> list[list[list[float]]]:
-        """Compute the states of all tokens of each input (T, D), as if there were no cache."""
+        """Return the last hidden states (T, D) of each input, computed without the cache."""
 
         def compute(one: Tokens) -> list[list[float]]:
             with torch.inference_mode(), self._cache.disabled():
@@ -169,17 +171,17 @@ class Encoder:
         try:
             return [await self._thread.run(partial(compute, one)) for one in tokens]
         except Exception as error:
-            raise self._failed(described(error)) from None
+            raise self._model_failure(described(error)) from None
 
     def close(self) -> None:
-        """End the threads, after what they do now."""
+        """Shut the threads down after their current work."""
         for pool in (self._tokenising, self._lookups):
             pool.shutdown()
 
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
-    def _wanted(self, request: _Request, tokens: Tokens) -> _Miss:
-        """Return the input in flight that is the same, or queue it."""
+    def _join_or_queue(self, request: _Request, tokens: Tokens) -> _Miss:
+        """Return the equal input in flight if there is one; else queue this one."""
         loop, key = asyncio.get_running_loop(), (request.namespace, tokens)
         if (miss := self._in_flight.get(key)) is None:
             miss = self._in_flight[key] = _Miss(*key, request.asked_at, loop.create_future())
@@ -190,7 +192,7 @@ class Encoder:
         return miss
 
     def _leave(self, miss: _Miss) -> None:
-        """Note that a request waits no longer; an input that nobody waits for is not computed."""
+        """Remove a request from an input's waiters; cancel an input without waiters unless it is running."""
         miss.n_waiting -= 1
         if not miss.n_waiting and not miss.is_running and not miss.answer.done():
             self._queue.remove(miss)
@@ -199,8 +201,8 @@ class Encoder:
             self._metrics.cancelled.inc()
 
     async def _compute_all(self) -> None:
-        """Compute what is queued, batch by batch, until nothing is."""
-        if self._n_looked_up:  # others are on their way, and may join; later ones have the time that a batch takes
+        """Compute batches until the queue is empty."""
+        if self._n_looked_up:  # wait for misses of current lookups; later ones gather while a batch is computed
             await asyncio.sleep(self._settings.batch_wait_ms / 1e3)
         while self._queue:
             batch = self._next_batch()
@@ -210,7 +212,7 @@ class Encoder:
                 self._metrics.queue.observe(begun - miss.queued_at)
             try:
                 outputs = await self._thread.run(partial(self._compute, batch)) if batch else []
-            except Exception as error:  # the thread was closed
+            except Exception as error:  # the model thread is shut down
                 logger.warning("a batch was not computed: %s", described(error))
                 outputs = [stopping()] * len(batch)
             for miss, output in zip(batch, outputs, strict=True):
@@ -220,12 +222,15 @@ class Encoder:
                 self._end(miss, output)
 
     def _end(self, miss: _Miss, output: Output | Refusal) -> None:
-        """Answer all requests that wait for an input."""
+        """Give the output to all requests waiting for an input."""
         del self._in_flight[miss.namespace, miss.tokens]
         miss.answer.set_result(output)
 
     def _next_batch(self) -> list[_Miss]:
-        """Take the oldest of the queue, and others of its namespace and prompt, the nearest in length first."""
+        """Remove a batch from the queue: the oldest miss, then those nearest in length of its namespace and prompt.
+
+        Refuses misses that have waited longer than `max_queue_s`.
+        """
         now = perf_counter()
         while self._queue and now - self._queue[0].asked_at > self._settings.max_queue_s:
             self._end(self._queue.pop(0), overloaded("the model is overloaded"))
@@ -243,26 +248,27 @@ class Encoder:
         for miss in near[: self._settings.max_batch_requests]:
             longest, n_tokens = max(longest, len(miss.tokens)), n_tokens + len(miss.tokens)
             n_padded = longest * (len(batch) + 1)
-            if batch and n_padded > min(self._most_tokens, n_tokens + max(_PADDED * n_tokens, self._padding)):
+            allowed = n_tokens + max(_PADDING_SHARE * n_tokens, self._padding_tokens)
+            if batch and n_padded > min(self._most_tokens, allowed):
                 break
             batch.append(miss)
         self._queue = [miss for miss in self._queue if miss not in batch]
         return batch
 
-    # -- in the thread of look-ups -------------------------------------------------------------------------------------
+    # -- in the lookup thread ------------------------------------------------------------------------------------------
 
-    def _tokenised(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
+    def _tokenise(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
         began = perf_counter()
         found = self._tokenizing.encode(items, truncate, side)
         self._metrics.tokenisation.observe(perf_counter() - began)
         return found
 
-    def _take_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Look up what waits, some inputs at once: one call takes hardly longer than that of one input."""
+    def _look_up_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look up waiting requests, several at once: a call with many inputs takes hardly longer than with one."""
         turn: list[_Request] = []
-        while self._waiting and sum(len(one.items) for one in turn) < _TURN:
+        while self._waiting and sum(len(one.items) for one in turn) < _TURN_INPUTS:
             request = self._waiting.popleft()
-            if not request.found.done():  # else its client has gone
+            if not request.found.done():  # else the client has disconnected
                 turn.append(request)
         try:
             found = self._look_up(turn)
@@ -270,33 +276,33 @@ class Encoder:
             logger.error("a lookup failed: %s", described(error))
             found = [[Refusal("backend", "the lookup failed")] * len(request.items) for request in turn]
 
-        def tell() -> None:
+        def deliver() -> None:
             for request, one in zip(turn, found, strict=True):
                 if not request.found.done():
                     request.found.set_result(one)
 
-        loop.call_soon_threadsafe(tell)
+        loop.call_soon_threadsafe(deliver)
 
-    def _look_up(self, turn: Sequence[_Request]) -> list[list[_Found]]:
-        """Return an output, a refusal or tokens for each input of each request."""
+    def _look_up(self, turn: Sequence[_Request]) -> list[list[_Lookup]]:
+        """Return the output of a hit, the tokens of a miss or a refusal, for each input of each request."""
         now = perf_counter()
-        found: list[list[_Found]] = []
+        found: list[list[_Lookup]] = []
         for request in turn:
             if now - request.asked_at > self._settings.max_queue_s:
                 found.append([overloaded("the model is overloaded")] * len(request.items))
             else:
-                found.append([*(request.tokens or self._tokenised(request.items, request.truncate, request.side))])
+                found.append([*(request.tokens or self._tokenise(request.items, request.truncate, request.side))])
         if not self._is_caching():
             return found
         for namespace in dict.fromkeys(request.namespace for request in turn):
             asked = [one for request, one in zip(turn, found, strict=True) if request.namespace == namespace]
             self._search(asked, namespace)
-            if self._settings.keys is not None and namespace != PUBLIC:  # without keys everybody has one namespace
+            if self._settings.keys is not None and namespace != PUBLIC:  # without keys there is one namespace
                 self._search(asked, PUBLIC)
         return found
 
-    def _search(self, asked: Sequence[list[_Found]], namespace: str) -> None:
-        """Put outputs in the place of inputs that a namespace holds."""
+    def _search(self, asked: Sequence[list[_Lookup]], namespace: str) -> None:
+        """Replace tokens in `asked` by outputs, in place, where the namespace has a hit."""
         missing = [(found, i, one) for found in asked for i, one in enumerate(found) if isinstance(one, Tokens)]
         for numbers in self._parts([tokens for *_, tokens in missing]):
             part = [missing[number] for number in numbers]
@@ -311,7 +317,7 @@ class Encoder:
                     found[i] = output
 
     def _look_up_part(self, tokens: Sequence[Tokens], namespace: str) -> dict[int, Output]:
-        """Return outputs of inputs that a namespace holds, by number. A call serves all of its rows or none."""
+        """Return the outputs of hits, by index in `tokens`. A call serves all rows or none, so retry without misses."""
         held = list(range(len(tokens)))
         while held:
             try:
@@ -323,12 +329,9 @@ class Encoder:
         return {}
 
     def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:
-        """Yield numbers of inputs that are looked up in one call: no more tokens than a batch, of about one length.
-
-        Pooling leaves out as many tokens of each.
-        """
+        """Yield the indices of inputs for one lookup call: of similar length, with equal `n_prompt`, within a batch."""
         part: list[int] = []
-        # So that the latest is the longest.
+        # Sorted by length, so that the latest input is the longest of its part.
         for i in sorted(range(len(tokens)), key=lambda i: (tokens[i].n_prompt, len(tokens[i]))):
             first = tokens[part[0]] if part else tokens[i]
             is_other = tokens[i].n_prompt != first.n_prompt or len(tokens[i]) > max(_SHORT, 2 * len(first))
@@ -339,22 +342,22 @@ class Encoder:
         if part:
             yield part
 
-    # -- in the model's thread, and in that of look-ups ----------------------------------------------------------------
+    # -- in the model thread and in the lookup thread ------------------------------------------------------------------
 
     def _compute(self, batch: Sequence[_Miss]) -> list[Output | Refusal]:
-        """Compute a batch; where it fails, each input by itself, so that one that fails does not spoil the others."""
+        """Compute a batch. If it fails, compute each input alone, so that only the failing inputs are refused."""
         tokens = [miss.tokens for miss in batch]
         self._metrics.batch(len(batch), sum(map(len, tokens)))
         try:
             made = self._run(tokens, batch[0].namespace)
         except Exception as error:
             if len(batch) == 1:
-                return [self._failed(described(error))]
+                return [self._model_failure(described(error))]
             return [self._compute([miss])[0] for miss in batch]
-        return [one if one.is_finite else self._failed("its output is not finite") for one in made]
+        return [one if one.is_finite else self._model_failure("its output is not finite") for one in made]
 
     def _run(self, tokens: Sequence[Tokens], namespace: str) -> list[Output]:
-        """Run the model on inputs; the cache serves and stores."""
+        """Return the model's outputs through the cache, or without it unless `is_caching`."""
         begun = perf_counter()
         with torch.inference_mode(), self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled():
             values = self._served.forward(self.padded(tokens)).float().cpu().numpy()
@@ -363,7 +366,7 @@ class Encoder:
         return [Output(values[i], len(one), rungs[i], 0.0, took) for i, one in enumerate(tokens)]
 
     def padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
-        """Return inputs of the model, padded on the right: ids, mask and, where it takes them, types (B, T)."""
+        """Return the model's arguments, padded on the right: ids, mask and, if used, token types, each (B, T)."""
         longest = max(map(len, tokens))
 
         def rows(values: Iterable[tuple[int, ...]], padding: int) -> torch.Tensor:
@@ -375,14 +378,14 @@ class Encoder:
         }
         if tokens[0].types:
             made["token_type_ids"] = rows((one.types for one in tokens), 0)
-        if tokens[0].n_prompt:  # as sentence-transformers names it
+        if tokens[0].n_prompt:  # sentence-transformers' name
             made["prompt_length"] = torch.tensor([tokens[0].n_prompt], device=self._device)
         return made
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:
-        """Run inputs of up to `n_tokens` tokens twice each, in the model's thread.
+        """Run inputs of up to `n_tokens` tokens twice each. Runs in the model thread.
 
-        Then measure what padding is worth: a run has a fixed cost, which a batch of two pays once.
+        Then measure how many padding tokens cost as much as a run's fixed cost, which a batch pays once.
         """
         special = set(self._served.tokenizer.all_special_ids)
         token = next(i for i in range(len(special) + 1) if i not in special)
@@ -401,12 +404,12 @@ class Encoder:
         if n_tokens >= _LONG:
             short_s, long_s = plain_s(_SHORT), plain_s(_LONG)
             token_s = max(long_s - short_s, 1e-9) / (_LONG - _SHORT)
-            self._padding = max(_PADDING, int(short_s / token_s) - _SHORT)
-            # Far beyond what fills a run a larger batch computes no more inputs a second.
+            self._padding_tokens = max(_PADDING_TOKENS, int(short_s / token_s) - _SHORT)
+            # Larger batches than this compute no more inputs per second.
             self._most_tokens = min(self._settings.max_batch_tokens, max(_LONG, int(_BATCH_S / token_s)))
 
-    def _failed(self, why: str) -> Refusal:
-        """Count and log that an input could not be computed; returns what the client is told."""
+    def _model_failure(self, why: str) -> Refusal:
+        """Count and log a failure of the model on an input; return the refusal for the client."""
         self._metrics.failed.inc()
         logger.error("the model failed on an input: %s", why)
         return Refusal("backend", "the model failed on this input")

@@ -1,4 +1,4 @@
-"""Errors of routes as the dialect of each says them, without a word of the request in them."""
+"""Error responses in the dialect of each route (TEI or OpenAI). They never quote the request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -12,17 +12,17 @@ from llmcache.errors import LLMCacheError
 from llmcache.serving.front import route_path
 from llmcache.serving.refusals import Kind, Refusal, dialect_of
 
-_N_TOLD = 3  # wrong fields that are named
-_N_READ = 64  # errors that are looked at: a list can hold a million wrong items
+_N_NAMED = 3  # problems named in a response
+_N_EXAMINED = 64  # validation errors that are read: a list can have a million wrong items
 
-#: Values of a validation error that come from our schemas; what has others may quote the request.
-_OF_SCHEMAS: Final = frozenset(
+#: Context keys of validation errors whose values come from our schemas. Errors with other keys may quote the request.
+_SCHEMA_VALUES: Final = frozenset(
     (
         *("ge", "gt", "le", "lt", "multiple_of", "expected", "expected_tags", "pattern", "discriminator"),
         *("min_length", "max_length", "actual_length", "field_type", "class", "class_name"),
     )
 )
-#: What FastAPI itself answers with an HTTP status.
+#: Kind and text for the HTTP statuses that FastAPI itself raises.
 _KINDS: Final[Mapping[int, tuple[Kind, str]]] = {
     400: ("invalid", "the body could not be read"),
     404: ("not_found", "there is no such route"),
@@ -31,49 +31,50 @@ _KINDS: Final[Mapping[int, tuple[Kind, str]]] = {
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Have an application answer errors as the dialect of the route does."""
-    app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+    """Install exception handlers that answer in the dialect of the route."""
+    app.add_exception_handler(Refusal, _refusal_response)
+    app.add_exception_handler(RequestValidationError, _invalid_response)
+    app.add_exception_handler(HTTPException, _http_response)
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
+async def _refusal_response(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
     dialect = dialect_of(route_path(request.scope))
     return JSONResponse(error.body(dialect), error.status(dialect), error.headers)
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
+async def _invalid_response(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    if _is_no_json(request, errors):
+    if _is_not_json(request, errors):
         refusal = Refusal("invalid", "send the body as JSON, with Content-Type: application/json")
-        return await _refused(request, refusal)
+        return await _refusal_response(request, refusal)
     names = frozenset(_properties(request.app.openapi()))
-    fields = [_field(one["loc"], names) for one in errors[:_N_READ]]
-    told = list(dict.fromkeys(_told(field, one) for field, one in zip(fields, errors, strict=False)))
-    rest = f"; and {len(told) - _N_TOLD} more" if len(told) > _N_TOLD else ""
-    return await _refused(request, Refusal("invalid", "; ".join(told[:_N_TOLD]) + rest, param=fields[0] or None))
+    fields = [_field(one["loc"], names) for one in errors[:_N_EXAMINED]]
+    problems = list(dict.fromkeys(_explain(field, one) for field, one in zip(fields, errors, strict=False)))
+    rest = f"; and {len(problems) - _N_NAMED} more" if len(problems) > _N_NAMED else ""
+    refusal = Refusal("invalid", "; ".join(problems[:_N_NAMED]) + rest, param=fields[0] or None)
+    return await _refusal_response(request, refusal)
 
 
-async def _http(request: Request, error: Exception) -> JSONResponse:
+async def _http_response(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind, text = _KINDS.get(error.status_code, ("invalid", "the request is wrong"))
     text = "the body is nested too deeply" if isinstance(error.__cause__, RecursionError) else text
-    answer = await _refused(request, Refusal(kind, text))
+    answer = await _refusal_response(request, Refusal(kind, text))
     answer.headers.update(error.headers or {})
     return answer
 
 
-def _is_no_json(request: Request, errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a body was not read as JSON, so that all of it is wrong."""
+def _is_not_json(request: Request, errors: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the whole body is invalid because its Content-Type is not JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or kind.endswith("+json")
     return not is_json and any(tuple(one["loc"]) == ("body",) and one["type"] != "missing" for one in errors)
 
 
 def _properties(schema: Any) -> Iterator[str]:
-    """Yield all names of fields in the schemas; another name in the place of an error is a key of the client's."""
+    """Yield the field names of an OpenAPI schema. Other names in an error's location come from the client."""
     if isinstance(schema, dict):
         found = schema.get("properties")
         yield from found if isinstance(found, dict) else ()
@@ -84,7 +85,7 @@ def _properties(schema: Any) -> Iterator[str]:
 
 
 def _field(place: Sequence[str | int], names: frozenset[str]) -> str:
-    """Return the field that is wrong, as `messages[2].content`; empty: the whole body."""
+    """Return the path of the wrong field, such as `messages[2].content`; empty for the whole body."""
     shown = ""
     for part in place[1:]:
         if isinstance(part, int):
@@ -94,14 +95,14 @@ def _field(place: Sequence[str | int], names: frozenset[str]) -> str:
     return shown
 
 
-def _told(field: str, error: Mapping[str, Any]) -> str:
-    """Say what is wrong with a field, without its value."""
+def _explain(field: str, error: Mapping[str, Any]) -> str:
+    """Return a description of a validation error without the field's value."""
     context = error.get("ctx") or {}
     if error["type"] == "json_invalid":
         return "the body is not valid JSON"
     if isinstance(context.get("error"), LLMCacheError):
         text = str(context["error"])
-    elif set(context) <= _OF_SCHEMAS:
+    elif set(context) <= _SCHEMA_VALUES:
         text = str(error["msg"])
     else:
         text = "is not valid"

@@ -1,4 +1,4 @@
-"""What a route calls its inputs: an error names the one that was wrong, and what to set, in the dialect's words."""
+"""Field names of a route's inputs, so that errors name the wrong input and the option to set in the route's dialect."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,24 +6,24 @@ from typing import Any, Final, TypeVar
 
 from llmcache.serving.refusals import Refusal
 
-_OF_SERVER: Final = ("overloaded", "unhealthy")  # whose reason is no input
+_SERVER_KINDS: Final = ("overloaded", "unhealthy")  # refusals that no input causes
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Names of the inputs of one request."""
+    """Field names of the inputs of one request."""
 
-    name: str  # of the field that holds them
-    is_list: bool  # they are several, named by their places
-    first: str | None = None  # a field that holds the first of them; the list begins after it
-    beside: str | None = None  # a field whose text is joined to each of them
-    cut: str = "set `truncate`"  # what to do to have inputs cut that are too long
+    name: str  # field that holds the inputs
+    is_list: bool  # the field is a list; inputs are named by index
+    first: str | None = None  # separate field that holds the first input; the list holds the others
+    beside: str | None = None  # field whose text is paired with each input
+    cut: str = "set `truncate`"  # advice for inputs that are too long
 
     def named(self, refusal: Refusal, i: int) -> Refusal:
-        """Return a refusal that names the i-th input, which was refused."""
-        if refusal.kind in _OF_SERVER:
+        """Return the refusal of the i-th input with the input's name in its text."""
+        if refusal.kind in _SERVER_KINDS:
             return refusal
         name = self._name(i)
         text = f"{refusal}: {name}" if refusal.kind == "backend" else f"{name} {refusal}"
@@ -31,7 +31,7 @@ class Fields:
         return Refusal(refusal.kind, text + more, param=self.name)
 
     def all(self, found: Sequence[_T | Refusal]) -> list[_T]:
-        """Return what was found for the inputs, or raise the refusal of the first that was refused."""
+        """Return the results of all inputs, or raise the first refusal among them, with the input's name."""
         made: list[_T] = []
         for i, one in enumerate(found):
             if isinstance(one, Refusal):
@@ -40,7 +40,7 @@ class Fields:
         return made
 
     def each(self, work: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
-        """Return the result of `work` for each input, or raise the refusal of the first that is refused."""
+        """Return `work(item)` for each input, or raise the first refusal, with the input's name."""
         made = []
         for i, item in enumerate(items):
             try:

@@ -1,9 +1,9 @@
-"""What stands before the routes: who asks, how much may be asked, how failures are told, what is counted.
+"""Middleware before the routes: authentication, limits, error responses, counting.
 
-    request id -> key and scope -> body, whole -> place -> route
+    request id -> key and scope -> whole body -> concurrency slot -> route
 
-A body is read whole before the request takes a place, so that slow clients keep no place from others. Places are for
-requests that infer: metrics and the operator get through when there is none.
+The whole body is read before the request takes a slot, so that slow clients occupy none. Only inference requests need
+slots: metrics and operator routes work when all are taken.
 """
 
 import asyncio
@@ -35,33 +35,33 @@ logger = logging.getLogger("llmcache")
 
 _T = TypeVar("_T")
 
-#: What everybody may ask, and by these methods alone.
+#: Methods and paths that need no key.
 OPEN: Final = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/health", "/healthz"))
-#: Template of all requests that no route takes.
+#: Template under which requests without a route are counted.
 UNKNOWN: Final = "unknown"
-#: Bodies of the largest size that may be on their way at once; they are held in memory until they are whole.
+#: Limit of memory for partly received bodies, in bodies of `payload_limit` bytes.
 N_BODIES: Final = 64
 
-_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_READ_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _REQUEST_IDS = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _BASIC: Final = ("WWW-Authenticate", 'Basic realm="llmcache", charset="UTF-8"')
-_CLIENT_GONE = 499  # in place of a status, where none was sent
-_SOON_S = 0.02  # work that ends within it, as a hit does, is not cancelled if its client goes
-_LINGER_S = 2.0  # what still comes of a body that was refused is dropped for so long
+_CLIENT_GONE = 499  # counted as the status if the client disconnects before one is sent
+_WATCH_AFTER_S = 0.02  # work that ends sooner, as a hit does, is not cancelled if its client disconnects
+_LINGER_S = 2.0  # time for which the rest of a refused body is read and discarded
 
 
 class Front:
-    """ASGI middleware around all routes of a server. For one event loop."""
+    """ASGI middleware around all routes of a server. Use it in one event loop."""
 
     def __init__(self, app: ASGIApp, server: Server, keys: Keys | None, templates: Iterable[str | None]) -> None:
-        """Stand before an application with routes of these templates; without `keys` everybody is `ANYONE`."""
+        """Wrap an application whose routes have these templates; with `keys` None, every client is `ANYONE`."""
         self._app, self._server, self._keys, self._metrics = app, server, keys, server.metrics
         self._routes = {template: compile_path(template)[0] for template in templates if template}
-        self._by_tenant: Counter[str] = Counter()  # requests that have a place
-        self._n_bytes = 0  # of bodies that are on their way
+        self._n_by_tenant: Counter[str] = Counter()  # requests that hold a slot
+        self._n_bytes = 0  # bytes of bodies being received
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
+        """Serve one ASGI connection."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
@@ -71,8 +71,8 @@ class Front:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         given, started, status = _headers(scope, b"x-request-id"), perf_counter(), _CLIENT_GONE
-        is_fit = len(given) == 1 and _REQUEST_IDS.fullmatch(given[0]) is not None
-        request_id = given[0] if is_fit else uuid.uuid4().hex.encode()
+        is_valid = len(given) == 1 and _REQUEST_IDS.fullmatch(given[0]) is not None
+        request_id = given[0] if is_valid else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
 
         async def sent(message: Message) -> None:
@@ -87,31 +87,31 @@ class Front:
         is_inference = scope["method"] == "POST" and route != UNKNOWN and not route.startswith("/admin/")
         self._metrics.n_under_way += is_inference
         try:
-            await self._pass(scope, path, receive, sent)
+            await self._forward(scope, path, receive, sent)
         except ClientDisconnect:
             pass
         except (asyncio.CancelledError, Exception) as error:
-            refusal = error if isinstance(error, Refusal) else _refusal_of(error, request_id.decode())
-            if status != _CLIENT_GONE:  # it has begun: uvicorn sees an answer without an end, closes the connection
+            refusal = error if isinstance(error, Refusal) else _refusal_for(error, request_id.decode())
+            if status != _CLIENT_GONE:  # the response has begun: uvicorn closes the connection as it stays incomplete
                 status = refusal.status(dialect_of(path))
             else:
-                asks = refusal.kind == "unauthorised" and scope_of(scope["method"], path) == "admin"
-                # A browser asks for the key then.
-                await _refuse(refusal, scope, receive, sent, [_BASIC] if asks else [])
+                is_login = refusal.kind == "unauthorised" and scope_of(scope["method"], path) == "admin"
+                # With this header a browser prompts for the key.
+                await _send_refusal(refusal, scope, receive, sent, [_BASIC] if is_login else [])
         finally:
             self._metrics.n_under_way -= is_inference
             self._metrics.answered(route, status, perf_counter() - started, is_inference)
 
     def _route(self, path: str) -> str:
-        """Return the template of a path, found as starlette does: the first that fits."""
+        """Return the template of a path: the first that matches, as in starlette."""
         if path in self._routes:
             return path
         return next((template for template, fits in self._routes.items() if fits.match(path)), UNKNOWN)
 
-    async def _pass(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
-        """Pass a request on, if it may; else raise a `Refusal`."""
+    async def _forward(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+        """Check key, body and limits, and pass the request to the application. Raises `Refusal`."""
         needed = scope_of(scope["method"], path)
-        tenant = None if needed is None else self._tenant(scope, needed)
+        tenant = None if needed is None else self._authenticate(scope, needed)
         scope["state"]["tenant"] = tenant
         body: bytes | None = await self._body(scope, receive)
 
@@ -128,27 +128,27 @@ class Front:
             return
         self._server.check_ready()
         if self._metrics.n_concurrent >= self._server.settings.max_concurrent_requests:
-            raise overloaded("the server has as many requests under way as it may")
-        if tenant.max_concurrent is not None and self._by_tenant[tenant.name] >= tenant.max_concurrent:
-            raise overloaded("this key has as many requests under way as it may")
+            raise overloaded("the server is at its limit of concurrent requests")
+        if tenant.max_concurrent is not None and self._n_by_tenant[tenant.name] >= tenant.max_concurrent:
+            raise overloaded("this key is at its limit of concurrent requests")
         self._metrics.n_concurrent += 1
-        self._by_tenant[tenant.name] += 1
+        self._n_by_tenant[tenant.name] += 1
         try:
             await self._app(scope, replayed, send)
         finally:
             self._metrics.n_concurrent -= 1
-            self._by_tenant[tenant.name] -= 1
-            if not self._by_tenant[tenant.name]:
-                del self._by_tenant[tenant.name]  # names change with the keys
+            self._n_by_tenant[tenant.name] -= 1
+            if not self._n_by_tenant[tenant.name]:
+                del self._n_by_tenant[tenant.name]  # key names change over time
 
-    def _tenant(self, scope: Scope, needed: keys_of.Scope) -> Tenant:
-        """Find who asks: by `Authorization: Bearer KEY`, or by the password of `Basic`, which browsers can send."""
+    def _authenticate(self, scope: Scope, needed: keys_of.Scope) -> Tenant:
+        """Return the tenant of the key in `Authorization: Bearer KEY`, or in the password of `Basic`, for browsers."""
         given = _headers(scope, b"authorization")
         scheme, _, credentials = given[0].strip().partition(b" ") if given else (b"", b"", b"")
         is_bearer, is_basic = scheme.lower() == b"bearer", scheme.lower() == b"basic"
-        if not is_bearer and scope["method"] not in _READING:
-            # A browser adds the password it knows, or none where none is needed, to what any page makes it send.
-            _check_page(scope, self._keys is not None or needed != "admin")
+        if not is_bearer and scope["method"] not in _READ_METHODS:
+            # A browser sends its saved password, or needs none, for requests that any web page makes it send (CSRF).
+            _check_origin(scope, self._keys is not None or needed != "admin")
         if self._keys is None:
             return ANYONE
         if len(given) > 1:
@@ -165,9 +165,9 @@ class Front:
         return tenant
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """Read the whole body."""
+        """Return the whole body. Raises `Refusal` if it is too large or too slow."""
         most, most_s = self._server.settings.payload_limit, self._server.settings.body_timeout_s
-        too_large = Refusal("too_large", f"the body has more than {most:,} bytes: send less at once")
+        too_large = Refusal("too_large", f"the body has more than {most:,} bytes: send less per request")
         if any(int(length) > most for length in _headers(scope, b"content-length") if length.isdigit()):
             raise too_large
         if not _has_body(scope):
@@ -189,29 +189,29 @@ class Front:
                     if is_whole:
                         return b"".join(chunks)
                     if self._n_bytes > N_BODIES * most:
-                        raise overloaded("too many large bodies are on their way")
+                        raise overloaded("too many large bodies are being received")
         except TimeoutError:
-            raise Refusal("timeout", f"the body was not whole after {most_s:g} s") from None
+            raise Refusal("timeout", f"the body was not complete after {most_s:g} s") from None
         finally:
             self._n_bytes -= n_bytes
 
 
 def scope_of(method: str, path: str) -> keys_of.Scope | None:
-    """Return the scope that a key needs for a request; None: no key is needed. Paths without a route need one too."""
+    """Return the scope that a request's key needs, or None if it needs no key. Paths without a route need one."""
     if (method, path) in OPEN:
         return None
     return "admin" if path in ("/", "/metrics") or path.startswith("/admin") else "infer"
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path that routes are compared with, without `root_path`, which a proxy has put before it."""
+    """Return the path to match with routes, without the `root_path` that a proxy has prepended."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     is_below = bool(root) and (path == root or path.startswith(f"{root}/"))
     return path[len(root) :] or "/" if is_below else path
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """Do work; if the client goes meanwhile, cancel it and raise `ClientDisconnect`."""
+    """Await work. If the client disconnects meanwhile, cancel it and raise `ClientDisconnect`."""
     task, is_gone = asyncio.current_task(), False
     watching: asyncio.Task[None] | None = None
     assert task is not None
@@ -227,11 +227,11 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
         nonlocal watching
         watching = asyncio.create_task(watch())
 
-    soon = asyncio.get_running_loop().call_later(_SOON_S, begin)
+    soon = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, begin)
     try:
         return await work
     except asyncio.CancelledError:
-        if not is_gone or task.uncancel():  # else the server stops
+        if not is_gone or task.uncancel():  # else the server is stopping
             raise
         raise ClientDisconnect from None
     finally:
@@ -240,21 +240,21 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
             watching.cancel()
 
 
-def _refusal_of(error: BaseException, request_id: str) -> Refusal:
-    """Log a failure by its type and place, and return what the client is told."""
+def _refusal_for(error: BaseException, request_id: str) -> Refusal:
+    """Log an error's type and place, and return the refusal for the client."""
     if isinstance(error, asyncio.CancelledError):
         return stopping()
     logger.error("%s", described(error, request_id))
-    return Refusal("backend", f"the server failed on this request; its log has more under {request_id}")
+    return Refusal("backend", f"the server failed on this request; see {request_id} in its log")
 
 
-async def _refuse(
+async def _send_refusal(
     refusal: Refusal, scope: Scope, receive: Receive, send: Send, headers: Sequence[tuple[str, str]]
 ) -> None:
-    """Answer a request with a refusal.
+    """Send a refusal as the response.
 
-    If its body was not read, what comes of it in the next moment is dropped, and the connection is closed after that.
-    Were it closed at once, the client would see a failed connection in place of the answer.
+    If the body was not read, it is read and discarded for up to `_LINGER_S` before the connection is closed: if it
+    were closed at once, the client would see a connection error instead of the response.
     """
     is_body_read = scope["state"].get("is_body_read", not _has_body(scope))
     dialect = dialect_of(route_path(scope))
@@ -273,24 +273,24 @@ async def _refuse(
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _check_page(scope: Scope, may_have_name: bool) -> None:
-    """Refuse what a page of another origin has a browser send; other clients send neither header.
+def _check_origin(scope: Scope, is_name_allowed: bool) -> None:
+    """Refuse browser requests from pages of another origin (CSRF); other clients send neither header.
 
-    Unless it `may_have_name`, the server is asked by an address alone: the owner of a name can make it lead here, and
-    nothing else tells their page apart.
+    Unless `is_name_allowed`, the Host must be an IP address or localhost: the owner of another name can point it to
+    this server, and their page then has the same origin (DNS rebinding).
     """
     site, origin, host = (_headers(scope, name) for name in (b"sec-fetch-site", b"origin", b"host"))
     if not site and not origin:
         return
     is_same = bool(origin) and [origin[0].partition(b"://")[2].lower()] == [one.lower() for one in host]
     if not (site[0] in (b"same-origin", b"none") if site else is_same):
-        raise Refusal("forbidden", "a page of another site asks for this: send the key as Authorization: Bearer KEY")
-    if not (may_have_name or _is_address(host)):
-        raise Refusal("forbidden", "without keys, open the page by localhost or an IP address, not by another name")
+        raise Refusal("forbidden", "requests from pages of other sites need the key as Authorization: Bearer KEY")
+    if not (is_name_allowed or _is_address(host)):
+        raise Refusal("forbidden", "without keys, open the page at localhost or an IP address, not under another name")
 
 
 def _is_address(host: Sequence[bytes]) -> bool:
-    """Whether a Host header, its port aside, is an IP address or this machine's own name for itself."""
+    """Whether a Host header, ignoring its port, is an IP address or `localhost`."""
     try:
         name = urlsplit(f"//{host[0].decode()}").hostname or ""
         return name == "localhost" or bool(ipaddress.ip_address(name))
@@ -299,7 +299,7 @@ def _is_address(host: Sequence[bytes]) -> bool:
 
 
 def _headers(scope: Scope, name: bytes) -> list[bytes]:
-    """Return all values of a header, by its name in lower case."""
+    """Return all values of the header `name`, given in lower case."""
     return [value for one, value in scope["headers"] if one == name]
 
 

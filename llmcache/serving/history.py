@@ -1,4 +1,4 @@
-"""What the page at `/` draws: samples of the cache's figures, one every few seconds, for the last hour."""
+"""Samples of the cache's statistics over the last hour, for the plots of the page at `/`."""
 
 import asyncio
 import logging
@@ -14,12 +14,12 @@ from llmcache.stats import AuditStats, Stats
 logger = logging.getLogger("llmcache")
 
 EVERY_S: Final = 5.0
-_LATEST = 720  # an hour
-_MOST_INTERVALS = 120  # that are drawn
+_MAX_SAMPLES = 720  # one hour
+_MAX_DRAWN = 120  # samples drawn
 
 
 class Sample(NamedTuple):
-    """Figures of one moment, in seconds of a clock that only runs forward."""
+    """Statistics at one time; `at_s` is in seconds of a monotonic clock."""
 
     at_s: float
     n_requests: int
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """What happened between two samples: `shares` of the requests were served, by rung, 0 to 1."""
+    """Requests between two samples; `shares` is the hit rate of each rung, 0 to 1."""
 
     seconds: float
     n_requests: int
@@ -36,30 +36,30 @@ class Interval(NamedTuple):
 
 
 class History:
-    """A ring of samples. Filled by one thread at a time, read by any."""
+    """Ring buffer of samples. Written by one thread at a time, read by any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without samples."""
+        """Start without samples; `clock` returns seconds."""
         self._clock = clock
-        self._samples: deque[Sample] = deque(maxlen=_LATEST)
+        self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
 
     def add(self, stats: Stats) -> None:
-        """Take a sample."""
+        """Append a sample of `stats`."""
         self._samples.append(Sample(self._clock(), stats.n_requests, dict(stats.hits), stats.audit))
 
     def samples(self) -> list[Sample]:
-        """Return as many as are drawn, oldest first, the latest among them."""
+        """Return the samples to draw, evenly thinned, oldest first; the latest is always included."""
         samples = list(self._samples)
-        step = -(-len(samples) // _MOST_INTERVALS) or 1
+        step = -(-len(samples) // _MAX_DRAWN) or 1
         return samples[::-1][::step][::-1]
 
     def intervals(self) -> list[Interval]:
-        """Return what happened between them, oldest first."""
+        """Return the intervals between `samples()`, oldest first."""
         return [_between(*pair) for pair in pairwise(self.samples())]
 
     @asynccontextmanager
     async def kept(self, read: Callable[[], Stats], every_s: float = EVERY_S) -> AsyncIterator[None]:
-        """Within: take a sample every few seconds, in a thread of its own since `read` may wait."""
+        """Within this context, sample `read()` every `every_s` seconds, in a thread since `read` may block."""
 
         async def keep() -> None:
             is_failing = False
@@ -67,7 +67,7 @@ class History:
                 try:
                     self.add(await asyncio.to_thread(read))
                     is_failing = False
-                except Exception:  # the page then lacks a sample, and no request an answer
+                except Exception:  # a missing sample must not affect requests
                     logger.log(logging.DEBUG if is_failing else logging.WARNING, "no sample was taken", exc_info=True)
                     is_failing = True
                 await asyncio.sleep(every_s)

@@ -1,15 +1,15 @@
-"""Who makes a request, and what it may do. Keys are in a file, which is read again when it changes.
+"""API keys: each identifies a tenant and what it may do. They are in a file, which is read again when it changes.
 
 The file is YAML: a list of
 
     - name: search              # for logs and metrics; never the key
       hash: 5e884898da28...     # SHA-256 of the key, in hexadecimal digits
-      namespace: search         # in which its requests are stored and found
-      scopes: [infer]           # and `admin` for metrics, the page, purging and draining
-      max_concurrent: 8         # requests under way at once; may be left out
+      namespace: search         # where its requests are stored and looked up
+      scopes: [infer]           # `admin` allows metrics, the page, purging and draining
+      max_concurrent: 8         # limit of concurrent requests; optional
 
-A key is 256 random bits, which is why a plain hash is enough. Salts and slow hashes protect what can be guessed, as
-passwords can; this cannot, and a slow hash would take longer than a hit does.
+A key has 256 random bits, so a plain hash is enough. Salts and slow hashes protect secrets that can be guessed, such as
+passwords; a slow hash would take longer than a hit.
 """
 
 import hashlib
@@ -36,40 +36,40 @@ logger = logging.getLogger("llmcache")
 
 Scope = Literal["infer", "admin"]
 
-#: The namespace that everybody may read. Who writes it answers all, so only keys of it with the scope `admin` may.
+#: Namespace that all keys read. Its entries answer every tenant, so only keys of it with the scope `admin` write it.
 PUBLIC: Final = "public"
 
-_MARK = "llmcache_"  # by which a key that was published by mistake is found
-_MOST_BYTES = 1_000_000
-_PATIENCE_S = 10.0  # a change of the file takes milliseconds
-_LOOK_EVERY_S = 1.0
-_NAME = r"^[A-Za-z0-9._-]{1,64}$"  # logs and metrics hold it
-_WANTED: Final = {
+_KEY_PREFIX = "llmcache_"  # lets secret scanners find keys published by mistake
+_MAX_BYTES = 1_000_000
+_LOCK_TIMEOUT_S = 10.0  # changing the file takes milliseconds
+_CHECK_EVERY_S = 1.0
+_NAME = r"^[A-Za-z0-9._-]{1,64}$"  # safe in logs and metrics
+_EXPECTED: Final = {
     "name": "1 to 64 characters of A-Z, a-z, 0-9, '.', '_' and '-', in quotes if it looks like a number",
     "hash": "64 hexadecimal digits, the SHA-256 of the key: `llmcache keys add` writes them",
-    "namespace": "a name of the same kind: every key has one, nothing is served in a namespace that nobody chose",
+    "namespace": "1 to 64 of the same characters; every key needs one, as there is no default namespace",
     "scopes": "a list of `infer`, `admin` or both",
     "max_concurrent": "a whole number from 1",
 }
 
 
 class Tenant(BaseModel):
-    """The holder of a key."""
+    """Holder of a key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: Annotated[str, Field(pattern=_NAME)]  # of the key, for logs and metrics; never the key itself
-    namespace: Annotated[str, Field(pattern=_NAME)]  # in which requests are stored and found; none says otherwise
+    name: Annotated[str, Field(pattern=_NAME)]  # name of the key, for logs and metrics; never the key itself
+    namespace: Annotated[str, Field(pattern=_NAME)]  # of all its requests; they cannot choose another
     scopes: Annotated[list[Scope], Field(min_length=1)]
-    max_concurrent: Annotated[int | None, Field(ge=1)] = None  # requests under way at once; None: as the server
+    max_concurrent: Annotated[int | None, Field(ge=1)] = None  # concurrent requests; None: the server's limit
 
 
-#: Whoever reaches a server without keys, which listens on this machine alone unless the operator says otherwise.
+#: Every client of a server without keys. By default such a server listens on the loopback address only.
 ANYONE: Final = Tenant(name="anyone", namespace="default", scopes=["infer", "admin"])
 
 
 class KeyEntry(Tenant):
-    """One key of the file."""
+    """One entry of the key file."""
 
     hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -81,24 +81,29 @@ class KeyEntry(Tenant):
 
 
 def read_keys(path: Path) -> list[KeyEntry]:
-    """Read a file of keys. No error quotes a hash: it may be a key that was put in its place."""
+    """Return the entries of a key file. Errors never quote a hash: it may be a key entered by mistake.
+
+    Raises:
+        ConfigError: The content is invalid, or other users may write the file.
+        OSError: The file cannot be read.
+    """
     with path.open("rb") as file:
         _check_owner(path, os.fstat(file.fileno()))
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{path}: more than {_MOST_BYTES:,} bytes: too large for a file of keys")
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path}: more than {_MAX_BYTES:,} bytes: too large for a key file")
     try:
         found = parse_yaml(content.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: save it in that encoding") from error
     if not isinstance(found, list):
-        raise ConfigError(f"{path}: expected a list of keys, found {type(found).__name__}; `[]` is a list without any")
+        raise ConfigError(f"{path}: expected a list of keys, found {type(found).__name__}; `[]` is an empty list")
     return _checked(path, found)
 
 
 def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_concurrent: int | None = None) -> str:
-    """Make a key, write its hash to the file, which is made if there is none, and return the key."""
-    key = _MARK + secrets.token_urlsafe(32)
+    """Return a new key, whose hash is written to the file; the file is created if needed."""
+    key = _KEY_PREFIX + secrets.token_urlsafe(32)
     added = {
         "name": name,
         "hash": _hash(key.encode()),
@@ -106,15 +111,15 @@ def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_
         "scopes": list(scopes),
         "max_concurrent": max_concurrent,
     }
-    with _changing(path):
+    with _locked(path):
         entries = read_keys(path) if path.exists() else []
         _write(path, _checked(path, [*(entry.model_dump() for entry in entries), added]))
     return key
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a key out of the file."""
-    with _changing(path):
+    """Remove a key from the file."""
+    with _locked(path):
         entries = read_keys(path)
         kept = [entry for entry in entries if entry.name != name]
         if len(kept) == len(entries):
@@ -124,9 +129,9 @@ def remove_key(path: Path, name: str) -> None:
 
 
 class Keys:
-    """The keys of a file as it is now, looked at once a second. For one event loop.
+    """Keys of a file, checked for changes at most once a second. Use it in one event loop.
 
-    A file that cannot be used any more leaves the keys as they were: that is counted, and logged once.
+    If the file becomes unreadable or invalid, the previous keys stay valid; failures are counted, and logged once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,48 +139,48 @@ class Keys:
         self.path = path
         self.n_failures = 0
         self._is_failing = False
-        self._looked_at = monotonic()
-        self._seen = _state(path)
+        self._checked_at = monotonic()
+        self._seen = _file_state(path)
         self._known = read_keys(path)
-        self._warn()
+        self._log_warnings()
 
     def find(self, key: bytes) -> Tenant | None:
-        """Return the holder of a key; None: there is none. Takes as long for every key."""
-        if monotonic() - self._looked_at >= _LOOK_EVERY_S:
+        """Return the holder of a key, or None if it is unknown. The time taken does not depend on the key."""
+        if monotonic() - self._checked_at >= _CHECK_EVERY_S:
             self.look()
         given, found = _hash(key), None
-        for known in self._known:  # to the end: when it is found tells which one it is
+        for known in self._known:  # no early exit: its time would reveal which key matched
             if hmac.compare_digest(known.hash, given):
                 found = known
         return found
 
     def look(self) -> None:
-        """Read the file again, if it has changed or could not be used when it was last looked at."""
-        self._looked_at = monotonic()
+        """Read the file again if it has changed or the last attempt failed."""
+        self._checked_at = monotonic()
         try:
-            seen = _state(self.path)
+            seen = _file_state(self.path)
             if seen == self._seen and not self._is_failing:
                 return
             known = read_keys(self.path)
-        except Exception as error:  # whatever it is, the server goes on with the keys it has
+        except Exception as error:  # of any kind: the server keeps its current keys
             self.n_failures += 1
             if not self._is_failing:
-                # Of other errors only the kind: their text may quote the file.
-                told = error if isinstance(error, ConfigError | OSError) else type(error).__name__
-                logger.error("the keys stay as they were, %d of them: %s", len(self._known), told)
+                # Only the type of other errors: their text may quote the file.
+                reason = error if isinstance(error, ConfigError | OSError) else type(error).__name__
+                logger.error("the key file cannot be used, its %d old keys stay valid: %s", len(self._known), reason)
             self._is_failing = True
             return
         self._seen, self._known, self._is_failing = seen, known, False
         logger.info("%s: read again, %d keys", self.path, len(known))
-        self._warn()
+        self._log_warnings()
 
-    def _warn(self) -> None:
+    def _log_warnings(self) -> None:
         if not self._known:
-            logger.warning("%s: there is no key, so every request is refused: llmcache keys add", self.path)
+            logger.warning("%s: it has no keys, so every request is refused; add one with llmcache keys add", self.path)
         with suppress(OSError):
             if os.name != "nt" and self.path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
                 logger.warning(
-                    "%s: other users may read it. They learn names and namespaces, not keys. To keep those: chmod 600",
+                    "%s: other users may read it. It reveals names and namespaces, not keys. To hide them: chmod 600",
                     self.path,
                 )
 
@@ -184,24 +189,24 @@ def _hash(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-def _state(path: Path) -> tuple[int, ...]:
-    """Return numbers that change with a file."""
+def _file_state(path: Path) -> tuple[int, ...]:
+    """Return identity, size, times and mode of a file, to detect changes."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_mode
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    """Refuse a file into which others could write keys of their own, as sshd does with `authorized_keys`."""
+    """Raise `ConfigError` for a file to which other users could add keys, as sshd does for `authorized_keys`."""
     if os.name == "nt":
         return
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"{path}: other users may write it, and so let themselves in: chmod 600 it")
+        raise ConfigError(f"{path}: other users may write it, and could add their own keys: chmod 600 it")
     if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
-        raise ConfigError(f"{path}: it belongs to another user, who could let anybody in: chown it")
+        raise ConfigError(f"{path}: it belongs to another user, who could add keys: chown it")
 
 
 def _checked(path: Path, found: Sequence[Any]) -> list[KeyEntry]:
-    """Check each entry, and that no two have the same name or key."""
+    """Return validated entries; names and hashes must be unique."""
     entries = [_entry(path, number, one) for number, one in enumerate(found)]
     for field in ("name", "hash"):
         seen: set[str] = set()
@@ -213,7 +218,7 @@ def _checked(path: Path, found: Sequence[Any]) -> list[KeyEntry]:
 
 
 def _entry(path: Path, number: int, given: Any) -> KeyEntry:
-    """Check an entry of the file; errors name it, and quote nothing that may be a key."""
+    """Return a validated entry. Errors name the entry, and quote no value that may be a key."""
     try:
         return KeyEntry.model_validate(given)
     except ValidationError as error:
@@ -221,37 +226,37 @@ def _entry(path: Path, number: int, given: Any) -> KeyEntry:
         fields = [str(one["loc"][0]) if one["loc"] else "" for one in wrong]
         kind, field = wrong[0]["type"], fields[0]
         if kind == "value_error":
-            told = str(wrong[0]["ctx"]["error"])
-        elif field in _WANTED:
-            told = f"{field} {'is missing' if kind == 'missing' else 'is wrong'}: give {_WANTED[field]}"
+            reason = str(wrong[0]["ctx"]["error"])
+        elif field in _EXPECTED:
+            reason = f"{field} {'is missing' if kind == 'missing' else 'is wrong'}: give {_EXPECTED[field]}"
         else:
-            told = f"expected a mapping of {', '.join(_WANTED)}, and no other field"
+            reason = f"expected a mapping of {', '.join(_EXPECTED)}, and no other field"
         named = given.get("name") if isinstance(given, dict) and "name" not in fields else None
         name = f"key {named!r}" if isinstance(named, str) else f"entry {number + 1}"
-        raise ConfigError(f"{path}: {name}: {told}") from None
+        raise ConfigError(f"{path}: {name}: {reason}") from None
 
 
 @contextmanager
-def _changing(path: Path) -> Iterator[None]:
-    """Within: no other process changes the file by this program."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock the file against changes by other llmcache processes."""
     target = path.resolve()
     try:
-        with FileLock(target.with_name(f".{target.name}.lock"), timeout=_PATIENCE_S):
+        with FileLock(target.with_name(f".{target.name}.lock"), timeout=_LOCK_TIMEOUT_S):
             yield
     except Timeout as error:
-        raise ConfigError(f"{path}: another change of it has not ended for {_PATIENCE_S:.0f} s") from error
+        raise ConfigError(f"{path}: locked by another change for {_LOCK_TIMEOUT_S:.0f} s") from error
 
 
 def _write(path: Path, entries: Sequence[KeyEntry]) -> None:
-    """Put a new file in the place of the old one, or leave that whole. Only its owner may read it."""
-    target = path.resolve()  # a link stays one
+    """Replace the file atomically. Only its owner may read the new file."""
+    target = path.resolve()  # keep a symbolic link
     number, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")  # mode 0600
     try:
         with os.fdopen(number, "w", encoding="utf-8") as file:
             yaml.safe_dump([entry.model_dump(exclude_none=True) for entry in entries], file, sort_keys=False)
             file.flush()
             os.fsync(file.fileno())
-        if target.exists() and os.name != "nt":  # root adds keys to the file of a server that is another user
+        if target.exists() and os.name != "nt":  # root may add keys for a server that runs as another user
             before = target.stat()
             os.chown(draft, before.st_uid, before.st_gid)
         os.replace(draft, target)

@@ -1,4 +1,4 @@
-"""From a name to a model that can be served: what kind it is, and how it is called."""
+"""Loads a model by name for serving: detects its kind and how to call it."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,55 +24,58 @@ from llmcache.models.loading import (
 
 Kind = Literal["embedding", "classifier", "reranker", "decoder"]
 
-#: What each kind is called in messages.
+#: Name of each kind in messages.
 NAMES: Mapping[Kind, str] = {
     "embedding": "an embedding model",
     "classifier": "a classifier",
     "reranker": "a reranker",
     "decoder": "a causal language model",
 }
-#: The model on padded rows.
+#: Runs the model on padded rows.
 Run = Callable[[dict[str, Tensor]], Tensor]
 
 _SAMPLE = "Where is my CARD?"
-_MOST = 10**6  # tokenizers say more than this where nobody told them
+_NO_LIMIT = 10**6  # tokens; a tokenizer without a configured maximum length reports more than this
 
 
-def _not_run(inputs: dict[str, Tensor]) -> Tensor:
-    raise AssertionError("this kind of model is not run in this way")
+def _not_supported(inputs: dict[str, Tensor]) -> Tensor:
+    raise AssertionError("this kind of model does not support this call")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model in eval mode, and what a server has to know of it."""
+    """A model in eval mode, with what the server needs to run it."""
 
     kind: Kind
     model: nn.Module  # of transformers or sentence-transformers
     tokenizer: Any
     max_length: int  # tokens of the longest input
-    forward: Run = _not_run  # inputs (B, T) to outputs (B, O); of a decoder not called
-    states: Run = _not_run  # inputs (B, T) to the last states (B, T, D); called for embedding models alone
+    forward: Run = _not_supported  # inputs (B, T) to outputs (B, O); not for decoders
+    states: Run = _not_supported  # inputs (B, T) to the last hidden states (B, T, D); embedding models only
     answer_of: Reading = read_logits  # finds the answer in the model's output
-    labels: tuple[str, ...] = ()  # of a classifier, by number
-    is_multi_label: bool = False  # any number of labels may hold at once
-    prompts: Mapping[str, str] = field(default_factory=dict)  # texts that go before an input, by name
-    default_prompt: str | None = None  # name of the prompt of texts for which none is named
-    is_prompt_pooled: bool = True  # tokens of a prompt are pooled as those of the input are
-    dimensions: int | None = None  # of an embedding, unless a request asks for others; None: all of the model
+    labels: tuple[str, ...] = ()  # labels of a classifier, by index
+    is_multi_label: bool = False  # labels are independent: any number may hold
+    prompts: Mapping[str, str] = field(default_factory=dict)  # texts to prepend to an input, by name
+    default_prompt: str | None = None  # name of the prompt for inputs without one
+    is_prompt_pooled: bool = True  # pooling includes the prompt's tokens
+    dimensions: int | None = None  # default length of an embedding; None: all of the model's dimensions
 
     @property
     def config(self) -> Any:
-        """Config of the transformers model within."""
+        """Config of the transformers model inside."""
         return locate(self.model).config
 
 
 def load_served(name: str, models_dir: Path | None = None) -> Served:
-    """Load a model: `minilm` (packaged), a folder, one of `models_dir` first, or a name on the hub.
+    """Load a model by name: a folder (in `models_dir` first), `minilm` (packaged), or a hub name.
 
-    Its architecture says what it is: `...ForCausalLM` a decoder, unless it is of sentence-transformers;
-    `...ForSequenceClassification` a classifier, with one label a reranker; others are embedding models. A
-    sentence-transformers model that ends in a `Dense` with as many outputs as its config has labels is a classifier,
-    too.
+    The architecture in its config decides the kind: `...ForCausalLM` is a decoder, unless it is a
+    sentence-transformers model; `...ForSequenceClassification` is a classifier, or a reranker if it has one label;
+    others are embedding models. A sentence-transformers model that ends in a `Dense` with as many outputs as its config
+    has labels is also a classifier.
+
+    Raises:
+        ConfigError: The model cannot be loaded, or cannot be served.
     """
     source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
     config = _config(name, source)
@@ -80,8 +83,8 @@ def load_served(name: str, models_dir: Path | None = None) -> Served:
     if architecture.endswith(("ForCausalLM", "LMHeadModel")) and _find(source, "modules.json") is None:
         return _decoder(name, models_dir)
     if architecture.endswith("ForSequenceClassification"):
-        return _with_head(name, source, config)
-    return _sentence(name, source)
+        return _classifier(name, source, config)
+    return _sentence_transformer(name, source)
 
 
 def _config(name: str, source: str) -> Any:
@@ -98,7 +101,7 @@ def _config(name: str, source: str) -> Any:
 
 
 def _find(source: str, file: str) -> str | None:
-    """Return the path to a file of a model; None: it has no such file."""
+    """Return the path of a model's file, or None if the model has no such file."""
     from transformers.utils.hub import cached_file
 
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -107,8 +110,8 @@ def _find(source: str, file: str) -> str | None:
     return found
 
 
-def _saved(name: str, source: str) -> dict[str, Any]:
-    """Return the settings that sentence-transformers saved with a model; empty: none."""
+def _saved_settings(name: str, source: str) -> dict[str, Any]:
+    """Return the settings that sentence-transformers saved with a model, empty if there are none."""
     if (path := _find(source, "config_sentence_transformers.json")) is None:
         return {}
     try:
@@ -120,15 +123,15 @@ def _saved(name: str, source: str) -> dict[str, Any]:
 
 def _decoder(name: str, models_dir: Path | None) -> Served:
     loaded = load_causal(name, models_dir)
-    positions = getattr(loaded.model.config, "max_position_embeddings", None) or _MOST
+    positions = getattr(loaded.model.config, "max_position_embeddings", None) or _NO_LIMIT
     return Served("decoder", loaded.model, loaded.tokenizer, int(positions))
 
 
-def _with_head(name: str, source: str, config: Any) -> Served:
+def _classifier(name: str, source: str, config: Any) -> Served:
     loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name)
     model: Any = loaded.model
     labels = tuple(config.id2label[i] for i in range(config.num_labels))
-    saved = _saved(name, source)  # of a CrossEncoder
+    saved = _saved_settings(name, source)  # settings of a CrossEncoder
     return Served(
         "reranker" if len(labels) == 1 else "classifier",
         model,
@@ -142,13 +145,13 @@ def _with_head(name: str, source: str, config: Any) -> Served:
     )
 
 
-def _sentence(name: str, source: str) -> Served:
-    """An embedding model, as sentence-transformers loads it: also folders of transformers, with mean pooling."""
+def _sentence_transformer(name: str, source: str) -> Served:
+    """Load a model with sentence-transformers, which adds mean pooling to a plain transformers model."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache-torch[serve]'") from None
-    if (kind := _saved(name, source).get("model_type", "SentenceTransformer")) != "SentenceTransformer":
+    if (kind := _saved_settings(name, source).get("model_type", "SentenceTransformer")) != "SentenceTransformer":
         raise ConfigError(f"model: {name!r} is a {kind} of sentence-transformers; give a SentenceTransformer")
     try:
         with quiet() if Path(source).is_dir() else asking(source):
@@ -156,7 +159,7 @@ def _sentence(name: str, source: str) -> Served:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)})") from error
     _check_tokens(name, model)
-    # What is asked for raw and normalised is one entry then: vectors are normalised when they are answered.
+    # Routes normalise vectors themselves, so that raw and normalised requests share an entry.
     while type(model[-1]).__name__ == "Normalize":
         del model[-1]
     config: Any = locate(model).config
@@ -166,7 +169,7 @@ def _sentence(name: str, source: str) -> Served:
         "classifier" if is_classifier else "embedding",
         model,
         model.tokenizer,
-        min(_max_length(model.tokenizer, config), model.max_seq_length or _MOST),
+        min(_max_length(model.tokenizer, config), model.max_seq_length or _NO_LIMIT),
         forward=lambda inputs: _sentence_embedding(model(inputs)),
         states=lambda inputs: model[0](inputs)["token_embeddings"],
         answer_of=_sentence_embedding,
@@ -179,15 +182,15 @@ def _sentence(name: str, source: str) -> Served:
 
 
 def _check_tokens(name: str, model: Any) -> None:
-    """Refuse a model for which sentence-transformers makes other tokens than its tokenizer, by a chat template say."""
+    """Raise `ConfigError` if sentence-transformers' tokens differ from the tokenizer's, e.g. by a chat template."""
     ids = (getattr(model, "preprocess", None) or model.tokenize)([_SAMPLE]).get("input_ids")
     if ids is None or len(ids) != 1:
-        raise ConfigError(f"model: {name!r} reads texts by something else than token ids, which this server does not")
+        raise ConfigError(f"model: {name!r} does not read token ids, which this server needs")
     (made,) = ids.tolist()
     if made != model.tokenizer(_SAMPLE, truncation=True, max_length=model.max_seq_length)["input_ids"]:
         raise ConfigError(
-            f"model: {name!r} changes texts before its tokenizer reads them, by a chat template for instance, which "
-            "this server does not; save it with text as its Transformer's only modality, if it was trained on such"
+            f"model: {name!r} changes texts before its tokenizer reads them, such as by a chat template; this server "
+            "does not: save it with text as its Transformer's only modality, if it was trained on plain text"
         )
 
 
@@ -197,5 +200,5 @@ def _sentence_embedding(output: Any) -> Tensor:
 
 
 def _max_length(tokenizer: Any, config: Any) -> int:
-    positions = getattr(config, "max_position_embeddings", None) or _MOST
-    return int(min(positions, tokenizer.model_max_length, _MOST))
+    positions = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
+    return int(min(positions, tokenizer.model_max_length, _NO_LIMIT))

@@ -1,8 +1,8 @@
-"""The one thread that runs the model, in turns among those who have work for it.
+"""The single thread that runs the model, one step after another.
 
-Work is done in steps: a batch of an encoder, a token of a generation. After each step the next one who has work gets a
-turn, so that none waits for longer than the others' steps. What takes long, and cannot be left half-way, another thread
-does, which holds the model in turns with these.
+A step is an encoder's batch or one token of a generation. Steps run first come first served, so that a request waits
+at most for one step of each other request. Long work that cannot be split into steps runs in another thread, which
+holds the model for a turn at a time.
 """
 
 import asyncio
@@ -16,37 +16,37 @@ _T = TypeVar("_T")
 
 
 class ModelThread:
-    """Runs steps one after another. Thread-safe; `run` is for the event loop."""
+    """Runs steps one after another. Thread-safe; call `run` from an event loop."""
 
     def __init__(self) -> None:
-        """Begin with no step."""
+        """Start the thread without steps."""
         self._steps = ThreadPoolExecutor(1, "llmcache-model")
 
     async def run(self, step: Callable[[], _T]) -> _T:
-        """Have a step done; if the one who waits for it is cancelled before its turn, it is not."""
+        """Run a step and return its result. Cancelling the caller before the step starts drops the step."""
         return await asyncio.wrap_future(self.submit(step))
 
     def submit(self, step: Callable[[], _T]) -> "Future[_T]":
-        """Have a step done after those that wait; see `run`."""
+        """Queue a step; see `run`."""
         return self._steps.submit(step)
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
-        """Within: the calling thread runs the model in place of this one. What it gets lets others have a turn."""
-        over = self._take()
+        """Let the calling thread run the model in this context. Yields a function that lets queued steps run."""
+        over = self._take_turn()
 
         def turn() -> None:
             nonlocal over
             over.set()
-            over = self._take()
+            over = self._take_turn()
 
         try:
             yield turn
         finally:
             over.set()
 
-    def _take(self) -> threading.Event:
-        """Wait for a turn, which lasts until the event is set."""
+    def _take_turn(self) -> threading.Event:
+        """Wait for a turn; return the event that ends it."""
         begun, over = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -58,5 +58,5 @@ class ModelThread:
         return over
 
     def close(self) -> None:
-        """Do what waits, and end the thread. Twice does nothing."""
+        """Run the queued steps and end the thread. Idempotent."""
         self._steps.shutdown()

@@ -1,6 +1,6 @@
-"""OpenAI's routes for decoders, as vLLM speaks them: `/v1/completions` and `/v1/chat/completions`.
+"""OpenAI's routes for decoders in vLLM's dialect: `/v1/completions` and `/v1/chat/completions`.
 
-An answer that the cache serves is made of the same tokens as one that is computed, and streams in the same chunks.
+An answer served from the cache has the same tokens as a computed one and streams in the same chunks.
 """
 
 import asyncio
@@ -27,27 +27,27 @@ from llmcache.serving.server import Server
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
-_SHORT: Final = 16  # tokens of a completion where none are asked for, as OpenAI has it
+_SHORT: Final = 16  # default of `max_tokens` for completions, as in OpenAI's API
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Go on with texts."""
-    n_new = _New(body.max_tokens, _SHORT, ("prompt", "max_tokens"))
-    return await _answered(body, request, body.prompts, n_new, _Completion)
+    """Complete one or more prompts."""
+    n_new = _AnswerLength(body.max_tokens, _SHORT, ("prompt", "max_tokens"))
+    return await _respond(body, request, body.prompts, n_new, _Completion)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     named = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    n_new = _New(body.max_completion_tokens or body.max_tokens, None, ("messages", named))
-    return await _answered(body, request, [body.chat], n_new, _Chat)
+    n_new = _AnswerLength(body.max_completion_tokens or body.max_tokens, None, ("messages", named))
+    return await _respond(body, request, [body.chat], n_new, _Chat)
 
 
-class _New(NamedTuple):
-    """How many tokens an answer may have; see `Decoder.n_new`."""
+class _AnswerLength(NamedTuple):
+    """Arguments of `Decoder.n_new`."""
 
     asked: int | None
     otherwise: int | None
@@ -55,7 +55,7 @@ class _New(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A piece of an answer: text, the tokens since the last piece, and at the end why it ended."""
+    """A piece of an answer: its text, its tokens, and, in the last piece, the finish reason."""
 
     text: str
     tokens: Sequence[Token]
@@ -63,7 +63,7 @@ class Delta(NamedTuple):
 
 
 class _Shape:
-    """How a route's answers are shaped."""
+    """Builds the response objects of a route."""
 
     prefix: str
     whole: str
@@ -73,26 +73,26 @@ class _Shape:
         self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
 
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """Return a whole answer."""
+        """Return the choice object of a whole answer."""
         raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Return what a stream begins an answer with, if anything."""
+        """Return the choice object that opens a streamed answer, if the route has one."""
         return None
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """Return what a stream goes on with."""
+        """Return the choice object of a piece of a streamed answer."""
         return self.choice(index, delta)
 
 
 class _Completion(_Shape):
-    """Shapes of `/v1/completions`."""
+    """Response objects of `/v1/completions`."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, server: Server, body: GenerationRequest) -> None:
         super().__init__(server, body)
-        self._n_told: Counter[int] = Counter()  # characters of the tokens so far, by answer
+        self._n_characters: Counter[int] = Counter()  # characters so far, by answer
 
     def choice(self, index: int, answer: Delta) -> dict[str, Any]:
         return {
@@ -108,8 +108,8 @@ class _Completion(_Shape):
         texts = [self._texts.text(token.id) for token in tokens]
         offsets = []
         for text in texts:
-            offsets.append(self._n_told[index])
-            self._n_told[index] += len(text)
+            offsets.append(self._n_characters[index])
+            self._n_characters[index] += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
@@ -118,7 +118,7 @@ class _Completion(_Shape):
         }
 
     def _top(self, token: Token) -> dict[str, float]:
-        """Return the likeliest tokens and the chosen one; of ids with the same text the likelier one."""
+        """Return log-probabilities by text of the likeliest tokens and the chosen one; the likeliest per text."""
         assert self._texts is not None
         found: dict[str, float] = {}
         for one, logprob in (*token.top, (token.id, token.logprob)):
@@ -127,7 +127,7 @@ class _Completion(_Shape):
 
 
 class _Chat(_Shape):
-    """Shapes of `/v1/chat/completions`."""
+    """Response objects of `/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -165,8 +165,8 @@ class _Chat(_Shape):
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": self._texts.utf8(token)}
 
 
-class _Asked:
-    """The answers of one request, `n` for each prompt, and what all its chunks have in common."""
+class _Answers:
+    """The answers of one request, `n` for each prompt, with the fields that all its chunks share."""
 
     def __init__(self, server: Server, body: GenerationRequest, shape: _Shape) -> None:
         self._server = server
@@ -178,18 +178,18 @@ class _Asked:
         self._id = f"{shape.prefix}-{uuid4().hex}"
         self._created = int(time())
 
-    def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], n_new: _New) -> None:
-        """Begin `n` answers of each prompt; their seeds are one apart."""
-        mosts = [decoder.n_new(len(prompt), *n_new) for prompt in prompts]
+    def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], n_new: _AnswerLength) -> None:
+        """Start `n` answers for each prompt, with consecutive seeds."""
+        max_new_tokens = [decoder.n_new(len(prompt), *n_new) for prompt in prompts]
         first_seed = self._body.first_seed()
         seeds = [(first_seed + i) % 2**63 for i in range(self._body.n or 1)]
-        for prompt, most in zip(prompts, mosts, strict=True):
+        for prompt, most in zip(prompts, max_new_tokens, strict=True):
             for seed in seeds:
                 sampling = self._body.sampling(most, seed, decoder.eos_ids, decoder.vocabulary)
                 self._answers.append(decoder.start(prompt, sampling, namespace, self._arrived))
 
     async def whole(self) -> dict[str, Any]:
-        """Return all answers, once they are whole."""
+        """Return the complete response object after all answers have ended."""
         parts: list[list[Delta]] = [[] for _ in self._answers]
         async for index, delta in self.deltas():
             parts[index].append(delta)
@@ -201,12 +201,12 @@ class _Asked:
         return self._object(self._shape.whole, choices) | {"usage": self.usage()}
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
-        """Yield pieces of all answers, as they come, each with the number of its answer."""
-        texts = [_Text(answer, self._server.tokenizer, self._body.stops) for answer in self._answers]
+        """Yield pieces of all answers as they arrive, each with the index of its answer."""
+        texts = [_StoppableText(answer, self._server.tokenizer, self._body.stops) for answer in self._answers]
         try:
             while not all(answer.is_over for answer in self._answers):
                 answer, item = await self._arrived.get()
-                if answer.is_over:  # a stop text was found
+                if answer.is_over:  # ended at a stop text
                     continue
                 index = self._answers.index(answer)
                 delta = texts[index].add(*answer.take(item))
@@ -217,7 +217,7 @@ class _Asked:
             self.close()
 
     async def events(self, first: tuple[int, Delta], rest: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[bytes]:
-        """Yield all answers as server-sent events."""
+        """Yield all answers as encoded server-sent events; `first` and `rest` come from `deltas`."""
         try:
             for index in range(len(self._answers)):
                 if (opening := self._shape.opening(index)) is not None:
@@ -232,7 +232,7 @@ class _Asked:
             yield format_sse_event(event="error", data_str=json.dumps(refusal.body("openai")))
 
     def usage(self) -> dict[str, Any]:
-        """Count tokens; those of a prompt count once, however many answers it has."""
+        """Return the `usage` object; a prompt's tokens count once, whatever `n`."""
         prompts = self._answers[:: self._body.n or 1]
         n_prompt = sum(answer.n_prompt for answer in prompts)
         details = {"prompt_tokens_details": {"cached_tokens": sum(answer.n_cached for answer in prompts)}}
@@ -244,19 +244,19 @@ class _Asked:
         }
 
     def close(self) -> None:
-        """End all answers. After the end it does nothing."""
+        """End all answers. Idempotent."""
         for answer in self._answers:
             answer.close()
 
     def headers(self) -> dict[str, str]:
-        """Return headers that tell what served the prompts, if the operator reveals it."""
+        """Return `X-Cache` headers if the setting `reveal_hits` is on."""
         if not self._server.settings.reveal_hits:
             return {}
         return cache_headers([answer.rung for answer in self._answers[:: self._body.n or 1]])
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        told = {"usage": usage} if self._body.includes_usage else {}
-        return format_sse_event(data_str=json.dumps(self._object(self._shape.chunk, choices) | told))
+        usage_field = {"usage": usage} if self._body.includes_usage else {}
+        return format_sse_event(data_str=json.dumps(self._object(self._shape.chunk, choices) | usage_field))
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -269,7 +269,7 @@ class _Asked:
 
 
 class _Events(EventSourceResponse):
-    """A stream of events; what makes them ends with it, however it ends."""
+    """Event stream that closes its generator and its answers however it ends."""
 
     def __init__(self, content: AsyncGenerator[bytes], headers: dict[str, str], close: Callable[[], None]) -> None:
         super().__init__(content, headers=headers)
@@ -284,18 +284,18 @@ class _Events(EventSourceResponse):
             await self._content.aclose()
 
 
-class _Text:
-    """The text of an answer, which is stopped before the first of the `stops`."""
+class _StoppableText:
+    """Turns an answer's tokens into text and ends it before the first stop text."""
 
     def __init__(self, answer: Generating, tokenizer: Any, stops: Sequence[str]) -> None:
         self._answer = answer
         self._detokenizer, self._finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
-        self._tokens: list[Token] = []  # since the last piece
+        self._tokens: list[Token] = []  # tokens since the last piece
 
     def add(self, token: Token, stopped_by: StoppedBy | None) -> Delta | None:
-        """Return the next piece of text, if there is any, or the last piece."""
+        """Add a token; return the next piece if there is text to send or the answer ends, else None."""
         self._tokens.append(token)
-        piece = "" if stopped_by == "stop" else self._detokenizer.add(token.id)  # of a stop token nothing is told
+        piece = "" if stopped_by == "stop" else self._detokenizer.add(token.id)  # a stop token has no text
         if stopped_by is not None:
             piece += self._detokenizer.rest()
         text, is_found = self._finder.add(piece)
@@ -310,10 +310,10 @@ class _Text:
         return Delta(text, tokens, stopped_by)
 
 
-async def _answered(
-    body: GenerationRequest, request: Request, prompts: Sequence[Prompt], n_new: _New, shape: type[_Shape]
+async def _respond(
+    body: GenerationRequest, request: Request, prompts: Sequence[Prompt], n_new: _AnswerLength, shape: type[_Shape]
 ) -> Response:
-    """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
+    """Answer prompts, whole or as a stream. A stream starts with the first text: earlier errors have an HTTP status."""
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs("decoder")
@@ -325,7 +325,7 @@ async def _answered(
         raise Refusal("too_large", f"prompts and their answers (n) are at most {most} together", param="n")
     assert decoder is not None
     ids = [await decoder.encode(prompt, namespace) for prompt in prompts]
-    asked = _Asked(server, body, shape(server, body))
+    asked = _Answers(server, body, shape(server, body))
     try:
         asked.start(decoder, namespace, ids, n_new)
         if not body.stream:

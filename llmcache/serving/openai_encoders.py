@@ -1,4 +1,4 @@
-"""OpenAI's routes for encoders, and those that vLLM adds: rerank as Jina and Cohere shape it, and classify."""
+"""OpenAI's `/v1/models` and `/v1/embeddings`, and vLLM's additions: classify, and rerank as by Jina and Cohere."""
 
 import base64
 from collections.abc import Sequence
@@ -38,17 +38,17 @@ _CUT: Final = "set `truncate_prompt_tokens` to -1"
 
 
 class _Body(BaseModel):
-    """Fields that are not known are accepted: clients send what other servers take."""
+    """Fields shared by the routes. Unknown fields are ignored: clients send what other servers accept."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = None
-    #: Tokens to which inputs are cut; -1: the model's own length. As vLLM has it.
+    #: Maximum tokens to which inputs are cut, as in vLLM; only -1, the model's own maximum, is supported.
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1)] | None = None
 
 
 class EmbeddingsRequest(_Body):
-    """Of `/v1/embeddings`."""
+    """Body of `/v1/embeddings`."""
 
     input: Input
     encoding_format: Literal["float", "base64"] = "float"
@@ -57,13 +57,13 @@ class EmbeddingsRequest(_Body):
 
 
 class ClassifyRequest(_Body):
-    """Of `/v1/classify`."""
+    """Body of `/v1/classify`."""
 
     input: StrictStr | Texts
 
 
 class RerankDocument(BaseModel):
-    """A document that is an object."""
+    """A document given as an object."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -71,7 +71,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankRequest(_Body):
-    """Of `/v1/rerank`."""
+    """Body of `/v1/rerank`."""
 
     query: StrictStr
     documents: Annotated[list[StrictStr | RerankDocument], Field(fail_fast=True)]
@@ -82,24 +82,24 @@ class RerankRequest(_Body):
 
 @router.get("/v1/models")
 async def models(request: Request) -> JSONResponse:
-    """The one model that is served."""
+    """List the served model."""
     server: Server = request.app.state.server
-    return JSONResponse({"object": "list", "data": [_about(server)]})
+    return JSONResponse({"object": "list", "data": [_model_object(server)]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> JSONResponse:
-    """The model of a name."""
+    """Return the model with this name."""
     server: Server = request.app.state.server
     server.check_name(name)
-    return JSONResponse(_about(server))
+    return JSONResponse(_model_object(server))
 
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-    """Embeddings of norm 1, as OpenAI shapes them."""
+    """Return embeddings of norm 1 in OpenAI's format."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
-    server, made = await _computed(body, request, "embedding", items_of(body.input), fields)
+    server, made = await _run_model(body, request, "embedding", items_of(body.input), fields)
     rows = [embedding(server, one.values, True, body.dimensions) for one in made]
     packed = body.encoding_format == "base64"
     data = [
@@ -116,9 +116,9 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
 
 @router.post("/v1/classify")
 async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
-    """The likeliest label of each input, and the probabilities of all."""
+    """Return the likeliest label of each input, and the probabilities of all labels."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
-    server, made = await _computed(body, request, "classifier", items_of(body.input), fields)
+    server, made = await _run_model(body, request, "classifier", items_of(body.input), fields)
     shares = [probabilities(server, one.values) for one in made]
     data = [
         {
@@ -143,10 +143,10 @@ async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
-    """How well documents suit a query, best first, as Jina and Cohere shape it."""
+    """Score documents by relevance to a query, best first, in the format of Jina and Cohere."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     fields = Fields("documents", True, beside="query", cut=_CUT)
-    server, made = await _computed(body, request, "reranker", [(body.query, text) for text in texts], fields)
+    server, made = await _run_model(body, request, "reranker", [(body.query, text) for text in texts], fields)
     scores = [sigmoid(one.values[0]) for one in made]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results = [
@@ -159,10 +159,10 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     return JSONResponse(answer, headers=headers(server, made))
 
 
-async def _computed(
+async def _run_model(
     body: _Body, request: Request, kind: Kind, items: Sequence[Item], fields: Fields
 ) -> tuple[Server, list[Output]]:
-    """Return the server, and the outputs of its model, of this kind; see `computed`."""
+    """Check model name and truncation, and return the server and the model's outputs; see `computed`."""
     request.app.state.server.check_name(body.model)
     if (body.truncate_prompt_tokens or -1) > 0:
         raise Refusal("invalid", "inputs are cut at the model's own length: give -1", param="truncate_prompt_tokens")
@@ -170,7 +170,7 @@ async def _computed(
     return await computed(request, kind, items, cut, fields)
 
 
-def _about(server: Server) -> dict[str, Any]:
+def _model_object(server: Server) -> dict[str, Any]:
     return {
         "id": server.name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`: OpenAI's fields, and those that vLLM adds."""
+"""Request bodies of `/v1/completions` and `/v1/chat/completions`: OpenAI's fields and vLLM's additions."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,20 @@ from llmcache.generation import Sampling
 from llmcache.serving.refusals import Refusal
 
 _SEED_RANGE: Final = 2**63
-_LEAST_FACTOR: Final = 1e-5  # logits divided by much less are no numbers any more
-_MOST_LOGPROBS: Final = 20
-_MOST_STOPS: Final = 4
+_MIN_FACTOR: Final = 1e-5  # logits divided by less may overflow
+_MAX_LOGPROBS: Final = 20
+_MAX_STOPS: Final = 4
 
 _Penalty = Annotated[StrictFloat, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Count = Annotated[StrictInt, Field(ge=1)]
 _Id = Annotated[StrictInt, Field(ge=0)]
-# The first wrong item is told: a body of a million wrong ones makes no million errors.
+# fail_fast reports the first wrong item only: a body of a million wrong items must not make a million errors.
 _Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 _Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 
-#: Fields that would change an answer in a way that is not there, and the values that ask for nothing. Others that are
-#: not known are accepted: clients send what other servers take.
-_ABSENT: Final[Mapping[str, Sequence[Any]]] = {
+#: Unsupported fields that would change an answer, with their accepted neutral values. Other unknown fields are ignored:
+#: clients send what other servers accept.
+_UNSUPPORTED: Final[Mapping[str, Sequence[Any]]] = {
     **dict.fromkeys(("functions", "function_call", "tools"), (None, [], "none")),
     "tool_choice": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -45,7 +45,7 @@ _ABSENT: Final[Mapping[str, Sequence[Any]]] = {
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside its text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -53,11 +53,11 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both routes take."""
+    """Fields shared by both routes."""
 
     model_config = ConfigDict(extra="allow")
 
-    absent: ClassVar[Mapping[str, Sequence[Any]]] = _ABSENT
+    absent: ClassVar[Mapping[str, Sequence[Any]]] = _UNSUPPORTED
 
     model: StrictStr | None = None
     max_tokens: _Count | None = None
@@ -71,14 +71,14 @@ class GenerationRequest(BaseModel):
     ignore_eos: StrictBool = False
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[StrictFloat, Field(ge=_LEAST_FACTOR, le=1 / _LEAST_FACTOR)] | None = None
+    repetition_penalty: Annotated[StrictFloat, Field(ge=_MIN_FACTOR, le=1 / _MIN_FACTOR)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the stream ends with a `usage` chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -88,22 +88,22 @@ class GenerationRequest(BaseModel):
 
     @property
     def n_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told with each token; None: no log-probability at all."""
+        """Number of likeliest tokens returned with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse fields that contradict each other, or ask for what is not there."""
+        """Raise `Refusal` for unsupported or contradictory fields."""
         for name, value in (self.model_extra or {}).items():
             if value not in self.absent.get(name, (value,)):
-                raise Refusal("invalid", f"{name}: there is no such thing on this server; leave it out", param=name)
+                raise Refusal("invalid", f"{name}: this server does not support it; leave it out", param=name)
         if self.stream_options is not None and not self.stream:
-            raise Refusal("invalid", "stream_options is for stream=true alone", param="stream_options")
-        if len(self.stops) > _MOST_STOPS or "" in self.stops:
-            message = f"stop: give at most {_MOST_STOPS} texts, none of them empty"
+            raise Refusal("invalid", "stream_options needs stream=true", param="stream_options")
+        if len(self.stops) > _MAX_STOPS or "" in self.stops:
+            message = f"stop: give at most {_MAX_STOPS} texts, none of them empty"
             raise Refusal("invalid", message, param="stop")
 
     def sampling(self, max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocabulary: int) -> Sampling:
-        """Return the settings of one answer of a model whose answers end with `eos_ids`."""
+        """Return the sampling settings of one answer; `eos_ids` end it unless `ignore_eos`."""
         more = self.stop_token_ids or []
         if max(more, default=0) >= vocabulary:
             raise Refusal("invalid", f"stop_token_ids are from 0 to {vocabulary - 1}", param="stop_token_ids")
@@ -129,30 +129,30 @@ class GenerationRequest(BaseModel):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest tokens are asked for; without a temperature they are drawn, as OpenAI has it."""
-        return self.temperature is not None and self.temperature < _LEAST_FACTOR
+        """Whether decoding is greedy. Without a temperature tokens are sampled, as in OpenAI's API."""
+        return self.temperature is not None and self.temperature < _MIN_FACTOR
 
     def first_seed(self) -> int:
-        """Return the seed of the first answer, drawn where none was given; seeds of others follow it."""
+        """Return the seed of the first answer, random if none was given; other answers use the following seeds."""
         return secrets.randbits(63) if self.seed is None else self.seed % _SEED_RANGE
 
 
 class CompletionRequest(GenerationRequest):
-    """Of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     absent: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **_ABSENT,
+        **_UNSUPPORTED,
         "suffix": (None, ""),
         "best_of": (None, 1),
         "add_special_tokens": (None, True),
     }
 
     prompt: StrictStr | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
-    logprobs: Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as a text or as token ids."""
+        """All prompts, each as text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if all(isinstance(one, int) for one in self.prompt):
@@ -165,7 +165,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(BaseModel):
-    """A part of a message; others than text are not there."""
+    """A part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -184,10 +184,10 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    """Of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     absent: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **_ABSENT,
+        **_UNSUPPORTED,
         "add_generation_prompt": (None, True),
         "add_special_tokens": (None, False),
         "continue_final_message": (None, False),
@@ -199,25 +199,25 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: _Count | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     def check(self) -> None:
         super().check()
         if not self.messages:
-            raise Refusal("invalid", "messages is empty: give one at least", param="messages")
+            raise Refusal("invalid", "messages is empty: give at least one", param="messages")
         if self.top_logprobs and not self.logprobs:
-            raise Refusal("invalid", "top_logprobs is for logprobs=true alone", param="top_logprobs")
+            raise Refusal("invalid", "top_logprobs needs logprobs=true", param="top_logprobs")
         for number, message in enumerate(self.messages):
             if message.tool_calls:
                 param = f"messages[{number}].tool_calls"
-                raise Refusal("invalid", f"{param}: there are no tools on this server", param=param)
+                raise Refusal("invalid", f"{param}: this server does not support tools", param=param)
             if isinstance(message.content, list) and any(part.text is None for part in message.content):
                 param = f"messages[{number}].content"
-                raise Refusal("invalid", f"{param}: this server takes parts of type `text` alone", param=param)
+                raise Refusal("invalid", f"{param}: this server supports only parts of type `text`", param=param)
 
     @property
     def chat(self) -> list[dict[str, str]]:
-        """Messages as chat templates take them; parts of a message become lines."""
+        """Messages for the chat template; the text parts of a message are joined by newlines."""
         return [{"role": one.role, "content": _text(one.content)} for one in self.messages]
 
     @property

@@ -1,4 +1,4 @@
-"""The page at `/`: what the cache does, drawn on the server, and buttons for the operator. It loads nothing else."""
+"""The page at `/`: statistics and plots rendered on the server, and operator buttons. It loads no other files."""
 
 import asyncio
 import secrets
@@ -16,45 +16,45 @@ from llmcache.serving.history import EVERY_S, Interval, Sample
 from llmcache.serving.server import Server
 from llmcache.stats import Stats
 
-#: Rungs that have a colour of their own, and are drawn from below in this order; all others share the last.
+#: Styles of rungs, stacked in this order from the bottom of a bar; rungs not listed share the last one.
 _STYLES: Final = ("exact", "prefix", "semantic", "other")
-_MOST_ROUTES = 8
+_MAX_ROUTES = 8
 
 
 def count(value: int) -> str:
-    """Write a whole number: `12,345`."""
+    """Format a whole number as `12,345`."""
     return f"{value:,}"
 
 
 def percent(share: float) -> str:
-    """Write a share of 1: `12.3 %`; under a hundredth with one digit more."""
+    """Format a share (0 to 1) as `12.3 %`, below 1 % with two decimals."""
     value = 100 * share
-    return _joined(f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value else "0", "%")
+    return _with_unit(f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value else "0", "%")
 
 
 def size(nbytes: int | None) -> str:
-    """Write bytes in the largest unit that gives 1 or more."""
+    """Format a number of bytes in the largest unit in which it is at least 1; None as `-`."""
     if nbytes is None:
         return "-"
     value, units = float(nbytes), ["B", "kB", "MB", "GB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
-    return _joined(f"{value:.0f}" if units[0] == "B" else f"{value:.1f}", units[0])
+    return _with_unit(f"{value:.0f}" if units[0] == "B" else f"{value:.1f}", units[0])
 
 
 def duration(seconds: float | None) -> str:
-    """Write seconds in ms, s, min or h."""
+    """Format seconds in ms, s, min or h; None as `-`."""
     if seconds is None:
         return "-"
     if abs(seconds) < 0.9995:
-        return _joined(f"{1e3 * seconds:.3g}", "ms")
+        return _with_unit(f"{1e3 * seconds:.3g}", "ms")
     if abs(seconds) < 60:
-        return _joined(f"{seconds:.3g}", "s")
-    return _joined(f"{seconds / 60:.0f}", "min") if abs(seconds) < 3600 else _joined(f"{seconds / 3600:.1f}", "h")
+        return _with_unit(f"{seconds:.3g}", "s")
+    return _with_unit(f"{seconds / 60:.0f}", "min") if abs(seconds) < 3600 else _with_unit(f"{seconds / 3600:.1f}", "h")
 
 
-def _joined(value: str, unit: str) -> str:
-    """Keep both in one line, however narrow the page is."""
+def _with_unit(value: str, unit: str) -> str:
+    """Join value and unit by a no-break space."""
     return f"{value}\N{NO-BREAK SPACE}{unit}"
 
 
@@ -72,7 +72,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/", response_class=HTMLResponse)
 async def page(request: Request) -> HTMLResponse:
-    """The whole page."""
+    """Return the whole page."""
     server: Server = request.app.state.server
     nonce = secrets.token_urlsafe(16)
     shown = {"nonce": nonce, "version": llmcache.__version__, "every_s": int(EVERY_S)}
@@ -81,7 +81,7 @@ async def page(request: Request) -> HTMLResponse:
 
 @router.get("/admin/figures", response_class=HTMLResponse)
 async def figures(request: Request) -> HTMLResponse:
-    """The part of the page that changes."""
+    """Return the part of the page that is refreshed."""
     return _html(await asyncio.to_thread(_render, "figures.html", request.app.state.server, {}), None)
 
 
@@ -103,7 +103,7 @@ def _render(template: str, server: Server, shown: Mapping[str, Any]) -> str:
 
 
 def view(server: Server) -> dict[str, Any]:
-    """Return what the templates show. Reads the cache's figures, which may wait for it."""
+    """Return the variables of the templates. May block while `cache.stats()` waits for the cache."""
     stats, config = server.cache.stats(), server.cache.config
     calibration = server.cache.calibration
     allowed = config.max_drop if calibration is None else calibration.max_drop
@@ -125,14 +125,14 @@ def view(server: Server) -> dict[str, Any]:
         "rungs": [{"name": n, "style": _style(n), "share": k / stats.n_requests} for n, k in stats.hits.items()],
         "bound": _bound(server.history.samples(), allowed),
         "memory": list(_memory(stats, config.max_bytes)),
-        "routes": server.metrics.slowest()[:_MOST_ROUTES],
+        "routes": server.metrics.slowest()[:_MAX_ROUTES],
         "troubles": list(_troubles(server, stats)),
         "bypassed": sorted(stats.bypassed.items(), key=lambda one: -one[1]),
     }
 
 
 def _bars(intervals: list[Interval]) -> Iterator[dict[str, Any]]:
-    """Yield rectangles of a drawing with one unit a bar, and height 1."""
+    """Yield the rectangles of a plot of height 1 in which each bar has width 1."""
     for x, interval in enumerate(intervals):
         top = 1.0
         for rung, share in sorted(interval.shares.items(), key=lambda one: _STYLES.index(_style(one[0]))):
@@ -141,7 +141,7 @@ def _bars(intervals: list[Interval]) -> Iterator[dict[str, Any]]:
 
 
 def _bound(samples: list[Sample], allowed: float) -> dict[str, Any] | None:
-    """Draw the running rate between its bounds, one unit a sample; None before there are two."""
+    """Return the plot of the audit's rate and bounds, one unit of width per sample; None below two samples."""
     known = [(one.at_s, one.audit) for one in samples if one.audit is not None]
     if len(known) < 2:
         return None
@@ -163,29 +163,29 @@ def _bound(samples: list[Sample], allowed: float) -> dict[str, Any] | None:
 
 
 def _memory(stats: Stats, max_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield what each bank holds, with its budget."""
+    """Yield the rows of the memory table: bytes held and budget of each part."""
     for layer, nbytes in stats.nbytes_by_layer.items():
-        yield _held(f"bank of layer {layer}", nbytes, stats.max_nbytes_by_layer[layer])
+        yield _memory_row(f"bank of layer {layer}", nbytes, stats.max_nbytes_by_layer[layer])
     if stats.prefix_nbytes:
-        yield _held("blocks of prefixes", stats.prefix_nbytes, max_bytes)
-    yield _held("all states", stats.nbytes + stats.prefix_nbytes, max_bytes)
+        yield _memory_row("blocks of prefixes", stats.prefix_nbytes, max_bytes)
+    yield _memory_row("all states", stats.nbytes + stats.prefix_nbytes, max_bytes)
     if stats.index_nbytes:
-        yield _held("fingerprints", stats.index_nbytes, None)
+        yield _memory_row("fingerprints", stats.index_nbytes, None)
 
 
-def _held(name: str, nbytes: int, max_bytes: int | None) -> dict[str, Any]:
+def _memory_row(name: str, nbytes: int, max_bytes: int | None) -> dict[str, Any]:
     share = min(1.0, nbytes / max_bytes) if max_bytes else 0.0
     return {"name": name, "nbytes": nbytes, "max_bytes": max_bytes, "share": round(share, 4)}
 
 
 def _troubles(server: Server, stats: Stats) -> Iterator[str]:
-    """Yield what an operator should know, a sentence each."""
+    """Yield one sentence for each problem that the operator should know of."""
     if server.phase != "ready":
         yield f"The server is {server.phase}."
     if server.is_disabled:
         yield "The cache is disabled: all requests are computed."
     if server.saves.is_kept:
-        yield "Nothing is saved: what the folder holds is not used, and stays. The log says why."
+        yield "Nothing is saved: the content of its folder is not used and is kept. The log says why."
     if server.saves.has_failed:
         yield "The latest save failed: the log says why."
     if stats.health.is_failing:

@@ -1,4 +1,4 @@
-"""Why a request is not answered, and how each dialect says so. What refuses raises a `Refusal`."""
+"""`Refusal`, the exception for requests that are not answered, and its HTTP responses in TEI's and OpenAI's dialect."""
 
 import traceback
 from typing import Any, Final, Literal, NamedTuple
@@ -25,7 +25,7 @@ Kind = Literal[
 
 
 class Terms(NamedTuple):
-    """A kind of refusal in both dialects: HTTP status and error type."""
+    """HTTP status and error type of a kind of refusal, in both dialects."""
 
     tei_status: int
     tei_type: str
@@ -33,7 +33,7 @@ class Terms(NamedTuple):
     openai_type: str
 
 
-#: TEI knows six error types; of its statuses 413 is too many inputs, 424 a failed inference or another kind of model.
+#: TEI has six error types. Its status 413 means too many inputs; 424 a failed inference or the wrong kind of model.
 TERMS: Final[dict[Kind, Terms]] = {
     "invalid": Terms(422, "Validation", 400, "invalid_request_error"),
     "empty": Terms(400, "Empty", 400, "invalid_request_error"),
@@ -53,12 +53,12 @@ TERMS: Final[dict[Kind, Terms]] = {
 
 
 class Refusal(LLMCacheError):
-    """Tells a client why its request is not answered. The text quotes nothing of the request."""
+    """The reason why a request is not answered, for the client. The text never quotes the request."""
 
     def __init__(self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
-        """Say what was wrong and what to do about it.
+        """Make a refusal; `message` says what was wrong and what to do about it.
 
-        OpenAI's error objects name the field that was wrong, `param`. Clients may try again after `retry_after_s`.
+        `param` is the wrong field, for OpenAI's error object. Clients may retry after `retry_after_s` seconds.
         """
         super().__init__(message)
         self.kind: Kind = kind
@@ -71,7 +71,7 @@ class Refusal(LLMCacheError):
         return terms.tei_status if dialect == "tei" else terms.openai_status
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
-        """Return the error object."""
+        """Return the JSON body of the response."""
         terms = TERMS[self.kind]
         if dialect == "tei":
             return {"error": str(self), "error_type": terms.tei_type}
@@ -80,28 +80,28 @@ class Refusal(LLMCacheError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
+        """HTTP headers of the response."""
         named = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return named | ({"WWW-Authenticate": "Bearer"} if self.kind == "unauthorised" else {})
 
 
 def described(error: BaseException, request_id: str = "") -> str:
-    """Return an error's type and place for the log, with the request's id if given; its text may quote the request."""
+    """Return an error's type and place for the log, and the request's id. Its text may quote a request: left out."""
     places = [f"{one.filename}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__, limit=-3)]
     where = f" in request {request_id}," if request_id else ""
     return f"{type(error).__name__}{where} at {' < '.join(reversed(places))}"
 
 
 def stopping() -> Refusal:
-    """Return the refusal of what a stopping server does not begin, or does not finish in time."""
+    """Return the refusal for requests that a stopping server does not start or does not finish in time."""
     return Refusal("unhealthy", "the server is stopping: try again in a moment", retry_after_s=1)
 
 
 def overloaded(why: str, retry_after_s: int = 1) -> Refusal:
-    """Return the refusal of what the server has no room for now."""
+    """Return the refusal for requests beyond the server's capacity."""
     return Refusal("overloaded", f"{why}: try again in {retry_after_s} s", retry_after_s=retry_after_s)
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a route: OpenAI's below `/v1/` and `/v2/`, else TEI's."""
+    """Return the dialect of a path: OpenAI's below `/v1/` and `/v2/`, else TEI's."""
     return "openai" if path.startswith(("/v1/", "/v2/")) else "tei"

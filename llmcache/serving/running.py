@@ -1,4 +1,4 @@
-"""Runs an application under uvicorn until it is told to stop, and then exits with 0."""
+"""Runs the server under uvicorn until SIGTERM or SIGINT, then exits with 0."""
 
 import asyncio
 import ipaddress
@@ -18,18 +18,18 @@ from llmcache.serving.server import Server
 logger = logging.getLogger("llmcache.serving")
 
 _KEEP_ALIVE_S = 30
-_LAST_S = 2  # in which those that were refused at the end of the grace may read why
+_REFUSAL_S = 2  # time to send refusals to requests cut off at the end of the grace period
 
 
 class Uvicorn(uvicorn.Server):
-    """Stops at SIGTERM and SIGINT without raising them again: a stop that was asked for is no failure."""
+    """Stops at SIGTERM and SIGINT without raising them again: a requested stop is not a failure."""
 
     def __init__(self, server: Server, host: str, port: int) -> None:
-        """Prepare to listen; port 0 takes a free one."""
-        if server.settings.keys is None and not _is_own(host):
+        """Prepare to listen; port 0 means any free port."""
+        if server.settings.keys is None and not _is_loopback(host):
             logger.warning(
-                "it listens on %s without keys: whoever reaches it may ask, and purge, disable and drain below /admin; "
-                "give --keys FILE (llmcache keys add)",
+                "the server listens on %s without keys: anyone who reaches it may send requests, and purge, disable "
+                "and drain below /admin; give --keys FILE (llmcache keys add)",
                 host,
             )
         super().__init__(
@@ -37,19 +37,19 @@ class Uvicorn(uvicorn.Server):
                 create_app(server),
                 host=host,
                 port=port,
-                loop="asyncio",  # not another one because something else brought it
+                loop="asyncio",  # not uvloop just because it happens to be installed
                 log_level="warning",
-                access_log=False,  # it would tell who asked what, and take a part of each request
+                access_log=False,  # it would log who requested what, and slow each request
                 lifespan="on",
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(server.settings.grace_s) + _LAST_S,
+                timeout_graceful_shutdown=math.ceil(server.settings.grace_s) + _REFUSAL_S,
                 server_header=False,
             )
         )
         self._server = server
 
     async def startup(self, sockets: Any = None) -> None:
-        """Warm up, listen, and say where."""
+        """Warm up, listen, and log the address."""
         await super().startup(sockets)
         for listening in self.servers:
             for socket in listening.sockets:
@@ -58,7 +58,7 @@ class Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Have signals handled, where that is possible."""
+        """Install the signal handlers, which only the main thread can do."""
         try:
             for one in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(one, self.handle_exit)
@@ -67,12 +67,12 @@ class Uvicorn(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new requests, finish what runs; a second Ctrl-C does not wait for that."""
+        """Refuse new requests and finish running ones; a second Ctrl-C exits without waiting."""
         self._server.phase = "stopping"
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Wait for what runs, for as long as there is grace; then stop the server."""
+        """Wait up to `grace_s` for running requests, then stop the server."""
         self._server.refuse_waiting()
         loop, grace_s = asyncio.get_running_loop(), self._server.settings.grace_s
         cut = loop.call_later(grace_s, self._server.refuse_all)
@@ -82,8 +82,8 @@ class Uvicorn(uvicorn.Server):
             cut.cancel()
 
 
-def _is_own(host: str) -> bool:
-    """Whether only this machine reaches an address; of a name that it has, nothing is known."""
+def _is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this machine only. Names other than localhost are not resolved: False."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

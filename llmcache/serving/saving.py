@@ -1,4 +1,4 @@
-"""What a server's cache is restored from at its start, and saved to: a folder, whose save of something else stays."""
+"""The folder from which a server's cache is restored at startup and to which it is saved."""
 
 import logging
 from pathlib import Path
@@ -15,10 +15,10 @@ logger = logging.getLogger("llmcache.serving")
 
 
 class Saves:
-    """The folder of one server, or none. What `is_kept` there stays, and nothing is saved."""
+    """The save folder of one server, or none. If `is_kept`, the folder's content stays and nothing is saved."""
 
     def __init__(self, folder: Path | None, is_kept: bool = False) -> None:
-        """Make the folder if needed; one that `is_kept` is only restored from, and has to be there."""
+        """Create the folder if needed. With `is_kept` it is only read, and must exist."""
         self.folder = folder
         self.is_kept = is_kept
         self.has_failed = False
@@ -27,23 +27,24 @@ class Saves:
 
     @property
     def is_saving(self) -> bool:
-        """Whether anything is saved."""
+        """Whether the cache is saved."""
         return self.folder is not None and not self.is_kept
 
     def hang_cache(self, served: Served, config: CacheConfig | None) -> LLMCache:
-        """Wrap a model in the cache that was saved, if it fits; else in a new one.
+        """Wrap the model in the saved cache if it fits, else in a new one, and return the cache.
 
-        `config` None: the settings of the save, or the defaults. Settings that contradict the save are refused.
+        With `config` None, the settings are those of the save, or the defaults. Settings that contradict the save raise
+        an error.
         """
         given = None if config is None else _for_pooled(config, served)
-        restored = None if self.folder is None else self._restored(self.folder, served, given)
+        restored = None if self.folder is None else self._restore(self.folder, served, given)
         if restored is not None:
             return restored
         config = given or _for_pooled(CacheConfig(), served)
         return LLMCache.wrap(served.model, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of)
 
     def save(self, cache: LLMCache) -> None:
-        """Save, where anything is saved. If it fails, an earlier save is still whole."""
+        """Save the cache if `is_saving`. If this fails, the previous save stays intact."""
         if self.folder is None or self.is_kept:
             return
         try:
@@ -54,20 +55,20 @@ class Saves:
         self.has_failed = False
 
     def try_to_save(self, cache: LLMCache) -> None:
-        """Save, and log a failure, so that the next save is tried."""
+        """Save the cache; log a failure instead of raising it, so that later saves are still tried."""
         try:
             self.save(cache)
         except Exception as error:
-            told = error if isinstance(error, LLMCacheError | OSError) else described(error)
-            logger.error("the cache could not be saved: %s", told)
+            reason = error if isinstance(error, LLMCacheError | OSError) else described(error)
+            logger.error("the cache could not be saved: %s", reason)
 
-    def _restored(self, folder: Path, served: Served, config: CacheConfig | None) -> LLMCache | None:
-        """Load the cache that was saved; None: there is none, or it cannot be used, which is logged."""
+    def _restore(self, folder: Path, served: Served, config: CacheConfig | None) -> LLMCache | None:
+        """Return the saved cache; None if there is none, or if it cannot be used, which is logged."""
         try:
             if not self.is_kept:
                 check_ours(folder)
         except StoreError as error:
-            self._keep(error)
+            self._keep_folder(error)
             return None
         if not (folder / MANIFEST).is_file():
             return None
@@ -76,18 +77,18 @@ class Saves:
                 served.model, folder, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of
             )
         except UnfitBankError as error:
-            self._keep(error)
+            self._keep_folder(error)
         except BankFileError as error:
             logger.error("the save is not used, and will be replaced: %s", error)
         return None
 
-    def _keep(self, error: LLMCacheError) -> None:
+    def _keep_folder(self, error: LLMCacheError) -> None:
         self.is_kept = True
-        logger.error("what lies there is not used and stays as it is, and nothing is saved: %s", error)
+        logger.error("the content of the save folder is not used and stays as it is, and nothing is saved: %s", error)
 
 
 def _for_pooled(config: CacheConfig, served: Served) -> CacheConfig:
-    """Keep one vector where a model pools its states: states of all tokens are computed by their own route."""
+    """Return settings that store only the pooled vector of a pooling model: `/embed_all` computes all states anew."""
     pooled = find_pooled(served.model)
     if pooled is None or config.payload != "auto":
         return config

@@ -1,4 +1,4 @@
-"""What one server holds, and in which state it is. Routes find it as `request.app.state.server`."""
+"""State of one server: model, cache, phase. Routes get it as `request.app.state.server`."""
 
 import asyncio
 import gc
@@ -21,14 +21,14 @@ from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Tokenizing
 
 Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
-_WARM_UP = "llmcache warm-up"  # a namespace that nobody can ask for
+_WARM_UP = "llmcache warm-up"  # not a valid namespace of a key
 
 
 class Server:
-    """One model, its cache, and the thread that runs it."""
+    """One model, its cache, and the thread that runs the model."""
 
     def __init__(self, settings: ServerSettings, served: Served, cache: LLMCache, saves: Saves) -> None:
-        """Hold what was loaded; `phase` is `starting` until `start`."""
+        """Make a server of loaded parts; its `phase` is `starting` until `start` has ended."""
         self.settings = settings
         self.served = served
         self.name = settings.model
@@ -60,23 +60,23 @@ class Server:
 
     @property
     def n_waiting(self) -> int:
-        """Inputs or generations that wait for the model."""
+        """Number of inputs or generations waiting for the model."""
         return sum(part.n_waiting for part in (self.encoder, self.decoder) if part is not None)
 
     async def purge(self, namespace: str) -> int:
-        """Purge a namespace, with its prompts and what is computed in it now; see `LLMCache.purge`."""
-        # Between two steps of the model: one under way would store afterwards what it computes.
+        """Purge a namespace with its tokenised prompts; later requests join no flight in it. See `LLMCache.purge`."""
+        # Runs between two steps of the model: a step in progress would store its results after the purge.
         n_requests = await self.thread.run(lambda: self.cache.purge(namespace=namespace))
         if self.decoder is not None:
             self.decoder.forget(namespace)
         return n_requests
 
     async def forget(self, inputs: Mapping[str, Tensor], namespace: str) -> int:
-        """Forget what serves a call of the model in a namespace; see `LLMCache.forget`."""
+        """Remove the entries of these model inputs from a namespace; see `LLMCache.forget`."""
 
         def work() -> int:
             with self.cache.namespace(namespace):
-                if isinstance(self.model, nn.Sequential):  # of sentence-transformers
+                if isinstance(self.model, nn.Sequential):  # sentence-transformers: takes one dict
                     return self.cache.forget(dict(inputs))
                 return self.cache.forget(**inputs)
 
@@ -85,61 +85,61 @@ class Server:
         return await self.thread.run(work)
 
     async def clear(self) -> None:
-        """Forget all entries of all namespaces; see `LLMCache.clear`."""
+        """Remove all entries of all namespaces; see `LLMCache.clear`."""
         await self.thread.run(self.cache.clear)
         if self.decoder is not None:
             self.decoder.forget()
 
     def check_ready(self) -> None:
-        """Refuse a request unless the server is ready."""
+        """Raise `Refusal` unless the server is ready."""
         if self.phase in ("stopping", "stopped"):
             raise stopping()
         if self.phase != "ready":
             raise Refusal("unhealthy", f"the server is {self.phase}", retry_after_s=1)
 
     def drain(self) -> None:
-        """Refuse new requests, and finish those that were accepted; until `resume`, or until the server stops."""
+        """Refuse new requests and finish accepted ones, until `resume` or until the server stops."""
         if self.phase == "ready":
             self.phase = "draining"
 
     def resume(self) -> None:
-        """Take requests again; a server that stops does not."""
+        """Accept requests again. Has no effect on a server that is stopping."""
         if self.phase == "draining":
             self.phase = "ready"
 
     def refuse_waiting(self) -> None:
-        """Stop: refuse new requests, and generations that wait for their turn, which may be long."""
+        """Begin to stop: refuse new requests and waiting generations, which could wait for long."""
         self.phase = "stopping"
         if self.decoder is not None:
             self.decoder.refuse_waiting()
 
     def refuse_all(self) -> None:
-        """End generations that run, and tell their readers why. An encoder's batch soon ends by itself."""
+        """End running generations with a refusal. An encoder's batch ends soon by itself."""
         if self.decoder is not None:
             self.decoder.refuse_all()
 
     def check_name(self, name: str | None) -> None:
-        """Refuse a request that names another model than the one that is served; it may name none."""
+        """Raise `Refusal` if a request names another model than the served one; None and "" are accepted."""
         if name not in (None, "", self.name):
             raise Refusal("not_found", f"this server has one model: {self.name}", param="model")
 
     def needs(self, kind: Kind) -> None:
-        """Refuse a route that needs another kind of model."""
+        """Raise `Refusal` if the served model is not of the kind that the route needs."""
         if self.served.kind != kind:
             text = f"this route needs {NAMES[kind]}; {self.name} is {NAMES[self.served.kind]}"
             raise Refusal("wrong_model", text)
 
     async def start(self) -> None:
-        """Warm up, then be ready."""
+        """Warm up and become ready."""
         await self.thread.run(self._warm_up)
         gc.collect()
-        gc.freeze()  # what the model and its libraries are made of stays: to look through it takes a third of a second
+        gc.freeze()  # exclude long-lived objects of the model and libraries: a collection over them takes 0.3 s
         if self.saves.is_saving and self.settings.save_every_s:
-            self._saving = asyncio.create_task(self._save_now_and_then())
+            self._saving = asyncio.create_task(self._save_periodically())
         self.phase = "ready"
 
     async def stop(self) -> None:
-        """Save, once all that runs is finished, and end the threads."""
+        """Save the cache, shut the threads down and unwrap the model. Call it after the last request has ended."""
         self.phase = "stopping"
         if self._saving is not None:
             self._saving.cancel()
@@ -152,7 +152,7 @@ class Server:
         self.phase = "stopped"
 
     def _warm_up(self) -> None:
-        """Run short and long inputs, which do not count, so that no request waits for what the first run does."""
+        """Run short and long inputs, so that no request pays for first-run work; they are not counted in statistics."""
         n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
         if not n_tokens:
             return
@@ -162,7 +162,7 @@ class Server:
         self.cache.purge(namespace=_WARM_UP)
         self.cache.restart_stats()
 
-    async def _save_now_and_then(self) -> None:
+    async def _save_periodically(self) -> None:
         while True:
             await asyncio.sleep(self.settings.save_every_s)
             await asyncio.to_thread(self.saves.try_to_save, self.cache)

@@ -1,6 +1,6 @@
-"""The routes of text-embeddings-inference, with its fields, truncation and errors (its OpenAPI document, version 1.9).
+"""Routes of text-embeddings-inference (TEI), with its fields, truncation and errors (OpenAPI document, version 1.9).
 
-Fields that it does not know are ignored, as there. What a route of another kind of model needs is said in the error.
+Unknown fields are ignored, as in TEI. A route that needs another kind of model answers with an error that names it.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from llmcache.serving.tokenizing import Item, Prompted
 
 router = APIRouter(tags=["text-embeddings-inference"], route_class=BodyRoute)
 
-_FAST = Field(fail_fast=True)  # a million wrong items are one error
+_FAST = Field(fail_fast=True)  # report only the first wrong item, however many there are
 Texts = Annotated[list[StrictStr], _FAST]
 _Ids = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
-#: What an embedding is made of: a text, token ids, or several of either.
+#: Input of the embedding routes: a text, token ids, or a list of either.
 Input = StrictStr | Texts | Annotated[list[_Ids], _FAST] | Annotated[list[StrictInt], _FAST]
 _Pair = Annotated[list[StrictStr], Field(min_length=1, max_length=2, fail_fast=True)]
-#: What is classified: a text, a list of one text or of a pair, or several such lists.
+#: Input of `/predict`: a text, a list of one text or a pair of texts, or a list of such lists.
 Classified = StrictStr | Annotated[list[_Pair], _FAST] | _Pair
 _Direction = Annotated[
     Literal["left", "right"], BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -43,14 +43,14 @@ class _Body(BaseModel):
 
 
 class Cut(_Body):
-    """Whether and where inputs are cut that are too long."""
+    """Whether inputs that are too long are cut, and at which end."""
 
     truncate: StrictBool | None = None
     truncation_direction: _Direction = "right"
 
 
 class EmbedRequest(Cut):
-    """Of `/embed`."""
+    """Body of `/embed`."""
 
     inputs: Input
     normalize: StrictBool = True
@@ -59,21 +59,21 @@ class EmbedRequest(Cut):
 
 
 class EmbedAllRequest(Cut):
-    """Of `/embed_all`."""
+    """Body of `/embed_all`."""
 
     inputs: Input
     prompt_name: StrictStr | None = None
 
 
 class PredictRequest(Cut):
-    """Of `/predict`."""
+    """Body of `/predict`."""
 
     inputs: Classified
     raw_scores: StrictBool = False
 
 
 class RerankRequest(Cut):
-    """Of `/rerank`."""
+    """Body of `/rerank`."""
 
     query: StrictStr
     texts: Texts
@@ -82,27 +82,27 @@ class RerankRequest(Cut):
 
 
 class SimilarityParameters(Cut):
-    """Of `/similarity`."""
+    """Field `parameters` of `/similarity`."""
 
     prompt_name: StrictStr | None = None
 
 
 class SimilarityInputs(_Body):
-    """Of `/similarity`."""
+    """Field `inputs` of `/similarity`."""
 
     source_sentence: StrictStr
     sentences: Texts
 
 
 class SimilarityRequest(_Body):
-    """Of `/similarity`."""
+    """Body of `/similarity`."""
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
 
 
 class TokenizeRequest(_Body):
-    """Of `/tokenize`."""
+    """Body of `/tokenize`."""
 
     inputs: StrictStr | Texts
     add_special_tokens: StrictBool = True
@@ -110,7 +110,7 @@ class TokenizeRequest(_Body):
 
 
 class DecodeRequest(_Body):
-    """Of `/decode`."""
+    """Body of `/decode`."""
 
     ids: Annotated[list[StrictInt], _FAST] | Annotated[list[Annotated[list[StrictInt], _FAST]], _FAST]
     skip_special_tokens: StrictBool = True
@@ -118,7 +118,7 @@ class DecodeRequest(_Body):
 
 @router.post("/embed")
 async def embed(body: EmbedRequest, request: Request) -> Response:
-    """Embeddings, one list of floats for each input."""
+    """Return embeddings, one list of floats for each input."""
     items, fields = items_of(body.inputs), Fields("inputs", not is_one(body.inputs))
     server, made = await computed(request, "embedding", items, body, fields, body.prompt_name)
     rows = [embedding(server, one.values, body.normalize, body.dimensions) for one in made]
@@ -127,7 +127,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
 
 @router.post("/embed_all")
 async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
-    """Embeddings of all tokens. Entries keep one vector an input, so these are computed."""
+    """Return the last hidden states of all tokens. Always computed: entries store one vector per input."""
     server: Server = request.app.state.server
     server.needs("embedding")
     assert server.encoder is not None
@@ -141,7 +141,7 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
 
 @router.post("/predict")
 async def predict(body: PredictRequest, request: Request) -> Response:
-    """Labels with scores, best first, of each input."""
+    """Return all labels with scores, best first, for each input."""
     items, is_batch = classified_of(body.inputs)
     server, made = await computed(request, "classifier", items, body, Fields("inputs", is_batch))
     found = [_ranked(server, one.values, body.raw_scores) for one in made]
@@ -151,7 +151,7 @@ async def predict(body: PredictRequest, request: Request) -> Response:
 
 @router.post("/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
-    """How well texts suit a query, best first."""
+    """Score texts by relevance to a query, best first."""
     items = [(body.query, text) for text in body.texts]
     server, made = await computed(request, "reranker", items, body, Fields("texts", True, beside="query"))
     scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
@@ -164,7 +164,7 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
 
 @router.post("/similarity")
 async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
-    """Cosine of the source sentence and each of the others."""
+    """Return the cosine similarity of the source sentence to each of the other sentences."""
     asked = body.parameters or SimilarityParameters()
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     if len(texts) == 1:
@@ -177,19 +177,19 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Tokens of each text, with their places in it."""
+    """Return the tokens of each text, with their positions in characters."""
     server: Server = request.app.state.server
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     check_number(server, len(texts))
     prompt = prompt_of(server, body.prompt_name)
     fields, pieces_of = Fields("inputs", texts is body.inputs), server.tokenizing.pieces
     pieces = await asyncio.to_thread(fields.each, lambda text: pieces_of(prompt + text, body.add_special_tokens), texts)
-    return await rendered(pieces, sum(map(len, texts)))  # about a number each
+    return await rendered(pieces, sum(map(len, texts)))  # estimate: one number per character
 
 
 @router.post("/decode")
 async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
-    """The texts of token ids."""
+    """Return the text for each list of token ids."""
     server: Server = request.app.state.server
     is_list = bool(body.ids) and isinstance(body.ids[0], list)
     rows = body.ids if is_list else [body.ids]
@@ -200,7 +200,7 @@ async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
 
 @router.get("/info")
 async def info(request: Request) -> JSONResponse:
-    """What is served, and its limits."""
+    """Return the served model and the server's limits."""
     server: Server = request.app.state.server
     served, settings = server.served, server.settings
     id2label = {str(i): label for i, label in enumerate(served.labels)}
@@ -236,7 +236,11 @@ async def info(request: Request) -> JSONResponse:
 async def computed(
     request: Request, kind: Kind, items: Sequence[Item], cut: Cut, fields: Fields, prompt_name: str | None = None
 ) -> tuple[Server, list[Output]]:
-    """Return the server, and the outputs of its model, of this kind, or refuse the request for one of its inputs."""
+    """Return the server and the model's output for each item.
+
+    Raises:
+        Refusal: The served model is not of this `kind`, or an input is refused.
+    """
     server: Server = request.app.state.server
     server.needs(kind)
     assert server.encoder is not None
@@ -248,7 +252,7 @@ async def computed(
 
 
 def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
-    """Return headers that tell what the cache served, and where time went, if the operator reveals it."""
+    """Return headers with hits, tokens and times in ms if the setting `reveal_hits` is on."""
     if not server.settings.reveal_hits:
         return {}
     return {
@@ -261,7 +265,7 @@ def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
 
 
 def check_number(server: Server, n: int, field: str = "inputs") -> None:
-    """Refuse requests of no input, and of too many."""
+    """Raise `Refusal` if there are no inputs or more than `max_client_batch_size`."""
     most = server.settings.max_client_batch_size
     if n == 0:
         raise Refusal("empty", f"`{field}` cannot be empty", param=field)
@@ -270,22 +274,22 @@ def check_number(server: Server, n: int, field: str = "inputs") -> None:
 
 
 def truncates(server: Server, asked: bool | None) -> bool:
-    """Whether inputs that are too long are cut."""
+    """Whether inputs that are too long are cut: the request's value, else `auto_truncate`."""
     return server.settings.auto_truncate if asked is None else asked
 
 
 def items_of(inputs: Any) -> list[Any]:
-    """Return one input or several as a list."""
+    """Return the inputs as a list."""
     return [inputs] if is_one(inputs) else list(inputs)
 
 
 def is_one(inputs: Any) -> bool:
-    """Whether this is one input, a text or token ids, and no list of inputs."""
+    """Whether `inputs` is a single input (a text or token ids), not a list of inputs."""
     return isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], int))
 
 
 def classified_of(inputs: Any) -> tuple[list[Item], bool]:
-    """Return what is to be classified, and whether the answer is a list of answers."""
+    """Return the items to classify, and whether the response is a list with one answer per item."""
     if isinstance(inputs, str):
         return [inputs], False
     if inputs and isinstance(inputs[0], list):
@@ -294,7 +298,7 @@ def classified_of(inputs: Any) -> tuple[list[Item], bool]:
 
 
 def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
-    """Put the prompt of this name before each input; None: the default prompt, if any, before texts and pairs."""
+    """Return the items with the prompt `name` prepended; None: the default prompt, if any, for texts and pairs only."""
     prompt = prompt_of(server, name)
     if name is not None and any(isinstance(item, list) for item in items):
         raise Refusal("invalid", "`prompt_name` needs texts: token ids are taken as they are")
@@ -305,7 +309,7 @@ def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list
 
 
 def prompt_of(server: Server, name: str | None) -> str:
-    """Return the model's prompt of this name; None: its default prompt, or ""."""
+    """Return the model's prompt with this name; None: its default prompt, or "" without one."""
     prompts, name = server.served.prompts, server.served.default_prompt if name is None else name
     if name is None:
         return ""
@@ -317,7 +321,7 @@ def prompt_of(server: Server, name: str | None) -> str:
 def embedding(
     server: Server, values: NDArray[np.float32], normalize: bool, dimensions: int | None
 ) -> NDArray[np.float32]:
-    """Return a vector's first dimensions, by default as many as the model's settings name, of norm 1 if asked."""
+    """Return the first `dimensions` of a vector (None: the model's default), scaled to norm 1 if `normalize`."""
     if dimensions is not None and dimensions > len(values):
         raise Refusal("invalid", f"`dimensions`: the model has {len(values)}", param="dimensions")
     vector = values[: dimensions or server.served.dimensions]
@@ -325,7 +329,7 @@ def embedding(
 
 
 def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the probability of each label; they sum to 1, unless any number of labels may hold."""
+    """Return the probability of each label: sigmoid for multi-label models, else softmax."""
     wide = logits.astype(np.float64)
     if server.served.is_multi_label:
         each: NDArray[np.float64] = 1 / (1 + np.exp(-wide))
@@ -336,7 +340,7 @@ def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.flo
 
 
 def sigmoid(logit: float) -> float:
-    """Return the probability of a logit."""
+    """Return the sigmoid of a logit."""
     return float(1 / (1 + np.exp(-np.float64(logit))))
 
 

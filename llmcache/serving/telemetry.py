@@ -1,4 +1,4 @@
-"""Traces of requests by OpenTelemetry, an extra (`otel`)."""
+"""Traces of requests with OpenTelemetry (extra `otel`)."""
 
 from typing import TYPE_CHECKING
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def instrument(app: "FastAPI", endpoint: str) -> None:
-    """Send a span of each request to a collector by OTLP over HTTP. Call it once the model is loaded.
+    """Send a span of each request to a collector by OTLP over HTTP. Call it after the model is loaded.
 
-    Instrumentation is imported here and not before: it patches HTTP clients, by which models may be downloaded. Spans
-    have route, status and time, and nothing of a request's body.
+    OpenTelemetry is imported here, not earlier, because it patches HTTP clients, which may download models. Spans
+    contain route, status and time, and nothing of a request's body.
 
     Raises:
-        ConfigError: The extra is not installed, or the endpoint is no HTTP address.
+        ConfigError: The extra is not installed, or the endpoint is not an HTTP address.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError("otlp_endpoint: give an HTTP address, such as http://localhost:4318/v1/traces")

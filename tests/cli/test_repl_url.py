@@ -73,7 +73,7 @@ def test_a_conversation_is_the_models_own(tmp_path: Path, say: Say, capsys: pyte
     assert shown.out.startswith(f"{history[1]['content']}\n[prompt ")
     assert f"\n{history[3]['content']}\n[prompt {len(ids)} tokens, " in shown.out
     assert shown.out.count("not computed; first text") == 3 and ", 0 not computed" in shown.out
-    assert "prompt tokens that were not computed" in shown.out and "cleared" in shown.out
+    assert "prompt tokens not computed" in shown.out and "cleared" in shown.out
     assert "llmcache: the server refused it (400): the prompt has" in shown.err
 
 

@@ -140,7 +140,7 @@ def test_ids_of_requests(client: TestClient, given: str) -> None:
         (b"{", "not valid JSON"),
         (b"[]", "body"),
         (b'{"inputs": NaN}', "inputs"),
-        (b'{"inputs": "\\ud800"}', "no valid Unicode"),
+        (b'{"inputs": "\\ud800"}', "not valid Unicode"),
         (b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b'{"inputs": [' + b'"a",' * 200_000 + b'"a"]}', "inputs|allowed batch size"),
         (b'{"inputs": "' + b"a " * 400_000 + b'"}', "at most 32 tokens"),

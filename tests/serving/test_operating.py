@@ -371,7 +371,7 @@ def test_in_a_browser(browser: Any, models: Path, tmp_path: Path) -> None:
         for action, told in (
             ("disable", "The cache is disabled."),
             ("enable", "The cache is enabled."),
-            ("audit", "Done: 0 jobs of the audit."),
+            ("audit", "Done: 0 audit jobs."),
             ("drain", "The server is draining; 0 requests are under way."),
             ("resume", "The server is ready."),
             ("save", "Saved."),

@@ -71,7 +71,7 @@ def test_a_save_that_does_not_fit_is_not_used_and_stays(
         answer = client.post("/admin/save")
         assert answer.status_code == 422 and "stays" in answer.json()["error"]
         page = client.get("/").text
-        assert "Nothing is saved: what the folder holds is not used, and stays." in page and ">Save<" not in page
+        assert "Nothing is saved: the content of its folder is not used and is kept." in page and ">Save<" not in page
     assert contents(save) == before and "stays as it is" in caplog.text and not server.saves.has_failed
 
 

@@ -1,9 +1,9 @@
-"""The server as replicas on Ray Serve, an extra (`ray`): `serve run deploy/ray.yaml`.
+"""Runs the server as replicas on Ray Serve (extra `ray`): `serve run deploy/ray.yaml`.
 
-    proxy -> session, else key, else none -> consistent hash -> replica: the application of `llmcache serve`
+    proxy -> session id, else API key, else neither -> consistent hash -> replica: the application of `llmcache serve`
 
-Each replica loads the model, and has a cache of its own in memory. What is to outlive a replica, and to be had by all
-of them, is in a store behind that (`cache: {store: {name: redis, url: ...}}`).
+Each replica loads the model and has its own cache in memory. Use a store behind it to share entries between replicas
+and to keep them when a replica ends (`cache: {store: {name: redis, url: ...}}`).
 """
 
 from llmcache.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: all of a session to one, else all of a key, by a consistent hash.
+"""Routes all requests of a session, or else of an API key, to one replica by a consistent hash.
 
 Ray pickles this module by value and sends it to its proxies, so it imports nothing of llmcache.
 """
@@ -14,17 +14,17 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 _AUTHORISATION = b"authorization"
 
 
-class KeyRouter(ConsistentHashRouter):  # type: ignore[misc]  # of Ray, which has no types
-    """Sends requests of one `X-Session-Id`, or without it of one key, to one replica; others to any.
+class KeyRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray has no types
+    """Routes requests with the same `X-Session-Id`, or without it the same API key, to one replica; others to any.
 
-    Keys stand for namespaces, in which requests are stored and found. A replica that is full or gone leaves its
-    requests to the next of the ring, and only those.
+    A key stands for a namespace, whose requests share entries. Requests of a replica that is full or gone go to the
+    next replica of the ring; other requests keep theirs.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank replicas for a request; the proxy has read `X-Session-Id` already."""
+        """Rank replicas for a request; the proxy has already read `X-Session-Id`."""
         if pending_request is not None and not pending_request.metadata.session_id:
             pending_request.metadata.session_id = routing_key(pending_request.args)
         ranked: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
@@ -32,9 +32,9 @@ class KeyRouter(ConsistentHashRouter):  # type: ignore[misc]  # of Ray, which ha
 
 
 def routing_key(args: Sequence[Any]) -> str:
-    """Return a hash of the key that a request has, as logs may hold it; empty: it has none.
+    """Return a hash of a request's API key, or "" without one. It is hashed because logs may contain it.
 
-    The proxy sends a replica one pickled request of HTTP; calls from Python have other arguments.
+    An HTTP request from the proxy has one argument, the pickled request; calls from Python have other arguments.
     """
     if len(args) != 1 or not isinstance(args[0], bytes):
         return ""

@@ -1,4 +1,4 @@
-"""Settings of replicas: the `args` of an application in a file of Ray Serve's."""
+"""Settings of replicas: the `args` of the application in a Ray Serve file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,25 +11,25 @@ from llmcache.errors import ConfigError
 from llmcache.folder import MANIFEST
 from llmcache.serving.settings import ServerSettings
 
-_OWN = {
-    "model": "the settings beside it name the model",
-    "save": "replicas would write over each other's folder; give a store, which all of them share",
-    "save_every_s": "replicas save nothing; give a store, which all of them share",
+_NOT_ALLOWED = {
+    "model": "give `model` beside `server`, not in it",
+    "save": "replicas would overwrite each other's folder; give a store, which all of them share",
+    "save_every_s": "replicas do not save; give a store, which all of them share",
 }
 
 
 class ReplicaSettings(BaseModel):
-    """What each replica is made of. Number, CPUs and scaling are options of the deployment, which Ray reads.
+    """Model, cache and server of each replica. Replica count, CPUs and scaling are options of the Ray deployment.
 
     Attributes:
-        model: `minilm` (packaged), a folder, or a name on the hub. Each machine of the cluster has to have it.
-        served_name: Name of the model for clients; None: as `model`.
-        models_dir: Folder of models that are named.
-        restore: Folder of a saved cache, with its settings and its calibration, that each replica starts from; nothing
-            is saved there. It takes the place of `cache`.
-        cache: Settings of the cache, `CacheConfig`.
-        server: Settings of the server, `ServerSettings`, but for its model and for saving.
-        threads: Threads that compute; None: as many as the replica has CPUs.
+        model: `minilm` (packaged), a folder, or a hub name. It must be available on each machine of the cluster.
+        served_name: Name of the model for clients; None: the same as `model`.
+        models_dir: Folder in which models are looked up by name.
+        restore: Folder of a saved cache that each replica loads, with its settings and calibration, in place of
+            `cache`. Nothing is saved there.
+        cache: Settings of the cache, as `CacheConfig`.
+        server: Settings of the server, as `ServerSettings`, without `model`, `save` and `save_every_s`.
+        threads: Number of torch threads; None: the replica's number of CPUs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,12 +44,12 @@ class ReplicaSettings(BaseModel):
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Self:
-        """Check all settings, those of cache and server included.
+        """Return validated settings; those of cache and server are checked too.
 
         Raises:
-            ConfigError: With the key, its value and the fix.
+            ConfigError: A setting is invalid; the message has the key, its value and the fix.
         """
-        for name, reason in _OWN.items():
+        for name, reason in _NOT_ALLOWED.items():
             if name in (values.get("server") or {}):
                 raise ConfigError(f"server.{name}: {reason}")
         try:
@@ -57,8 +57,8 @@ class ReplicaSettings(BaseModel):
         except ValidationError as error:
             raise ConfigError(explain(error, list(cls.model_fields))) from error
         if made.restore is not None and made.cache:
-            raise ConfigError("cache: a cache that is restored has its own settings; give either it or `restore`")
-        assert made.cache_config and made.server_settings  # checked here, not by each replica
+            raise ConfigError("cache: a restored cache has its own settings; give either `cache` or `restore`")
+        assert made.cache_config and made.server_settings  # raise errors here, not in each replica
         return made
 
     @property
@@ -76,10 +76,10 @@ class ReplicaSettings(BaseModel):
 
     @property
     def saved(self) -> Path | None:
-        """The folder that is restored.
+        """Folder of the saved cache to load, or None.
 
         Raises:
-            ConfigError: It holds no saved cache.
+            ConfigError: The folder holds no saved cache.
         """
         if self.restore is not None and not (self.restore / MANIFEST).is_file():
             raise ConfigError(f"restore: there is no saved cache in {self.restore}")
