@@ -39,7 +39,7 @@ from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, ModelForward
 from llmcache.models.packing import Payload
-from llmcache.models.twin import make_replicas, run_unseen
+from llmcache.models.twin import make_replicas, run_uncached
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import id_dtype
@@ -90,7 +90,7 @@ class Calibrator:
                 f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set "
                 "audit=0"
             )
-        tokens = TokenVectors(trunk, payload, partial(run_unseen, trunk.module))
+        tokens = TokenVectors(trunk, payload, partial(run_uncached, trunk.module))
         fingerprint = Learned(**config.fingerprint_component.options)
         fingerprint.bind(tokens.embed, tokens.think)
         answers = find_answers(config.answer, head, model)

@@ -35,7 +35,7 @@ from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
 from llmcache.models.kinds import Kinds
 from llmcache.models.packing import Packing, Payload, parts_of
-from llmcache.models.sentences import Compute, later
+from llmcache.models.sentences import Compute, deferred
 from llmcache.models.weights import Weights
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.chunks import Chunks
@@ -294,7 +294,7 @@ class CachedForward(Swap, Switches):
             assert self.prefix is not None
             self.prefix.look_up(call)
             return
-        is_known = call.kind in self.packings or self.packings.are_known(call.kind)  # can hits be assembled?
+        is_known = call.kind in self.packings or self.packings.knows(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
         for rung in self.rungs:
@@ -308,7 +308,7 @@ class CachedForward(Swap, Switches):
                 rung.look_up(call, rows)
                 call.search_s += perf_counter() - started
         # Rows that affect each other are served all or none. PEFT's hooks expect all rows of a batch.
-        is_known = is_known or self.packings.are_known(call.kind)  # the store may have supplied it
+        is_known = is_known or self.packings.knows(call.kind)  # the store may have supplied it
         if not is_known or ((call.is_whole or call.is_activated) and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
@@ -345,7 +345,7 @@ class CachedForward(Swap, Switches):
                 raise TypeError("the trunk returned another kind of output than before")
         made = packing.join(call.rows, ids.shape[1], call.hits, output, call.computed, ids.device)
         if (left_out := self.pooled.get()) is not None:
-            left_out.append(later(self.original, call.args, call.kwargs, ids.device.type))
+            left_out.append(deferred(self.original, call.args, call.kwargs, ids.device.type))
         return made
 
     def _compute(self, call: Call, numbers: Sequence[int]) -> Any:

@@ -62,7 +62,7 @@ class Core:
         with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
             digest = self.weights.digest()  # hashed now, not in the first request
             if self.head.observed is not None:
-                self.head.observed.was_of(digest)
+                self.head.observed.add_digest(digest)
             if self.weights.unreadable is None:
                 self._coupling.reason(digest)
         self.tier = _open_tier(self.trunk, self.payload, config, self.counters, self)
@@ -247,7 +247,7 @@ class Core:
         saved.restore(self.payload.name, sections)
         for name, kinds in self._kinds().items():
             for one in saved.manifest.kinds.get(name, ()):
-                kinds.tell(*one)
+                kinds.add_described(*one)
         if self.tier is not None:
             numbers = saved.manifest.numbers or {}
             for name in self.namespaces() - {*numbers}:

@@ -1,1 +1,1 @@
-"""What computes the trunk's output. Engines know nothing of what is stored, and the cache not what runs."""
+"""Engines compute the trunk's output. They do not know what is stored; the cache does not know which one runs."""

@@ -1,8 +1,8 @@
-"""Runs the trunk by compiled graphs, one a bucket of rows by tokens. Where no graph fits, the trunk runs as it is.
+"""Runs the trunk by compiled graphs, one per bucket of rows by tokens. If no graph fits, the trunk runs eagerly.
 
-Decisions of the cache stay outside of the graphs: rows that nothing serves are padded to a bucket. A graph sees edits
-of weights in place. Everything else that the digest of the weights covers is part of a graph: all are dropped when it
-changes.
+Decisions of the cache stay outside of the graphs: rows without a hit are padded to a bucket. In-place edits of weights
+take effect in a graph. Everything else that the digest of the weights covers is compiled into it: if it changes, all
+graphs are dropped.
 
 Sizes: B rows, T tokens of a call; R rows, L tokens of a bucket.
 """
@@ -33,12 +33,12 @@ from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
-_OWNING_MODES = ("reduce-overhead", "max-autotune")  # CUDA graphs: each output is written to the same memory
-_TAKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
+_OWNING_MODES = ("reduce-overhead", "max-autotune")  # CUDA graphs, which write each output to the same memory
+_GRAPH_ARGUMENTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
 
 
 class CompiledTrunk:
-    """Graphs of one trunk. Made whole, before service. Thread-safe."""
+    """The compiled graphs of one trunk, all made at construction. Thread-safe."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class CompiledTrunk:
         backend: str | Callable[..., Any],
         max_padding: float,
     ) -> None:
-        """Make all graphs and try each; arguments and errors are those of `LLMCache.compile`."""
+        """Make and test all graphs; arguments and errors are those of `LLMCache.compile`."""
         if not 0 <= max_padding <= 1:
             raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
         buckets = make_buckets(lengths, rows, getattr(trunk.config, "max_position_embeddings", None))
         if trunk.adapter.is_guess:
             name = type(trunk.module).__name__
-            raise ConfigError(f"compile: what padding does to a {name} is not known: register an adapter")
+            raise ConfigError(f"compile: the effect of padding on a {name} is not known: register an adapter")
         if weights.is_training:
             raise ConfigError("compile: the model is in training mode: call model.eval() first")
         if any(map(changes_with_length, trunk.module.modules())):
-            raise ConfigError("compile: this model's RoPE changes with the length of a call, which no graph follows")
+            raise ConfigError("compile: this model's RoPE changes with the length of a call, which no graph can follow")
         self.name = f"compiled {mode or ''} {backend if isinstance(backend, str) else 'own'}"
         self._trunk, self._eager, self._arguments, self._weights = trunk, eager, arguments, weights
         self._lock = forkable(threading.Lock())
@@ -76,7 +76,7 @@ class CompiledTrunk:
         if weights.refusal is not None or mark is None:
             raise ConfigError(f"compile: {'weights change' if weights.refusal is None else CURES[weights.refusal]}")
         if reason := coupling.reason(self._digest):
-            raise ConfigError(f"compile: rows that are padded to a bucket would not come out the same: {reason}")
+            raise ConfigError(f"compile: padding rows to a bucket would change their output: {reason}")
         self._mark, self._attention, self._settings = mark, trunk.attention, _torch_settings()
         is_owning = mode in _OWNING_MODES and device_of(trunk.module).type == "cuda"
         self._thread = threading.get_ident() if is_owning else None
@@ -92,7 +92,7 @@ class CompiledTrunk:
             raise ConfigError(f"compile: no graph could be made, see the log; the first failed with: {first}")
 
     def stats(self) -> CompileStats:
-        """Return what was done by graphs, and what was not."""
+        """Return counts of graphs, and of requests that ran by graphs or eagerly."""
         with self._lock:
             return CompileStats(
                 len(self._graphs), self._n_requests, dict(self._n_eager), self._n_failed, self._n_dropped
@@ -106,26 +106,26 @@ class CompiledTrunk:
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
-        """Return itself, or the trunk as it is for a call that no graph can stand for; it is counted by reason."""
-        if not self._graphs or not self._are_of(digest):
+        """Return itself; for a call that no graph covers, an eager engine, which counts the reason."""
+        if not self._graphs or not self._check_digest(digest):
             return self._eager
         reason = "kv_cache" if keeps_kv else self._find_reason(self._arguments.bind(args, kwargs))
-        return self if reason is None else _Passed(self, reason)
+        return self if reason is None else _EagerCall(self, reason)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        """Return the trunk's output: of a graph where one has room, and the rows are padded on the right."""
+        """Return the trunk's output, of a graph if one has room and the rows are padded on the right only."""
         arguments = self._arguments.bind(args, kwargs)
         fitting = self._fit(*arguments["input_ids"].shape)
         if fitting is None:
             return self.run_eagerly("shape", args, kwargs, rows)
-        if not all(map(_begins, rows)):
+        if not all(map(_is_right_padded, rows)):
             return self.run_eagerly("padding", args, kwargs, rows)
         bucket, graph = fitting
         try:
             output = self._replay(graph, bucket, arguments)
         except Exception as error:
-            output = self.run_eagerly("failed", args, kwargs, rows)  # raises if it is the input that is wrong
-            if self._graphs.pop(bucket, None) is not None:  # else another thread did it
+            output = self.run_eagerly("failed", args, kwargs, rows)  # raises if the input is wrong
+            if self._graphs.pop(bucket, None) is not None:  # else another thread removed it
                 self._fail(bucket, error)
             return output
         with self._lock:
@@ -133,14 +133,14 @@ class CompiledTrunk:
         return output
 
     def run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        """Run the trunk as it is, and count why."""
+        """Run the trunk's own forward, and count the reason."""
         output = self._eager.run(args, kwargs, rows)
         with self._lock:
             self._n_eager[reason] += len(rows)
         return output
 
     def _replay(self, graph: Graph, bucket: Bucket, arguments: dict[str, Any]) -> Any:
-        with torch.inference_mode(False), torch.no_grad():  # under which it was made
+        with torch.inference_mode(False), torch.no_grad():  # as when the graph was made
             if self._thread is not None:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             asked = arguments.get("return_dict")
@@ -158,21 +158,21 @@ class CompiledTrunk:
         return bucket, graphs[bucket]
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        """Return why no graph can stand for the trunk in a call that the cache understands, or None."""
+        """Return why no graph covers a call, a key of the eager counts; None if one may."""
         mask, shape = arguments.get("attention_mask"), arguments["input_ids"].shape
         if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape):
             return "arguments"
         if arguments.get("token_type_ids") is not None and not self._maker.takes_types:
             return "arguments"
-        defaults, known = self._arguments.defaults, _TAKEN.union(self._trunk.asks_for_more)
+        defaults, known = self._arguments.defaults, _GRAPH_ARGUMENTS.union(self._trunk.more_outputs)
         if not all(one in known or value is None or value is defaults.get(one) for one, value in arguments.items()):
             return "arguments"
         if self._settings != _torch_settings() or torch.is_autocast_enabled(arguments["input_ids"].device.type):
             return "torch_settings"
         return None if self._thread in (None, threading.get_ident()) else "thread"
 
-    def _are_of(self, digest: str) -> bool:
-        """Return whether the graphs are of the trunk with this digest; if not, drop them."""
+    def _check_digest(self, digest: str) -> bool:
+        """Whether the graphs are valid for weights with this digest; if not, drop them."""
         if digest == self._digest and self._attention == self._trunk.attention:
             return True
         with self._lock:
@@ -183,8 +183,8 @@ class CompiledTrunk:
                 self._graphs = {}
                 self._n_dropped += 1
                 logger.warning(
-                    "llmcache: compiled graphs were dropped, since the model was edited otherwise than in place; calls "
-                    "run eagerly until cache.compile() is called again"
+                    "llmcache: compiled graphs were dropped, since the model was edited other than in place; calls run "
+                    "eagerly until cache.compile() is called again"
                 )
         return False
 
@@ -195,8 +195,8 @@ class CompiledTrunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Passed:
-    """The engine of one call that no graph can stand for."""
+class _EagerCall:
+    """The engine of one call that no graph covers."""
 
     compiled: CompiledTrunk
     reason: str
@@ -210,7 +210,7 @@ class _Passed:
 
 
 def _torch_settings() -> tuple[Any, ...]:
-    """Return what of torch's own settings a graph may have been made for."""
+    """Return torch's settings that may be compiled into a graph."""
     return (
         torch.get_num_threads(),
         torch.get_default_dtype(),
@@ -219,7 +219,7 @@ def _torch_settings() -> tuple[Any, ...]:
     )
 
 
-def _begins(row: Row) -> bool:
-    """Return whether a row is valid from its first token to its last one, and its mask holds only 0 and 1."""
+def _is_right_padded(row: Row) -> bool:
+    """Whether a row's valid tokens are contiguous from its first token on, and its mask holds only 0 and 1."""
     is_plain = row.bypass_reason in ("", "no_content")
     return is_plain and row.n_valid > 0 and isinstance(row.valid, slice) and row.valid.start == 0

@@ -1,4 +1,4 @@
-"""The interface of an engine, and the trunk as it is."""
+"""The interface of an engine, and the engine that runs the trunk's own forward."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,32 +8,32 @@ from llmcache.request.rows import Row
 
 
 class Engine(Protocol):
-    """Runs the trunk for rows that nothing serves. Thread-safe."""
+    """Runs the trunk for rows without a hit. Thread-safe."""
 
     @property
     def name(self) -> str:
-        """Part of the scope of what it computes, so that outputs of two engines are never mixed."""
+        """Part of the scope of computed rows, so that outputs of two engines are never mixed."""
         ...
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> "Engine":
-        """Return the engine for a call: itself, or another one for calls that it does not cover.
+        """Return the engine for a call: itself, or another engine for calls that it does not cover.
 
         Args:
-            args: Of the trunk, by position.
-            kwargs: Likewise, by name.
-            digest: Of the weights as they are.
-            keeps_kv: The caller is to hold K/V afterwards.
+            args: Positional arguments of the trunk.
+            kwargs: Keyword arguments of the trunk.
+            digest: Digest of the present weights.
+            keeps_kv: Whether the call must fill the caller's K/V cache.
         """
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        """Return the trunk's output for its arguments, which hold these rows."""
+        """Return the trunk's output for these arguments, whose rows are `rows`."""
 
 
 class Eager:
-    """The trunk as it is."""
+    """The engine that runs the trunk's own forward."""
 
     def __init__(self, swap: Swap, name: str = "") -> None:
-        """Run what the swap stands in for."""
+        """Remember the swap, whose replaced forward is run."""
         self._swap, self.name = swap, name
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:

@@ -1,6 +1,6 @@
-"""Makes compiled graphs of a trunk, one a bucket, and compares each with the trunk before it is used.
+"""Makes compiled graphs of a trunk, one per bucket, and compares each with the trunk before it is used.
 
-Graphs are made of a twin, which has the trunk's tensors and nobody's hooks.
+Graphs are made of a twin, which shares the trunk's tensors and has no hooks.
 
 Sizes: B rows, T tokens of a call; R rows, L tokens of a bucket; D hidden width.
 """
@@ -19,7 +19,7 @@ from llmcache.models.model_config import setting
 from llmcache.models.twin import make_twin
 
 _STATES, _TYPES = "last_hidden_state", "token_type_ids"
-#: Largest difference from the trunk's own output, as a share of its largest number: in float32 or wider; in others.
+#: Largest difference from the trunk's own output, as a share of its largest value: float32 or wider; narrower dtypes.
 TOLERANCE, TOLERANCE_OF_HALVES = 1e-4, 5e-2
 
 #: `inputs by name (R, L) -> tensors of the trunk's output, in order`.
@@ -27,14 +27,14 @@ Graph = Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
 
 
 class Bucket(NamedTuple):
-    """The shape of a graph: calls of no more rows (R) and tokens (L) are padded to it."""
+    """The shape of a graph, R rows of L tokens: calls that are not larger are padded to it."""
 
     rows: int
     length: int
 
 
 def make_buckets(lengths: Sequence[int], rows: Sequence[int], n_positions: int | None) -> list[Bucket]:
-    """Return all buckets of these sizes, smallest first, within the model's positions; one at least."""
+    """Return all buckets of these sizes, smallest first; `ConfigError` if none is within the model's positions."""
     for name, sizes in (("lengths", lengths), ("rows", rows)):
         if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
             raise ConfigError(f"{name}: give whole numbers over 0 (got {sizes})")
@@ -45,14 +45,14 @@ def make_buckets(lengths: Sequence[int], rows: Sequence[int], n_positions: int |
 
 
 class Maker:
-    """Makes graphs of one trunk, and the inputs and outputs of calls that they run."""
+    """Makes graphs of one trunk, converts a call's arguments to their inputs, and their tensors to its output."""
 
     def __init__(self, trunk: Trunk, mode: str | None, backend: str | Callable[..., Any]) -> None:
-        """Make the twin. `ConfigError` if it puts out more than states (B, T, D) and the pooler's (B, D)."""
+        """Make the twin. `ConfigError` if it returns more than states (B, T, D) and the pooler's output (B, D)."""
         self._trunk = trunk
         self._twin = make_twin(trunk.module)
         self._backend = backend
-        # Without guards nothing is checked or compiled in service: `CompiledTrunk` sees that all is as it was.
+        # No guards, so that nothing is checked or compiled in service: `CompiledTrunk` checks for changes.
         self._options = {**_options_of(mode, backend), "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         names = Arguments(self._twin.forward).names
         self._fixed = {"return_dict": True, **({"use_cache": False} if "use_cache" in names else {})}
@@ -63,18 +63,18 @@ class Maker:
             self.names = tuple(name for name, value in named.items() if value is not None)
             if self.names not in ((_STATES,), (_STATES, "pooler_output")):
                 found = ", ".join(self.names) or type(output)
-                raise ConfigError(f"compile: the trunk puts out {found}, not states alone")
+                raise ConfigError(f"compile: the trunk returns {found}, not states alone")
             self._kind = type(output)
-            #: Token types are an input: types of 0 must be as good as none, since one graph serves both.
+            #: Whether token types are an input. Types of 0 must equal no types, since one graph serves both.
             self.takes_types = False
             if _TYPES in names:
                 typed = self._twin(input_ids=ids, token_type_ids=ids * 0, **self._fixed)
                 self.takes_types = torch.equal(typed[_STATES], named[_STATES])
 
     def make(self, bucket: Bucket) -> Graph:
-        """Compile a graph, and compare it with the trunk on a full call, and on a smaller one with a padded row.
+        """Compile a graph, and compare it with the trunk on a full call and on a smaller one with a padded row.
 
-        `ValueError` if the graph puts out something else; a compiler may raise anything.
+        `ValueError` if the outputs differ; a compiler may raise anything.
         """
         twin, names, fixed = self._twin, self.names, self._fixed
 
@@ -82,7 +82,7 @@ class Maker:
             output = twin(**inputs, **fixed)
             return tuple(output[name] for name in names)
 
-        # Compiled code belongs to the code object: each graph gets one of its own.
+        # torch.compile stores compiled code by code object: each graph gets its own.
         name = f"trunk_{bucket.rows}x{bucket.length}"
         code = run.__code__.replace(co_name=name)
         own = types.FunctionType(code, run.__globals__, name, run.__defaults__, run.__closure__)
@@ -97,7 +97,7 @@ class Maker:
         return graph
 
     def inputs(self, bucket: Bucket, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the arguments of a call padded to a bucket: on the right, and with rows of padding below."""
+        """Return a call's arguments padded to a bucket: tokens on the right, rows at the end."""
         ids, given, kinds = arguments["input_ids"], arguments.get("attention_mask"), arguments.get(_TYPES)
         n_rows, n_tokens = ids.shape
         pad_id = setting(self._trunk.config, "pad_token_id") or 0
@@ -105,7 +105,7 @@ class Maker:
         mask = torch.zeros_like(padded)
         padded[:n_rows, :n_tokens] = ids
         mask[:n_rows, :n_tokens] = 1 if given is None else given
-        mask[n_rows:, 0] = 1  # a row that may attend to nothing is not finite
+        mask[n_rows:, 0] = 1  # a row without any valid token would give NaN
         inputs = {"input_ids": padded, "attention_mask": mask}
         if self.takes_types:
             inputs[_TYPES] = torch.zeros_like(padded)
@@ -114,9 +114,10 @@ class Maker:
         return inputs
 
     def pack(self, made: Sequence[Tensor], shape: Sequence[int], has_names: bool, is_owned: bool) -> Any:
-        """Return the trunk's output for a call of (B, T) tokens, cut from what a graph made.
+        """Return the trunk's output for a call of (B, T) tokens, cut from the tensors that a graph made.
 
-        It is a `ModelOutput` if it `has_names`, else a tuple. All is copied if it `is_owned`, by the graph's next run.
+        With `has_names` it is a `ModelOutput`, else a tuple. With `is_owned` it is copied: the graph's next run
+        overwrites its tensors.
         """
         n_rows, n_tokens = shape
         cut = [one[:n_rows, :n_tokens] if one.ndim == 3 else one[:n_rows] for one in made]
@@ -142,7 +143,7 @@ class Maker:
 
 
 def _options_of(mode: str | None, backend: str | Callable[..., Any]) -> dict[str, Any]:
-    """Return the options that a mode of `torch.compile` stands for: mode and options cannot both be given."""
+    """Return the options of a mode of `torch.compile`, which does not take both mode and options."""
     if mode is None:
         return {}
     modes = torch._inductor.list_mode_options()

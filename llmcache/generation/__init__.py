@@ -1,4 +1,4 @@
-"""Generation with a KV cache: prefill and decode, sampling, streaming, and the latencies of it.
+"""Generation with a K/V cache: prefill and decode, sampling, streaming, latencies.
 
 from llmcache.generation import Sampling, stream
 
@@ -7,7 +7,7 @@ for token in answer:
     print(token.id, token.logprob)
 print(answer.generation().times.ttft_s)
 
-K/V caches and logits processors are transformers' own. On a wrapped model the cache serves the prefill by itself.
+K/V caches and logits processors are transformers' own. On a wrapped model the prefill goes through the cache.
 """
 
 from llmcache.generation.chat import Answer, Chat, Turn

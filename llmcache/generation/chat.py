@@ -1,7 +1,7 @@
-"""A conversation with a model: its history, the prompt cache before it, the prefix rung beneath it.
+"""A conversation with a model, its history, and a prompt cache.
 
-A turn's prompt is the history and what is asked now. Its beginning was a prompt before, so that on a wrapped model the
-prefix rung serves it; a prompt that was asked as it is, the prompt cache knows whole.
+A turn's prompt is the history and the new question. It begins with the previous prompt, so on a wrapped model the
+prefix rung serves that part. The prompt cache serves the token ids of a prompt that is repeated as a whole.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ from llmcache.generation.sampling import Sampling
 from llmcache.generation.stream import Stream, stream
 from llmcache.generation.validation import decoder_config
 
-_KEPT = 0.75  # of the room, after turns were forgotten: the next few then begin alike again, which prefixes live on
+_KEPT = 0.75  # share of the room that is filled after turns are dropped, so that the next turns share a prefix again
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What became of a question.
+    """A question and its answer.
 
     Attributes:
-        text: The answer, as far as it was made.
-        prompt: The question with all that came before it.
-        encode_s: Seconds until the prompt's tokens were known.
-        generation: Tokens, times, and what served the prefill.
-        n_forgotten: Turns that were dropped from the conversation to make room for this one.
+        text: The answer as far as it was read.
+        prompt: The prompt: the history and the question.
+        encode_s: Seconds to format and tokenise the prompt.
+        generation: Tokens, times, and the rung that served the prefill.
+        n_forgotten: Turns dropped from the history to make room for this one.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Turn:
 
 
 class Answer(Iterator[str]):
-    """An answer as it is made: pieces of text. Closed or interrupted, it is not remembered. One thread at a time."""
+    """Yields an answer as pieces of text. Not added to the history unless read to its end. One thread at a time."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Answer(Iterator[str]):
         tokens: Stream,
         detokenizer: Detokenizer,
     ) -> None:
-        """Answer `question` from `tokens`; see `Turn`. `kept` is the history that the prompt has."""
+        """Answer `question` from `tokens`; see `Turn`. `kept` is the part of the history that is in the prompt."""
         self.question, self.prompt, self.encode_s, self.kept = question, prompt, encode_s, kept
         self._tokens = tokens
         self._detokenizer = detokenizer
@@ -62,7 +62,7 @@ class Answer(Iterator[str]):
         self.is_whole = False
 
     def __next__(self) -> str:
-        """The next piece, which no later token changes."""
+        """Return the next piece, which no later token changes."""
         while not self.is_whole:
             token = next(self._tokens, None)
             self.is_whole = token is None
@@ -73,18 +73,18 @@ class Answer(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """End it before its end."""
+        """Stop the generation."""
         self._tokens.close()
 
     def generation(self) -> Generation:
-        """What became of it so far."""
+        """Return the tokens and times so far."""
         return self._tokens.generation()
 
 
 class Chat:
     """A conversation. One thread at a time.
 
-    Where the tokenizer has a chat template, turns are its messages; without one, what was said is one text, by lines.
+    With a chat template, the history is formatted as its messages; without one, their contents are joined by newlines.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class Chat:
             model: A causal language model in eval mode, wrapped or not.
             tokenizer: Its tokenizer.
             sampling: How tokens are chosen; None: greedy.
-            system: What is said before the first question.
-            truncate: What is done about a history that the model has no room for: an error, or the oldest turns are
-                forgotten (`left`), some more than need be. A question that has no room by itself is cut; see
-                `PromptCache`.
+            system: System message before the first question; None: none.
+            truncate: If a prompt exceeds the model's context less `max_new_tokens`: `error` raises, `left` drops the
+                oldest turns, more than necessary, so that the next turns share a prefix. A question that is too long by
+                itself is cut on the left; see `PromptCache`.
 
         Raises:
             RequestError: The context has no room for a prompt beside `max_new_tokens`.
-            UnsupportedModelError: The model is no causal language model.
+            UnsupportedModelError: The model is not a causal language model.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -119,26 +119,26 @@ class Chat:
         if room is not None and room <= self._sampling.max_new_tokens:
             raise RequestError(
                 f"max_new_tokens={self._sampling.max_new_tokens}: the model's context has {room} tokens, which leaves "
-                "none for a prompt; ask for fewer"
+                "none for a prompt; lower it"
             )
         self._longest = None if room is None else room - self._sampling.max_new_tokens
         self.prompts = PromptCache(tokenizer, self._longest, truncate)
         self._history: list[Message] = []
-        self._open: Answer | None = None  # of the last question, until its turn
+        self._open: Answer | None = None  # answer to the last question, until `turn` is called
         self.clear()
 
     @property
     def history(self) -> Sequence[Message]:
-        """What was said, oldest first: messages of `role` and `content`."""
+        """Messages so far, oldest first: dicts of `role` and `content`."""
         return tuple(dict(message) for message in self._history)
 
     def clear(self) -> None:
-        """Begin anew, with what the system says; prompts and prefixes stay known."""
+        """Reset the history to the system message. The prompt cache and stored prefixes are kept."""
         self._open = None
         self._history = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def ask(self, text: str) -> Answer:
-        """Ask a question; the answer is computed while it is read, and remembered with it when it was read to its end.
+        """Ask a question. The answer is computed while it is read; `turn` then adds both to the history.
 
         Raises:
             RequestError: The prompt cannot be answered; see `PromptCache.encode` and `stream`.
@@ -155,10 +155,10 @@ class Chat:
         return self._open
 
     def turn(self) -> Turn:
-        """What became of the last question; remembered if its answer is whole.
+        """End the last question's answer and return both; added to the history if the answer was read to its end.
 
         Raises:
-            RequestError: None was asked since the last turn.
+            RequestError: No question was asked since the last turn.
         """
         if self._open is None:
             raise RequestError("nothing was asked: call ask() and read its answer first")
@@ -171,7 +171,7 @@ class Chat:
         return Turn(answer.text, answer.prompt, answer.encode_s, answer.generation(), n_forgotten)
 
     def _encode(self, question: Message) -> tuple[Prompt, Sequence[Message]]:
-        """The prompt of a question, and the history that it has room for."""
+        """Return the prompt of a question, and the history that fits in it."""
         whole = self._prompt([*self._history, question])
         if not whole.n_dropped:
             return whole, self._history
@@ -182,9 +182,9 @@ class Chat:
             prompt = self._prompt([*kept, question])
             if not prompt.n_dropped and (kept_from == end or len(prompt.ids) <= _KEPT * self._longest):
                 return prompt, kept
-        return whole, self._history  # a question that has no room by itself takes none from what was said before
+        return whole, self._history  # the question is too long by itself: the history stays, the prompt is cut
 
     def _prompt(self, messages: Sequence[Message]) -> Prompt:
-        """The messages by the chat template; without one, their contents as one text."""
+        """Encode messages by the chat template; without one, their contents as one text."""
         text = "\n".join(str(message["content"]) for message in messages)
         return self.prompts.encode(messages if self._tokenizer.chat_template else text)

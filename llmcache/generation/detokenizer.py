@@ -1,58 +1,58 @@
-"""From tokens to text while they come: an answer goes on with its prompt, and no character is torn apart."""
+"""Converts tokens to text as they are generated: continues the prompt's text, and splits no character."""
 
 from collections.abc import Sequence
 from typing import Any, Final
 
-_UNFINISHED: Final = "\ufffd"  # what a tokenizer makes of a character whose last bytes are in the next token
-_BEFORE: Final = 8  # tokens of the prompt that an answer is decoded with: two characters at least
+_UNFINISHED: Final = "\ufffd"  # decoded from a character whose last bytes are in the next token
+_N_CONTEXT: Final = 8  # last tokens of the prompt that are decoded with the answer: two characters at least
 
 
 class Detokenizer:
-    """The text of one answer, in pieces that no later token changes. A token costs the same at any length.
+    """The text of one answer, in pieces that no later token changes. The cost per token does not grow with the length.
 
-    Together they are the text of prompt and answer without that of the prompt. The answer by itself has another text:
-    sentencepiece takes off the space that a text begins with.
+    The pieces together are the text of prompt and answer, less the prompt's. Decoding the answer alone would differ:
+    sentencepiece strips the space at the start of a text.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
         """Begin an answer.
 
         Args:
-            tokenizer: Of the model.
-            prompt: Token ids that the answer follows; kept are the last few.
+            tokenizer: The model's tokenizer.
+            prompt: Token ids of the prompt; only the last few are kept.
         """
         self._tokenizer = tokenizer
         self._ids = self._end_of(prompt)
-        self._begin = 0  # tokens from here on are decoded, as what stands before a token may change its text
-        self._told = len(self._ids)  # tokens up to here have been told, or are the prompt's
+        self._begin = 0  # decode from this token on, since the tokens before a token may change its text
+        self._emitted = len(self._ids)  # tokens before this one were returned as text, or are the prompt's
 
     def add(self, token: int) -> str:
-        """What a token adds; empty while it ends within a character."""
+        """Add a token and return its text; "" while it ends within a character."""
         self._ids.append(token)
         return self._piece(is_whole=False)
 
     def rest(self) -> str:
-        """What was held back, at the end of the answer."""
+        """Return the text held back so far, at the end of the answer."""
         return self._piece(is_whole=True)
 
     def _piece(self, is_whole: bool) -> str:
-        before, now = self._decode(self._ids[self._begin : self._told]), self._decode(self._ids[self._begin :])
+        before, now = self._decode(self._ids[self._begin : self._emitted]), self._decode(self._ids[self._begin :])
         if now.endswith(_UNFINISHED) and not is_whole:
             return ""
-        if not now.startswith(before):  # of a prompt that ends within a character, which is whole now
+        if not now.startswith(before):  # the prompt ended within a character that is complete now
             before = before.rstrip(_UNFINISHED)
         piece = now[len(before) :]
-        if piece:  # tokens without text, as special ones, tell nothing of what comes after them
-            self._begin, self._told = self._told, len(self._ids)
+        if piece:  # not for tokens without text (special ones): they give no context for the next
+            self._begin, self._emitted = self._emitted, len(self._ids)
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last few tokens of a prompt; more where these have no text, as special ones have not."""
-        n = _BEFORE
+        """Return the last few tokens of a prompt; more if these have no text, as special tokens."""
+        n = _N_CONTEXT
         while n < len(prompt) and not self._decode(prompt[-n:]):
             n *= 2
         return list(prompt[-n:])
 
     def _decode(self, ids: Sequence[int]) -> str:
-        # Without cleaning up, which would take back a space that was told already.
+        # Without cleanup, which would remove a space that was already returned.
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

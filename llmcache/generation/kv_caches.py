@@ -1,12 +1,12 @@
-"""The K/V caches that a generation may use, all of them transformers' own, and the bytes that they take.
+"""The K/V caches that a generation may use, all of them transformers' own, and their sizes in bytes.
 
-| kind | what it is | what it holds |
+| kind | class | holds |
 |---|---|---|
 | `dynamic` | `DynamicCache` | K/V of all tokens, grown at each step |
-| `static` | `StaticCache` | room for `max_length` tokens, allocated once; of a layer with a window, for that |
-| `sliding` | `DynamicCache` as the config makes it | of a layer with a window, what the next token can see |
+| `static` | `StaticCache` | room for `max_length` tokens, allocated once; in a layer with a window, for the window |
+| `sliding` | `DynamicCache` made from the config | in a layer with a window, K/V that the next token attends to |
 
-Stored prefixes are served where all K/V is held: never in a layer that holds a window.
+Stored prefixes are served only if the cache holds all K/V, so not in a layer that holds only a window.
 
 Sizes: B rows, L layers, H_kv K/V heads, D_h width of a head, T tokens.
 """
@@ -20,22 +20,22 @@ from llmcache.errors import ConfigError, RequestError
 
 Kind = Literal["dynamic", "static", "sliding"]
 
-_PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # layers that attend, and would hold all K/V without a window
+_PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # attention layers; without a window, both hold all K/V
 
 
 def make_cache(kind: str, config: Any, max_length: int | None = None) -> Any:
-    """Make an empty K/V cache of a kind; `max_length`, for `static` alone, is the model's context unless given."""
+    """Return an empty K/V cache of a kind; `max_length` (tokens, `static` only) defaults to the model's context."""
     if kind not in KINDS:
         raise ConfigError(f"cache: unknown kind {kind!r}; known: {', '.join(KINDS)}")
     if max_length is not None and kind != "static":
         raise ConfigError(f"max_length={max_length} is for cache='static': a {kind} cache allocates nothing ahead")
     if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise ConfigError(f"max_length={max_length!r}: give the tokens that the cache shall hold, 1 or more")
+        raise ConfigError(f"max_length={max_length!r}: give the tokens that the cache must hold, 1 or more")
     return KINDS[kind](config, max_length)
 
 
 def _dynamic(config: Any, max_length: int | None) -> Any:
-    """All K/V, also where a window would do: stored prefixes can then be filled in."""
+    """Return a cache of all K/V, also for layers with a window, so that stored prefixes can be filled in."""
     from transformers import DynamicCache
 
     shaped = DynamicCache(config=config)
@@ -47,7 +47,7 @@ def _static(config: Any, max_length: int | None) -> Any:
 
     length = context_length(config) if max_length is None else max_length
     if length is None:
-        raise ConfigError("cache='static': this model's config names no context length; say max_length")
+        raise ConfigError("cache='static': this model's config names no context length; give max_length")
     return StaticCache(config=config, max_cache_len=length)
 
 
@@ -66,25 +66,25 @@ KINDS: dict[str, Callable[[Any, int | None], Any]] = {"dynamic": _dynamic, "stat
 
 
 def has_window(config: Any) -> bool:
-    """Whether a layer of the decoder sees the newest tokens only."""
+    """Whether a layer of the decoder attends only to a window of the newest tokens."""
     from transformers import DynamicCache
 
     return any(DynamicCache(config=config).is_sliding)
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens that the decoder was made for; None where its config does not say. GPT-2's `n_positions` is one."""
+    """Return the decoder's context in tokens; None if its config has none. GPT-2's `n_positions` is an alias."""
     length: int | None = getattr(config, "max_position_embeddings", None)
     return length
 
 
 def check_room(kv_cache: Any, config: Any, n_new: int) -> None:
-    """See to it that tokens more fit, before anything is computed."""
+    """Raise `RequestError` unless `n_new` more tokens fit into the K/V cache."""
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     limits = []
     for layer in kv_cache.layers:
         limit = layer.get_max_length()
-        rolls = getattr(layer, "is_sliding", False) and limit == window  # one shorter than its window would forget
+        rolls = getattr(layer, "is_sliding", False) and limit == window  # if shorter than its window, it loses tokens
         if limit >= 0 and not rolls:
             limits.append(limit)
     n_held = int(kv_cache.get_seq_length()) if limits else 0
@@ -96,12 +96,12 @@ def check_room(kv_cache: Any, config: Any, n_new: int) -> None:
 
 
 def kv_nbytes(config: Any, n_tokens: int, itemsize: int) -> int:
-    """Bytes of the keys and values of one row: 2 L H_kv D_h T itemsize.
+    """Return the bytes of keys and values of one row: 2 L H_kv D_h T itemsize.
 
     Args:
-        config: Of the model; each K/V head counts once, however many query heads share it.
+        config: The model's config. Each K/V head counts once, however many query heads share it.
         n_tokens: T, 0 or more.
-        itemsize: Bytes of one number: 4 for float32, 2 for bfloat16.
+        itemsize: Bytes per element: 4 for float32, 2 for bfloat16.
     """
     config = config.get_text_config(decoder=True)
     n_heads = config.num_attention_heads
@@ -111,6 +111,6 @@ def kv_nbytes(config: Any, n_tokens: int, itemsize: int) -> int:
 
 
 def held_nbytes(kv_cache: Any) -> int:
-    """Bytes of keys and values that a cache holds: what is allocated, of a static one."""
+    """Return the bytes of keys and values that a K/V cache holds; for a static one, the bytes allocated."""
     held = (getattr(layer, name, None) for layer in kv_cache.layers for name in ("keys", "values"))
     return sum(x.nbytes for x in held if isinstance(x, Tensor))

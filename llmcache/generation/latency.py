@@ -1,11 +1,11 @@
-"""How long a request took, by the definitions of vLLM's serving benchmark (`vllm bench serve`), in seconds.
+"""Latencies of requests, in seconds, by the definitions of vLLM's serving benchmark (`vllm bench serve`).
 
 | name | from | to |
 |---|---|---|
 | TTFT | the request | its first token |
-| ITL | a token | the next; one a gap |
+| ITL | a token | the next; one value per gap |
 | E2EL | the request | its last token |
-| TPOT | (E2EL - TTFT) / (tokens - 1): the mean gap of a request; none for one token | |
+| TPOT | (E2EL - TTFT) / (tokens - 1): the mean gap of a request; None for one token | |
 """
 
 from collections.abc import Sequence
@@ -17,61 +17,61 @@ import numpy as np
 
 from llmcache.errors import RequestError
 
-QUOTABLE = 200  # values that a 90th and a 99th percentile take: of 200, two lie beyond the 99th
+QUOTABLE = 200  # values needed to report the 90th and 99th percentile: of 200, two exceed the 99th
 MISS = "miss"
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """One request.
+    """The latencies of one request.
 
     Attributes:
-        times_s: When each of its tokens came, one at least, in seconds since the request.
+        times_s: Time of each token, at least one, in seconds since the request.
     """
 
     times_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a request without tokens, which took no time that could be told.
+        """Check the times.
 
         Raises:
-            RequestError: There is none.
+            RequestError: There is no token.
         """
         if not self.times_s:
             raise RequestError("times_s=(): a latency takes one token at least")
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Time to the first token, in seconds."""
         return self.times_s[0]
 
     @property
     def itl_s(self) -> tuple[float, ...]:
-        """Inter-token latencies, one less than tokens."""
+        """Inter-token latencies in seconds, one fewer than tokens."""
         return tuple(after - before for before, after in pairwise(self.times_s))
 
     @property
     def e2el_s(self) -> float:
-        """End-to-end latency."""
+        """End-to-end latency, in seconds."""
         return self.times_s[-1]
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for one token."""
+        """Time per output token after the first, in seconds; None for one token."""
         n_gaps = len(self.times_s) - 1
         return (self.e2el_s - self.ttft_s) / n_gaps if n_gaps else None
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Many values in few numbers, in seconds.
+    """Summary statistics of many values, in seconds.
 
     Attributes:
-        n: Values.
+        n: Number of values.
         mean: Their mean.
         median: Their median.
         p90: The 90th percentile, interpolated; None below `QUOTABLE` values.
-        p99: The 99th, likewise.
+        p99: The 99th percentile, interpolated; None below `QUOTABLE` values.
     """
 
     n: int
@@ -82,7 +82,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """That of some values; None without any."""
+        """Return the statistics of some values in seconds; None if there are none."""
         if not values:
             return None
         median, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
@@ -94,14 +94,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """Many requests of one kind.
+    """The latencies of many requests.
 
     Attributes:
-        n_requests: How many.
-        ttft: A value a request.
-        tpot: A value a request of two tokens or more; None without any.
-        itl: A value a gap, those of all requests together; None without any.
-        e2el: A value a request.
+        n_requests: Number of requests.
+        ttft: Over requests.
+        tpot: Over requests of two tokens or more; None if there are none.
+        itl: Over the gaps of all requests; None if there are none.
+        e2el: Over requests.
     """
 
     n_requests: int
@@ -112,7 +112,7 @@ class LatencySummary:
 
 
 class Latencies:
-    """Collects requests, those of each rung apart. One thread at a time."""
+    """Collects latencies of requests by the rung that served the prefill. One thread at a time."""
 
     def __init__(self) -> None:
         self._by_rung: dict[str, list[Latency]] = {}
@@ -121,13 +121,13 @@ class Latencies:
         """Add a request.
 
         Args:
-            latency: Its times.
-            rung: What served its prefill (`Generation.rung`), or None: it was computed.
+            latency: Its latencies.
+            rung: The rung that served its prefill (`Generation.rung`); None: it was computed.
         """
         self._by_rung.setdefault(rung or MISS, []).append(latency)
 
     def summary(self) -> dict[str, LatencySummary]:
-        """By rung, `miss` for requests that were computed; only those that there were."""
+        """Return a summary for each rung that served requests, and under `miss` for computed requests, if any."""
         return {rung: _summarise(latencies) for rung, latencies in self._by_rung.items()}
 
 

@@ -1,6 +1,6 @@
-"""The prompt cache: from a text or a chat to token ids; what was asked before is neither formatted nor tokenised again.
+"""The prompt cache: token ids of texts and chats, so that a repeated prompt is neither formatted nor tokenised again.
 
-It comes before the `prefix` rung: here a prompt is known as a whole or not at all, there the longest beginning counts.
+It comes before the `prefix` rung. It finds whole prompts only; the rung finds the longest stored prefix.
 """
 
 import json
@@ -15,17 +15,17 @@ from llmcache.errors import RequestError
 Message = Mapping[str, Any]
 Truncate = Literal["left", "error"]
 
-_TELLS_THE_TIME = "strftime_now"  # a chat template that calls this gives another text tomorrow
+_READS_THE_CLOCK = "strftime_now"  # chat templates that call it give different texts on different days
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in the model's tokens.
+    """A tokenised prompt.
 
     Attributes:
         ids: Token ids, at least one.
-        is_hit: They were known.
-        n_dropped: Tokens that were cut off on the left, to keep to the longest length.
+        is_hit: Whether the ids came from the prompt cache.
+        n_dropped: Tokens cut off on the left because of `max_length`.
     """
 
     ids: tuple[int, ...]
@@ -34,10 +34,10 @@ class Prompt:
 
 
 class PromptCache:
-    """Prompts of one tokenizer. Thread-safe.
+    """Caches the token ids of prompts, for one tokenizer. Thread-safe.
 
-    A text is known by its characters, the tokenizer's tokens, and whether special tokens are added. The text that a
-    chat comes to is known by its messages and the chat template; templates that tell the time are asked anew.
+    The key of a text is its characters, the tokenizer's number of tokens and special tokens, and whether special tokens
+    are added. The key of a chat's text is its messages and the chat template; templates that read the clock run anew.
     """
 
     def __init__(
@@ -47,15 +47,14 @@ class PromptCache:
         truncate: Truncate = "error",
         max_entries: int = 1024,
     ) -> None:
-        """Begin with no prompt known.
+        """Begin empty.
 
         Args:
-            tokenizer: Of the model; tokens that are added to it later count, and which of them are special. After other
-                edits call `clear`.
-            max_length: Tokens of the longest prompt, at least 1; None: any.
-            truncate: What is done about a longer one: drop its beginning (`left`), all but the token that every text
-                begins with; or an error.
-            max_entries: Prompts held; the one used longest ago leaves.
+            tokenizer: The model's tokenizer. Tokens added later are noticed, and changes of special tokens. After other
+                edits, call `clear`.
+            max_length: Largest number of tokens of a prompt, at least 1; None: no limit.
+            truncate: For a longer prompt, `left` drops its first tokens except the BOS token, `error` raises.
+            max_entries: Largest number of prompts held; the least recently used is evicted.
 
         Raises:
             RequestError: A setting is out of its range.
@@ -71,24 +70,24 @@ class PromptCache:
         self._truncate = truncate
         self._texts = lru_cache(max_entries)(lambda template, messages: self._format(json.loads(messages)))
         self._tokens = lru_cache(max_entries)(self._tokenise)
-        self._local = threading.local()  # `is_hit`: this thread's latest prompt was known
+        self._local = threading.local()  # `is_hit`: whether this thread's latest prompt was a hit
 
     def __len__(self) -> int:
         return self._tokens.cache_info().currsize
 
     def encode(self, prompt: str | Sequence[Message]) -> Prompt:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Args:
-            prompt: A text, which gets the tokenizer's special tokens; or messages (`role`, `content`), which the chat
-                template turns into a text that has them, up to where the answer begins.
+            prompt: A text, to which the tokenizer adds its special tokens; or messages (dicts of `role`, `content`),
+                which the chat template formats with special tokens, up to the start of the answer.
 
         Raises:
-            RequestError: It is empty, or longer than allowed, or no text; or there is no chat template, or it refuses
-                these messages.
+            RequestError: The prompt is empty, too long (`truncate="error"`), or not valid text; or there is no chat
+                template, or it refuses these messages.
         """
         is_text = isinstance(prompt, str)
-        # Of a subclass of str its characters, which is what tokenizers read, whatever its own methods say.
+        # Of a subclass of str, the characters, as tokenizers read them, not the result of its own methods.
         text = str.__str__(prompt) if isinstance(prompt, str) else self._formatted(prompt)
         _check_text(text)
         tokenizer = self._tokenizer
@@ -106,12 +105,12 @@ class PromptCache:
         return Prompt(self._cut(ids, n_dropped), self._local.is_hit, n_dropped)
 
     def clear(self) -> None:
-        """Forget all prompts."""
+        """Remove all prompts."""
         self._texts.cache_clear()
         self._tokens.cache_clear()
 
     def _cut(self, ids: tuple[int, ...], n: int) -> tuple[int, ...]:
-        """Without `n` tokens on the left; the one that every text begins with stays, as in truncation by tokenizers."""
+        """Drop `n` tokens on the left, but keep a leading BOS token, as truncation by tokenizers does."""
         begin = ids[:1] if n and len(ids) > n + 1 and ids[0] == self._tokenizer.bos_token_id else ()
         return begin + ids[n + len(begin) :]
 
@@ -123,24 +122,24 @@ class PromptCache:
             raise RequestError(f"give a text, or messages of role and content, one at least (got {messages!r})")
 
         plain = [dict(one) for one in messages]
-        named = None if _TELLS_THE_TIME in str(template) else _name(plain)
+        named = None if _READS_THE_CLOCK in str(template) else _to_json(plain)
         return self._format(plain) if named is None else self._texts(str(template), named)
 
     def _format(self, messages: list[dict[str, Any]]) -> str:
         try:
             made = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs, and refuse what they like with what they like
+        except Exception as error:  # templates are programs, and may raise anything
             raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
         return str(made)
 
     def _tokenise(self, text: str, has_specials: bool, *settings: object) -> tuple[int, ...]:
-        """Token ids of a text that is not known; `settings` of the tokenizer belong to the key alone."""
+        """Return the token ids of a text after a miss; the tokenizer's `settings` are only part of the key."""
         self._local.is_hit = False
         return tuple(self._tokenizer(text, add_special_tokens=has_specials)["input_ids"])
 
 
 def _check_text(text: str) -> None:
-    """Refuse what is not Unicode: bytes of another encoding, which the terminal or a file handed on."""
+    """Raise `RequestError` for text with lone surrogates: bytes of another encoding, from a terminal or a file."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -150,8 +149,8 @@ def _check_text(text: str) -> None:
         ) from error
 
 
-def _name(messages: Sequence[Message]) -> str | None:
-    """Messages as JSON, fields in the order that a template sees; None where others may have the same, or none."""
+def _to_json(messages: Sequence[Message]) -> str | None:
+    """Return messages as JSON, fields in a template's order; None if the JSON is ambiguous or cannot be made."""
     try:
         return json.dumps(messages, ensure_ascii=False) if _is_plain(messages) else None
     except RecursionError:
@@ -159,7 +158,7 @@ def _name(messages: Sequence[Message]) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether no other value has this one's JSON: it is of JSON's own types throughout, and of no subclass of them."""
+    """Whether no other value has the same JSON: all its values are of JSON's types, not of subclasses."""
     if type(value) is dict:
         return all(type(name) is str and _is_plain(inner) for name, inner in value.items())
     if type(value) is list:

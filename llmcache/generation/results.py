@@ -1,4 +1,4 @@
-"""What a generation puts out: a token, and the whole."""
+"""Results of a generation: `Token` and `Generation`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +14,11 @@ class Token:
     """One token of an answer.
 
     Attributes:
-        id: Its id.
-        logprob: Its natural log-probability by the model's own logits, before temperature, penalties, top_k and top_p,
-            as OpenAI's servers and vLLM tell it by default.
-        top: The `n_logprobs` tokens that are likeliest by these, (id, logprob), likeliest first.
-        time_s: When it came, in seconds since the request.
+        id: Token id.
+        logprob: Natural log-probability by the model's own logits, before temperature, penalties, top_k and top_p, as
+            OpenAI's servers and vLLM return it by default.
+        top: The `n_logprobs` likeliest tokens by the same logits, (id, logprob), likeliest first.
+        time_s: Seconds from the request to this token.
     """
 
     id: int
@@ -29,18 +29,18 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What became of one request.
+    """The result of one request.
 
     Attributes:
-        tokens: Ids of the answer, a stop id that ended it included.
-        logprobs: The log-probability of each.
+        tokens: Ids of the answer, including the stop id that ended it.
+        logprobs: Log-probability of each token; see `Token`.
         top: The likeliest tokens at each, (id, logprob).
-        times: When they came; None before the first.
-        stopped_by: `stop`: a stop id. `length`: `max_new_tokens`. None: it was not at its end.
+        times: Times of the tokens; None before the first.
+        stopped_by: `stop`: by a stop id. `length`: by `max_new_tokens`. None: not finished.
         n_prompt: Tokens of the prompt.
-        kv_nbytes: Bytes of K/V that it held at its end: of a dynamic cache 2 L H_kv D_h T itemsize
-            (`llmcache.generation.kv_nbytes`) with T = prompt and answer without its last token, which is not run.
-        outcome: What the cache on the model made of the prefill; None before it, and without a cache.
+        kv_nbytes: Bytes of K/V held at the end: for a dynamic cache 2 L H_kv D_h T itemsize
+            (`llmcache.generation.kv_nbytes`), T = tokens of prompt and answer less 1: the last token is not run.
+        outcome: How the cache on the model served the prefill; None before the prefill, and without a cache.
     """
 
     tokens: tuple[int, ...]
@@ -54,10 +54,10 @@ class Generation:
 
     @property
     def n_prefix(self) -> int:
-        """Prompt tokens that a stored prefix served, as in `Outcome`: 0 for an exact hit, which ran none at all."""
+        """Prompt tokens served by a stored prefix, as in `Outcome`; 0 for an exact hit, which runs no tokens."""
         return 0 if self.outcome is None else self.outcome.n_prefix
 
     @property
     def rung(self) -> str | None:
-        """What served the prefill, `exact` or `prefix`; None: it was computed."""
+        """Rung that served the prefill, `exact` or `prefix`; None: it was computed."""
         return None if self.outcome is None else self.outcome.rung

@@ -1,4 +1,4 @@
-"""How the next token is chosen: settings, and transformers' own logits processors in the order of its `generate()`.
+"""Sampling of the next token: settings, and transformers' own logits processors in the order of its `generate()`.
 
 Sizes: T tokens so far, V vocabulary.
 """
@@ -15,14 +15,14 @@ from llmcache.errors import ConfigError, RequestError
 
 
 def _is_over_zero(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf  # NaN is not
+    return type(value) in (int, float) and 0 < value < math.inf  # False for NaN
 
 
 def _is_penalty(value: Any) -> bool:
-    return type(value) in (int, float) and -2 <= value <= 2  # NaN is not
+    return type(value) in (int, float) and -2 <= value <= 2  # False for NaN
 
 
-# What each setting may be, and how an error says it.
+# A check of each setting, and its description in errors.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda x: type(x) is bool, "True or False"),
     "temperature": (_is_over_zero, "a number over 0; for the likeliest token, leave do_sample out"),
@@ -50,23 +50,23 @@ _WARPERS = ("temperature", "top_k", "top_p")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What is asked of a generation. The default is greedy.
+    """Settings of a generation. The default is greedy.
 
     Attributes:
-        do_sample: Draw each token from the distribution; else the likeliest is taken.
-        temperature: Logits are divided by it, over 0. Needs `do_sample`, as do the next two.
-        top_k: Draw from that many tokens; None: from all.
-        top_p: Draw from the likeliest tokens that have this much probability together, over 0 to 1; None: from all.
-        repetition_penalty: Logits of tokens that prompt or answer hold are divided by it where positive, else
-            multiplied, over 0; 1 changes nothing.
-        presence_penalty: Subtracted from the logits of tokens that the answer holds, -2 to 2. Those of the prompt do
-            not count, here and in the next, as OpenAI defines both; under 0 repeats are made likelier.
-        frequency_penalty: Subtracted as often as the answer holds the token, -2 to 2.
-        seed: Of the draw. The same seed and prompt give the same tokens.
-        max_new_tokens: Tokens at most; 20 is what transformers gives by default.
-        stop_ids: Tokens that end a generation, and are its last; None: the model's end-of-text tokens; (): none.
-        n_logprobs: How many of the likeliest tokens are told with each, with their log-probabilities, which are the
-            model's own: no setting above changes them.
+        do_sample: Draw each token from the distribution; else take the likeliest.
+        temperature: Divides the logits; over 0. Needs `do_sample`, as do `top_k` and `top_p`.
+        top_k: Draw from the `top_k` likeliest tokens, 1 or more; None: from all.
+        top_p: Draw from the likeliest tokens whose probabilities add up to `top_p`, over 0 to 1; None: from all.
+        repetition_penalty: Divides positive logits and multiplies negative logits of tokens in prompt or answer; over
+            0; 1 changes nothing.
+        presence_penalty: Subtracted from the logits of tokens in the answer, -2 to 2; below 0 it favours repeats.
+            Tokens of the prompt do not count, here and for `frequency_penalty`, as OpenAI defines both.
+        frequency_penalty: Subtracted once per occurrence of the token in the answer, -2 to 2.
+        seed: Seed of the draws, 0 or more, under 2 ** 63. The same seed and prompt give the same tokens.
+        max_new_tokens: Largest number of tokens of the answer; 20 is the default of transformers.
+        stop_ids: Tokens that end the answer, as its last token; None: the model's end-of-text tokens; (): none.
+        n_logprobs: Number of likeliest tokens returned with each token, with their log-probabilities by the model's own
+            logits, which no setting above changes.
     """
 
     do_sample: bool = False
@@ -82,10 +82,10 @@ class Sampling:
     n_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range, or would have no effect.
+        """Check the settings.
 
         Raises:
-            ConfigError: Naming the setting, its value and what would be accepted.
+            ConfigError: A setting is out of range or has no effect; names it, its value and the accepted values.
         """
         for name, (is_right, wanted) in _RULES.items():
             if not is_right(getattr(self, name)):
@@ -96,10 +96,13 @@ class Sampling:
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect on greedy tokens: set do_sample=True")
 
     def processors(self, n_prompt: int = 0) -> Any:
-        """Processors for these settings (`LogitsProcessorList`), in the order of transformers' `generate()`.
+        """Return the logits processors for these settings, in the order of transformers' `generate()`.
 
         Args:
-            n_prompt: Tokens of the prompt, which presence and frequency penalties pass over.
+            n_prompt: Number of prompt tokens, which presence and frequency penalties skip.
+
+        Returns:
+            A `LogitsProcessorList`.
         """
         import transformers as tf
 
@@ -117,7 +120,7 @@ class Sampling:
         return found
 
     def stops_of(self, model: Any) -> frozenset[int]:
-        """The ids that end a generation of this model."""
+        """Return the ids that end a generation of this model."""
         if self.stop_ids is not None:
             return frozenset(self.stop_ids)
         settings = getattr(model, "generation_config", None) or model.config
@@ -127,14 +130,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class CountPenalty:
-    """A logits processor: presence and frequency penalties over the answer, which transformers has no processor for."""
+    """A logits processor for presence and frequency penalties over the answer, which transformers lacks."""
 
     presence: float
     frequency: float
     n_prompt: int
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) of what follows prompt and answer so far, int64 (B, T), with the penalties subtracted."""
+        """Return the scores (B, V) of the next token less the penalties; `ids`: prompt and answer, int64 (B, T)."""
         made = ids[:, self.n_prompt :]
         counts = torch.zeros_like(scores).scatter_add(1, made, torch.ones_like(made, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
@@ -144,22 +147,25 @@ class Chooser:
     """Chooses the tokens of one request."""
 
     def __init__(self, sampling: Sampling, device: torch.device, n_prompt: int) -> None:
-        """Begin a request on a device: seeds mean something else on another kind."""
+        """Begin a request on a device; a seed draws other tokens on another kind of device."""
         self._sampling = sampling
         self._processors = sampling.processors(n_prompt)
         self._rng = torch.Generator(device).manual_seed(sampling.seed)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> tuple[int, float, tuple[tuple[int, float], ...]]:
-        """Choose what follows prompt and answer so far, int64 (1, T), by its logits (1, V), which must be finite.
+        """Choose the next token after prompt and answer so far, int64 (1, T), from its logits (1, V).
 
         Returns:
             `id`, `logprob` and `top` of a `Token`.
+
+        Raises:
+            RequestError: The logits are not finite.
         """
-        own = logits.to(torch.float32)  # as transformers: in half precision ties are many
+        own = logits.to(torch.float32)  # as transformers does: in half precision ties are frequent
         logprobs = torch.log_softmax(own, dim=-1)[0]
         scores = self._processors(ids, own)
         if bool(logprobs.isnan().any() or (scores is not own and torch.softmax(scores, dim=-1).isnan().any())):
-            raise RequestError("the model's logits are not finite, so no token follows: run it in a wider dtype")
+            raise RequestError("the model's logits are not finite, so no token can be chosen: run it in a wider dtype")
         if self._sampling.do_sample:
             chosen = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._rng))
         else:

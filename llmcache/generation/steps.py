@@ -1,8 +1,8 @@
-"""The two steps that a generation is made of: the prompt at once, then a token at a time.
+"""The two steps of a generation: prefill of the prompt, then decode of one token at a time.
 
-Both run without gradients, on the model as it is: a cache that hangs on it serves the prefill by itself.
+Both call the model without gradients. On a wrapped model the prefill goes through the cache.
 
-Sizes: B rows, T tokens a row (padding included), S tokens that a K/V cache holds a row, V vocabulary.
+Sizes: B rows, T tokens per row (padding included), S tokens per row in a K/V cache, V vocabulary.
 """
 
 from inspect import signature
@@ -16,7 +16,7 @@ from llmcache.errors import RequestError, UnsupportedModelError
 from llmcache.generation.kv_caches import Kind, check_room, make_cache
 from llmcache.generation.validation import check_context, check_ids, check_prompt, decoder_config
 
-#: K/V caches of prompts that were padded: nothing in a cache itself tells which of its columns are tokens.
+#: K/V caches of padded prompts: a cache itself does not record which of its columns are padding.
 _PADDED: WeakSet[Any] = WeakSet()
 
 
@@ -28,22 +28,22 @@ def prefill(
     cache: Kind = "dynamic",
     max_length: int | None = None,
 ) -> tuple[Tensor, Any]:
-    """Run prompts, and keep their K/V.
+    """Run prompts, and store their K/V in a new cache.
 
     Args:
         model: A causal language model of transformers in eval mode, wrapped or not.
-        ids: int64 (B, T), on the model's device.
+        ids: int64 or int32 (B, T), on the model's device.
         attention_mask: (B, T), 1 for tokens, 0 for padding on either side; None: no padding.
-        cache: What keeps the K/V; see `llmcache.generation.kv_caches`.
-        max_length: Tokens that a `static` one has room for; None: the model's context.
+        cache: Kind of K/V cache; see `llmcache.generation.kv_caches`.
+        max_length: Tokens that a `static` K/V cache has room for; None: the model's context.
 
     Returns:
-        Logits (B, V) of what follows each row's last token, in the model's dtype; and the K/V cache.
+        Logits (B, V) of the token after each row's last, in the model's dtype; and the K/V cache.
 
     Raises:
-        RequestError: The prompts cannot be run: empty, over the context or the cache, not of the vocabulary.
-        ConfigError: The cache does not suit the model.
-        UnsupportedModelError: The model is no causal language model, or keeps no K/V in the cache that it is given.
+        RequestError: The prompts are empty, exceed the context or the K/V cache, or have ids out of the vocabulary.
+        ConfigError: The kind of K/V cache does not suit the model.
+        UnsupportedModelError: Not a causal language model, or it does not put its K/V into the cache passed to it.
     """
     config = decoder_config(model)
     check_prompt(config, ids, attention_mask)
@@ -52,7 +52,7 @@ def prefill(
 
 
 def run_prompt(model: Any, config: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any) -> Tensor:
-    """Run prompts that were checked, into an empty K/V cache; returns and raises as `prefill`."""
+    """Run checked prompts into an empty K/V cache; return logits (B, V) and raise errors as `prefill` does."""
     check_room(kv_cache, config, ids.shape[1])
     n_columns = ids.shape[1]
     _PADDED.discard(kv_cache)
@@ -75,22 +75,22 @@ def run_prompt(model: Any, config: Any, ids: Tensor, mask: Tensor | None, kv_cac
 
 
 def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor | None = None) -> Tensor:
-    """Run one token more of each row.
+    """Run one more token of each row.
 
     Args:
         model: As in `prefill`.
-        last: The newest token of each row, int64 (B,).
-        kv_cache: From `prefill`; it grows by a token. Any cache of transformers that holds all tokens before.
-        attention_mask: (B, S + 1): that of the prefill, with a column of ones for each token since, this one included.
-            Needed where that one had padding.
+        last: The newest token of each row, int64 or int32 (B,).
+        kv_cache: The K/V cache from `prefill`, or any of transformers that holds all earlier tokens; grows by a token.
+        attention_mask: (B, S + 1): the mask of the prefill, with a column of ones for each token since, including this
+            one. Required if the prompts had padding.
 
     Returns:
-        Logits (B, V) of what follows.
+        Logits (B, V) of the next token, in the model's dtype.
 
     Raises:
-        RequestError: The token is not of the vocabulary, or does not fit cache or context; or shapes do not agree; or
-            the mask is missing.
-        UnsupportedModelError: The model is no causal language model.
+        RequestError: A token is not in the vocabulary, or does not fit into K/V cache or context; or shapes do not
+            match; or the mask is missing.
+        UnsupportedModelError: Not a causal language model.
     """
     config = decoder_config(model)
     check_ids(config, "last", last, 1, "(B,), the newest token of each row")
@@ -111,20 +111,20 @@ def _check_step(last: Tensor, kv_cache: Any, n_held: int, mask: Tensor | None) -
         raise RequestError(f"last: {len(last)} tokens for a K/V cache of {n_rows} rows; give one a row")
     if mask is None and kv_cache in _PADDED:
         raise RequestError(
-            "attention_mask: the prompts had padding, and without it that would be taken for tokens: give "
+            "attention_mask: the prompts had padding, which would count as tokens without a mask: give "
             f"{(n_rows, n_held + 1)}, the mask of the prompts and a column of ones for each token since"
         )
     if mask is not None and mask.shape != (n_rows, n_held + 1):
         raise RequestError(
             f"attention_mask: the shape is {tuple(mask.shape)}; give {(n_rows, n_held + 1)}, a column for each token "
-            "that the cache holds and one for this"
+            "in the K/V cache and one for `last`"
         )
     if mask is not None and not bool(mask[:, -1].all()):
-        raise RequestError("attention_mask: its last column stands for `last`, which is no padding; give 1 there")
+        raise RequestError("attention_mask: its last column stands for `last`, which is not padding; give 1 there")
 
 
 def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep: int) -> Tensor:
-    """Logits (B, n_keep, V) of the last columns."""
+    """Return the logits (B, n_keep, V) of the last columns."""
     padding: dict[str, Tensor] = {}
     if mask is not None and not bool(mask.all()):
         if "position_ids" not in signature(type(model).forward).parameters:
@@ -142,5 +142,5 @@ def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep
             logits_to_keep=n_keep,
             **padding,
         )
-    logits: Tensor = output.logits[:, -n_keep:]  # a model that does not know `logits_to_keep` gives all
+    logits: Tensor = output.logits[:, -n_keep:]  # a model without `logits_to_keep` returns all
     return logits

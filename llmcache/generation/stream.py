@@ -1,4 +1,4 @@
-"""One request, token by token.
+"""Generation of one request, token by token.
 
 Sizes: T tokens of the prompt, V vocabulary.
 """
@@ -30,26 +30,27 @@ def stream(
     max_length: int | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> "Stream":
-    """Answer one request token by token, each computed when it is asked for.
+    """Answer one request token by token; each token is computed when it is read.
 
-    Tokens are chosen as `sampling` says: of the model's `generation_config` only the ids that end an answer count.
+    Of the model's `generation_config`, only the end-of-text ids are used; `sampling` sets everything else.
 
     Args:
         model: A causal language model of transformers in eval mode, wrapped or not.
-        ids: The prompt, int64 (1, T), on the model's device.
+        ids: The prompt, int64 or int32 (1, T), on the model's device.
         sampling: How tokens are chosen; None: greedy.
-        cache: What keeps the K/V; see `llmcache.generation.kv_caches`.
-        max_length: Tokens that a `static` one has room for; None: as many as this request can take.
-        clock: Seconds. The request begins with this call; what its reader does between tokens counts to the next one.
+        cache: Kind of K/V cache; see `llmcache.generation.kv_caches`.
+        max_length: Tokens that a `static` K/V cache has room for; None: as many as this request can need.
+        clock: Returns seconds. The request begins with this call; the reader's time between tokens counts towards the
+            next token.
 
     Returns:
-        The tokens. Closed or interrupted, it leaves nothing behind: its K/V cache was its own.
+        An iterator over the tokens. Its K/V cache is its own, so it may be closed or dropped at any token.
 
     Raises:
-        RequestError: The prompt is no single row, empty, not of the vocabulary; or with `max_new_tokens` over the
-            context or the cache. In its course: the model's logits are not finite.
-        ConfigError: Sampling or cache do not suit the model.
-        UnsupportedModelError: The model is no causal language model.
+        RequestError: The prompt is empty, has several rows or ids out of the vocabulary, or exceeds the context or the
+            K/V cache together with `max_new_tokens`. While iterating: the model's logits are not finite.
+        ConfigError: The sampling or the kind of K/V cache does not suit the model.
+        UnsupportedModelError: Not a causal language model.
     """
     return Stream(model, ids, sampling or Sampling(), cache, max_length, clock)
 
@@ -63,7 +64,7 @@ def generate(
     max_length: int | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> Generation:
-    """Answer one request as a whole; arguments and errors are those of `stream`."""
+    """Answer one request and return the whole result; arguments and errors are those of `stream`."""
     answer = stream(model, ids, sampling, cache=cache, max_length=max_length, clock=clock)
     for _ in answer:
         pass
@@ -74,8 +75,8 @@ class Stream(Iterator[Token]):
     """The tokens of one request; made by `stream`. One thread at a time.
 
     Attributes:
-        stopped_by: Why the newest token is the last; None: more follow.
-        outcome: What the cache on the model made of the prefill; None before it, and without a cache.
+        stopped_by: Why the newest token is the last, `stop` or `length`; None: not finished.
+        outcome: How the cache on the model served the prefill; None before the prefill, and without a cache.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class Stream(Iterator[Token]):
         max_length: int | None,
         clock: Callable[[], float],
     ) -> None:
-        """Check everything, compute nothing; see `stream`."""
+        """Check all arguments, compute nothing; see `stream`."""
         self._config = decoder_config(model)
-        self._listener = listener_of(model)  # found before the clock runs: a model without a cache is searched longest
+        self._listener = listener_of(model)  # before the clock starts: the search is slowest in a model without a cache
         self._clock = clock
         self._started_s = clock()
         self._model = model
@@ -107,18 +108,18 @@ class Stream(Iterator[Token]):
             max_length = n_run
         kv_cache = make_cache(cache, self._config, max_length)
         check_room(kv_cache, self._config, n_run)
-        self._steps = self._run(ids.to(torch.int64, copy=True), kv_cache)  # the caller may go on with its own
+        self._steps = self._run(ids.to(torch.int64, copy=True), kv_cache)  # the caller may modify its tensor
 
     def __next__(self) -> Token:
-        """The next token, computed now."""
+        """Compute and return the next token."""
         return next(self._steps)
 
     def close(self) -> None:
-        """End it before its end. Twice does nothing."""
+        """Stop the generation. Repeated calls have no effect."""
         self._steps.close()
 
     def generation(self) -> Generation:
-        """What became of the request so far."""
+        """Return the result so far."""
         return Generation(
             tokens=tuple(token.id for token in self._tokens),
             logprobs=tuple(token.logprob for token in self._tokens),
@@ -155,7 +156,7 @@ def _check(config: Any, ids: Any, sampling: Sampling) -> None:
         raise ConfigError(f"sampling: give a Sampling (got {type(sampling).__name__})")
     check_prompt(config, ids)
     if len(ids) != 1:
-        raise RequestError(f"ids: {len(ids)} rows; one request at a time is answered, give (1, T)")
+        raise RequestError(f"ids: {len(ids)} rows; one request at a time is supported, give (1, T)")
     check_context(config, ids.shape[1], sampling.max_new_tokens)
     wrong = [one for one in sampling.stop_ids or () if not 0 <= one < config.vocab_size]
     if wrong:

@@ -1,6 +1,6 @@
-"""What can be generated from, and what is refused before anything is computed.
+"""Checks of models and prompts before anything is computed. All raise `RequestError` unless noted.
 
-Sizes: B rows, T tokens a row (padding included), V vocabulary.
+Sizes: B rows, T tokens per row (padding included), V vocabulary.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from llmcache.generation.kv_caches import context_length, has_window
 
 
 def decoder_config(model: Any) -> Any:
-    """The config of the decoder; refuses a model that is no causal language model, or in training mode."""
+    """Return the decoder's config; `UnsupportedModelError` if not a causal language model. Refuses training mode."""
     config: Any = getattr(model, "config", None)
     can_generate = getattr(model, "can_generate", None)
     if not isinstance(model, nn.Module) or can_generate is None or not can_generate() or config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot continue a text token by token: give a causal language model of "
-            "transformers (of a cache, cache.model)"
+            "transformers (for a cache, cache.model)"
         )
     if model.training:
         raise RequestError(f"{type(model).__name__} is in training mode: call model.eval()")
@@ -27,12 +27,12 @@ def decoder_config(model: Any) -> Any:
 
 
 def check_prompt(config: Any, ids: Any, attention_mask: Any = None) -> None:
-    """See to it that the model can be given these tokens (B, T), and the mask (B, T), 1 for tokens, 0 for padding."""
+    """Check that the model can take these ids (B, T), and the mask (B, T), 1 for tokens, 0 for padding."""
     check_ids(config, "ids", ids, 2, "(1, T), or (B, T) with an attention mask")
     if ids.numel() == 0:
         raise RequestError(
-            f"the prompt is empty (shape {tuple(ids.shape)}): give a token at least, the model's bos_token_id "
-            f"({getattr(config, 'bos_token_id', None)}), say"
+            f"the prompt is empty (shape {tuple(ids.shape)}): give at least one token, for example the model's "
+            f"bos_token_id ({getattr(config, 'bos_token_id', None)})"
         )
     if attention_mask is not None:
         _check_mask(config, ids, attention_mask)
@@ -40,7 +40,7 @@ def check_prompt(config: Any, ids: Any, attention_mask: Any = None) -> None:
 
 
 def check_ids(config: Any, name: str, ids: Any, ndim: int, shape: str) -> None:
-    """See to it that token ids are int64 or int32, of so many dimensions (`shape`, in words), and of the vocabulary."""
+    """Check that ids are int64 or int32, have `ndim` dimensions (`shape`, in words), and are in the vocabulary."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise RequestError(f"{name}: token ids are a tensor of int64 (got {kind}); use return_tensors='pt'")
@@ -55,13 +55,13 @@ def check_ids(config: Any, name: str, ids: Any, ndim: int, shape: str) -> None:
 
 
 def check_context(config: Any, n_tokens: int, n_new: int) -> None:
-    """See to it that so many tokens, and new ones after them, fit the model's context."""
+    """Check that `n_tokens`, and `n_new` more, fit into the model's context."""
     limit = context_length(config)
     if limit is None or n_tokens + n_new <= limit:
         return
     if n_tokens > limit:
         raise RequestError(
-            f"{n_tokens} tokens exceed the model's context of {limit}: cut the prompt, keep its end, say"
+            f"{n_tokens} tokens exceed the model's context of {limit}: cut the prompt, for example keep its end"
         )
     raise RequestError(
         f"{n_tokens} tokens and max_new_tokens={n_new} exceed the model's context of {limit}: "

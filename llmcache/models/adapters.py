@@ -1,9 +1,9 @@
 """Where a model keeps its layers, and how their outputs are packed.
 
 The *trunk* is the module that embeds tokens and runs the layers one after another (`BertModel`, `GPT2Model`, an encoder
-`T5Stack`). One table, `ADAPTERS`, says for each trunk class where its layers are; everything else is asked of the
-signatures. A trunk that is not in the table is recognised by its shape: a forward that takes `input_ids` and a list of
-equal layers whose forward takes `hidden_states`.
+`T5Stack`). The table `ADAPTERS` gives the path to the layers for each trunk class; the rest is read from signatures. A
+trunk that is not in the table is recognised by its structure: its forward takes `input_ids`, and it holds a list of
+layers of one class whose forward takes `hidden_states`.
 
 Sizes: B rows, T tokens, D hidden width.
 """
@@ -26,29 +26,28 @@ from llmcache.models.model_config import setting
 HIDDEN = "hidden_states"
 CACHE = "past_key_values"
 _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
-# A layer that keeps something else than `past_key_values` between calls could not be skipped without losing it.
+# State other than `past_key_values` that a layer keeps between calls; it would be lost if the layer were skipped.
 _STATES = frozenset({"layer_past", "past_key_value", "cache_params", "cache", "state", "states", "mems"})
-_ALWAYS_ASKED = ("output_attentions", "output_hidden_states")
+_MORE_OUTPUTS = ("output_attentions", "output_hidden_states")
 _UNNAMED = object()
 _describe = lru_cache(16)(describe)
 _LIST_NAMES = ("layer", "layers", "h", "block", "blocks")
 
 
 def _tensor(hidden: Tensor, layer: nn.Module, passed: Mapping[str, Any]) -> Tensor:
-    """Output of a skipped layer that returns a plain tensor."""
+    """Return the output of a skipped layer that returns a plain tensor."""
     return hidden
 
 
 def _before_attentions(hidden: Tensor, layer: nn.Module, passed: Mapping[str, Any]) -> tuple[Tensor, None]:
-    """Output of a skipped layer that always returns its attentions, which nobody reads unless they are asked for."""
+    """Return the output of a skipped layer that always returns attentions; unless requested, they are not read."""
     return hidden, None
 
 
 def _t5_block(hidden: Tensor, block: Any, passed: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, None]:
-    """Output of a skipped T5 encoder block.
+    """Return the output of a skipped T5 encoder block.
 
-    Block 0 makes the relative position bias and each block hands it to the next; a block that got none would silently
-    use zeros.
+    Block 0 computes the relative position bias and each block passes it on; a block without one silently uses zeros.
     """
     bias = passed.get("position_bias")
     attention = block.layer[0].SelfAttention
@@ -59,21 +58,21 @@ def _t5_block(hidden: Tensor, block: Any, passed: Mapping[str, Any]) -> tuple[Te
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What the table knows of one family.
+    """One model family.
 
     Attributes:
         family: Name of the row.
         trunks: Class names of the module that embeds tokens and runs the layers.
         layers: Dotted path from the trunk to its list of layers.
         norm: Dotted path to the norm after the last layer, or None.
-        is_causal: A token sees only earlier ones.
-        special_ids: Ids of special tokens by convention, used when neither tokenizer nor config names them.
-        is_guess: Made up from the shape of an unknown trunk. Then nothing is assumed about padding (rows are the same
-            request only with the same padding) or about what comes after the last layer.
-        skipped: `(hidden (B, T, D), layer, arguments) -> output` of a layer that is not run, packed as the layer would.
-            None: unknown, so layers are skipped only once one was seen to return nothing but hidden states.
-        attention: Dotted path from a layer to its self-attention, whose output is a tensor (B, T, D) or a tuple that
-            begins with it; None: unknown, and no fingerprint may read it.
+        is_causal: Whether a token attends to earlier tokens only.
+        special_ids: Conventional ids of special tokens, used if neither tokenizer nor config names them.
+        is_guess: Whether the row was guessed from the structure of an unknown trunk. Then nothing is assumed about
+            padding (rows are the same request only with the same padding) or about modules after the last layer.
+        skipped: `(hidden (B, T, D), layer, arguments) -> output` of a layer that is not run, packed like the layer's
+            own. None: unknown; layers are skipped only after one has returned nothing but hidden states.
+        attention: Dotted path from a layer to its self-attention, which outputs a tensor (B, T, D) or a tuple that
+            begins with one; None: unknown, so no fingerprint may read it.
     """
 
     family: str
@@ -94,7 +93,7 @@ def _like_bert(family: str, *trunks: str, **more: Any) -> Adapter:
     return Adapter(family, trunks, "encoder.layer", attention="attention.self", **more)
 
 
-#: These tell of transformers' own classes, not of any so named.
+#: These rows describe transformers' own classes only, not other classes with the same names.
 _ROWS = (
     _like_bert("bert", "BertModel", special_ids=_BERT_SPECIALS),
     _like_bert("roberta", "RobertaModel", "XLMRobertaModel", "CamembertModel"),
@@ -121,14 +120,14 @@ ADAPTERS: dict[str, Adapter] = {adapter.family: adapter for adapter in _ROWS}
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Add a family to the table, or replace the one of the same name.
+    """Add a family to the table, or replace the family of the same name.
 
     Args:
-        adapter: The row. Models find it by the class of their trunk, or by its family where `adapter` is set.
+        adapter: The row. It is chosen by the class of a model's trunk, or if the setting `adapter` names its family.
 
     Raises:
-        ConfigError: It is no `Adapter`, lacks trunk classes or the path of the layers, cannot pack the output of a
-            skipped layer, or another family already claims one of its classes.
+        ConfigError: Not an `Adapter`; no trunk classes or no path of the layers; `skipped` does not take three
+            arguments; or another family already has one of its classes.
     """
     if not isinstance(adapter, Adapter):
         raise ConfigError(f"adapter: register an Adapter(...), not {adapter!r}")
@@ -152,45 +151,45 @@ def register_adapter(adapter: Adapter) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """The part of a model that is hooked."""
+    """The hooked part of a model."""
 
     module: nn.Module
     layers: tuple[nn.Module, ...]  # first to last
     norm: nn.Module | None  # after the last layer
     adapter: Adapter
-    n_configured: int | None  # layers that its config named when it was found; None where it names none
-    directions: tuple[bool, ...] = ()  # see `_directions`, when it was found
-    asks_for_more: tuple[str, ...] = _ALWAYS_ASKED  # arguments, and flags of its config, that make it put out more
+    n_configured: int | None  # its config's `num_hidden_layers` when located; None if unset
+    directions: tuple[bool, ...] = ()  # result of `_directions` when located
+    more_outputs: tuple[str, ...] = _MORE_OUTPUTS  # arguments and config flags that request additional outputs
 
     @property
     def depth(self) -> int:
         return len(self.layers)
 
     @property
-    def runs_its_layers(self) -> bool:
-        """Whether its config names as many layers as when it was found: some trunks run as many as that says."""
+    def has_same_depth(self) -> bool:
+        """Whether its config's `num_hidden_layers` is as when it was located: some trunks run only that many."""
         return bool(self.n_configured == setting(self.config, "num_hidden_layers"))
 
     @property
-    def looks_otherwise(self) -> bool:
-        """Whether its attention sees later tokens, or does not, other than its family's or than when it was found.
+    def has_changed_direction(self) -> bool:
+        """Whether its attention is causal where its family's is not, or the reverse, or has changed since `locate`.
 
-        Masks are left out where a flag says the same, so where they differ some calls heed the mask and others the
-        flag: a row's states depend on the rows beside it.
+        transformers drops a mask that a flag makes redundant. If mask and flag disagree, some calls follow the mask and
+        others the flag, so a row's states depend on the rows beside it.
         """
-        said = _directions(self.module)
+        flags = _directions(self.module)
         if self.adapter not in _ROWS:
-            return said != self.directions
-        if len(said) < len(self.directions):  # without a flag attention takes it for set
+            return flags != self.directions
+        if len(flags) < len(self.directions):  # attention without the flag acts as if it were set
             return True
         named = setting(self.config, "is_causal", _UNNAMED)
-        if self.adapter.is_causal:  # where its config says something, that goes before all flags
-            return False in said if named is _UNNAMED else not isinstance(named, bool)
-        return (not setting(self.config, "is_decoder")) in said
+        if self.adapter.is_causal:  # the config's flag, if present, overrides the modules' flags
+            return False in flags if named is _UNNAMED else not isinstance(named, bool)
+        return (not setting(self.config, "is_decoder")) in flags
 
     @property
     def makes_kv(self) -> bool:
-        """Whether its layers keep keys and values for later tokens."""
+        """Whether its layers produce keys and values for later tokens."""
         return self.adapter.is_causal or bool(setting(self.config, "is_decoder"))
 
     @property
@@ -199,7 +198,7 @@ class Trunk:
 
     @property
     def attention(self) -> str:
-        """The attention implementation in use, with the code of functions that users registered; "" without a name."""
+        """Name of the attention implementation, with the code of functions that users registered; "" if unnamed."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -210,11 +209,11 @@ class Trunk:
 
 
 def locate(model: nn.Module, family: str = "auto") -> Trunk:
-    """Find the trunk of a model, outermost first; of an encoder-decoder, the encoder.
+    """Return the outermost trunk of a model; for an encoder-decoder, the encoder.
 
-    `family` names the row of the table that describes it; `auto`: the one that names its class, or its shape tells.
+    `family` names its row in the table; `auto`: the row that lists its class, else one guessed from its structure.
     """
-    # Both halves of T5 share one class; the decoder half says so of itself.
+    # Both halves of T5 have one class; the decoder half sets `is_decoder`.
     candidates = [module for module in model.modules() if not getattr(module, "is_decoder", False)]
     if family != "auto":
         return _of_family(model, candidates, family)
@@ -225,7 +224,7 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
             return _dissect(module, adapter)
     guesses = [(module, adapter) for module in candidates if (adapter := _recognise(module))]
     for module, adapter in guesses:
-        # A head model or an encoder-decoder has the shape of what it holds: take the innermost, the encoder first.
+        # A head model or an encoder-decoder looks like the trunk inside it: take the innermost, the encoder first.
         if not any(inner is not module and inner in set(module.modules()) for inner, _ in guesses):
             return _dissect(module, adapter)
     raise UnsupportedModelError(
@@ -237,12 +236,12 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
 
 
 def is_from(module: nn.Module, package: str) -> bool:
-    """Whether the module's class was defined by a package; code that came with a checkpoint is of none."""
+    """Whether a package defines the module's class; False for code that came with a checkpoint."""
     return type(module).__module__.split(".")[0] == package
 
 
 def _of_family(model: nn.Module, candidates: Sequence[nn.Module], family: str) -> Trunk:
-    """The trunk that the user says is of a family, whoever defined its class."""
+    """Return the trunk of the family that the user named, whichever package defines its class."""
     if family not in ADAPTERS:
         raise ConfigError(f"adapter: unknown name {family!r}; known: auto, {', '.join(sorted(ADAPTERS))}")
     adapter = ADAPTERS[family]
@@ -258,37 +257,35 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
         layers: nn.ModuleList = _follow(module, adapter.layers)
         norm = _follow(module, adapter.norm) if adapter.norm else None
     except AttributeError as error:
-        raise UnsupportedModelError(f"{name}: not as its adapter {adapter.family!r} says: {error}") from error
+        raise UnsupportedModelError(f"{name}: does not match its adapter {adapter.family!r}: {error}") from error
     if len(layers) == 0:
         raise UnsupportedModelError(f"{name}: {adapter.layers} holds no layers, nothing to reuse")
     if not hasattr(module, "config"):
-        raise UnsupportedModelError(
-            f"{name}: no config; give it one with vocab_size, as models of transformers have it"
-        )
+        raise UnsupportedModelError(f"{name}: no config; give it one with vocab_size, as transformers models have")
     n_configured = setting(module.config, "num_hidden_layers")
-    return Trunk(module, tuple(layers), norm, adapter, n_configured, _directions(module), _asks_for_more(module))
+    return Trunk(module, tuple(layers), norm, adapter, n_configured, _directions(module), _more_outputs(module))
 
 
 def _directions(module: nn.Module) -> tuple[bool, ...]:
-    """Whether self-attention sees earlier tokens only, as the config and each of its parts say."""
+    """Return the `is_causal` flags of the config and of each module, cross-attention excluded."""
     parts = (part for path, part in module.named_modules() if "cross" not in path)
-    said = (getattr(one, "is_causal", None) for one in (module.config, *parts))
-    return tuple(one for one in said if isinstance(one, bool))
+    flags = (getattr(one, "is_causal", None) for one in (module.config, *parts))
+    return tuple(one for one in flags if isinstance(one, bool))
 
 
-def _asks_for_more(module: nn.Module) -> tuple[str, ...]:
-    """Names of `output_...` arguments: those that the class records, and flags of its config (not sizes so named)."""
+def _more_outputs(module: nn.Module) -> tuple[str, ...]:
+    """Return names of `output_...` arguments: outputs that the class records, and boolean flags of its config."""
     recorded = getattr(module, "_can_record_outputs", None) or {}
     settings = getattr(getattr(module, "config", None), "__dict__", {})
     flags = (name for name, value in settings.items() if name.startswith("output_") and isinstance(value, bool))
-    return tuple(dict.fromkeys((*_ALWAYS_ASKED, *(f"output_{what}" for what in recorded), *flags)))
+    return tuple(dict.fromkeys((*_MORE_OUTPUTS, *(f"output_{what}" for what in recorded), *flags)))
 
 
 def first_attention(trunk: Trunk) -> nn.Module:
     path, trunk_name = trunk.adapter.attention, type(trunk.module).__name__
-    fix = f"register an adapter that says where: Adapter({trunk.adapter.family!r}, ..., attention='attention.self')"
+    fix = f"register an adapter with its path: Adapter({trunk.adapter.family!r}, ..., attention='attention.self')"
     if path is None:
-        raise ConfigError(f"{trunk_name}: where its layers keep their self-attention is not known; {fix}")
+        raise ConfigError(f"{trunk_name}: the path to the self-attention of its layers is not known; {fix}")
     try:
         attention: nn.Module = _follow(trunk.layers[0], path)
     except AttributeError as error:
@@ -301,14 +298,14 @@ def _follow(module: Any, path: str) -> Any:
 
 
 def _recognise(module: nn.Module) -> Adapter | None:
-    """Describe a trunk that is not in the table, or None when the module is not one."""
+    """Return a guessed adapter for a trunk that is not in the table; None if the module is no trunk."""
     taken = Arguments(module.forward).names if hasattr(module, "config") else ()
     if "input_ids" not in taken:
         return None
     for path, layers in module.named_modules():
         parts = path.split(".")
         is_list = isinstance(layers, nn.ModuleList) and len({type(layer) for layer in layers}) == 1
-        if not is_list or len(parts) > 2 or parts[-1] not in _LIST_NAMES:  # held by the module, or a child of it
+        if not is_list or len(parts) > 2 or parts[-1] not in _LIST_NAMES:  # in the module or in a child of it
             continue
         names = Arguments(layers[0].forward).names
         is_like_a_layer = names[:1] and names[0] in _HIDDEN_NAMES and not _STATES & set(names)
@@ -319,7 +316,7 @@ def _recognise(module: nn.Module) -> Adapter | None:
 
 
 def unpack(output: Any) -> Tensor:
-    """Hidden states (B, T, D) of a layer's output, which is a tensor or a tuple or list that begins with it."""
+    """Return the hidden states (B, T, D) of a layer's output: a tensor, or a tuple or list that begins with it."""
     hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
     return hidden
 
@@ -331,7 +328,7 @@ def repack(output: Any, hidden: Tensor) -> Any:
 
 
 def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
-    """Ids that carry no content: the tokenizer's special tokens, else those that the config or the family names."""
+    """Return the sorted ids of the tokenizer's special tokens; without a tokenizer, of the config's and family's."""
     named: Sequence[int]
     if tokenizer is not None:
         named = tokenizer.all_special_ids
@@ -346,18 +343,18 @@ def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
 def vocabulary_size(trunk: Trunk) -> int:
     module: Any = trunk.module
     embedding = None
-    with suppress(AttributeError, NotImplementedError):  # no model of transformers; it cannot tell which of several
+    with suppress(AttributeError, NotImplementedError):  # not a transformers model, or one with several embeddings
         embedding = module.get_input_embeddings()
     size = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else setting(trunk.config, "vocab_size")
     if size is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__}: it has no embedding of tokens, and its config no vocab_size"
+            f"{type(module).__name__}: it has no token embedding, and its config has no vocab_size"
         )
     return int(size)
 
 
 def first_position(trunk: nn.Module) -> int:
-    """The position of the first token in a call without positions: RoBERTa counts from the padding id plus 1."""
+    """Return the position of the first token in a call without positions: RoBERTa counts from the padding id plus 1."""
     tables = (part for name, part in trunk.named_modules() if name.endswith("position_embeddings"))
     padding = [getattr(table, "padding_idx", None) for table in tables]
     return max((one + 1 for one in padding if one is not None), default=0)

@@ -1,4 +1,4 @@
-"""What a forward is passed: its arguments by name, and those of a layer for some rows of a batch only."""
+"""Arguments of a forward by name, and a layer's arguments for some rows of a batch."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Arguments of a layer that hold one row a request. A table shared by all rows may happen to have as many.
+# Layer arguments with one row per request. The size cannot tell: a table shared by all rows may have B rows, too.
 _BY_ROW = frozenset(
     (
         *("hidden_states", "hidden_state", "x", "attention_mask", "position_ids", "position_embeddings"),
@@ -15,19 +15,19 @@ _BY_ROW = frozenset(
         *("encoder_decoder_position_bias", "relative_pos"),
     )
 )
-#: Of a trunk's arguments, those that decide a row's states; a model with a head takes them by the same names.
+#: Arguments of a trunk that decide a row's states; a model with a head takes them by the same names.
 DECIDING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-#: Of a trunk's arguments, those whose last dimension is that of tokens.
+#: Arguments of a trunk whose last dimension is tokens.
 BY_COLUMN = ("input_ids", "position_ids", "cache_position")
-_NOT_BY_ROW = frozenset({"rel_embeddings", "cache_position", "past_key_values"})  # the last is seen to elsewhere
+_NOT_BY_ROW = frozenset({"rel_embeddings", "cache_position", "past_key_values"})  # `past_key_values`: done elsewhere
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class Arguments:
-    """Reads and replaces arguments of a forward by name, whether the caller passes them by position or by name."""
+    """Reads and replaces arguments of a forward by name, whether passed by position or by name."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        """Ask the signature of `forward` once."""
+        """Read the signature of `forward`."""
         parameters = inspect.signature(forward).parameters.values()
         catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self.names = tuple(parameter.name for parameter in parameters if parameter.kind not in catch_all)
@@ -35,7 +35,7 @@ class Arguments:
         self._position = {name: i for i, name in enumerate(self.names)}
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-        """The argument's value, or None when it was not passed."""
+        """Return the argument's value; None if it was not passed."""
         if name in kwargs:
             return kwargs[name]
         position = self._position.get(name, len(args))
@@ -44,14 +44,14 @@ class Arguments:
     def replace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with one of them replaced; the caller's are left as they are."""
+        """Return the arguments with one replaced; the caller's are not modified."""
         position = self._position.get(name, len(args))
         if name not in kwargs and position < len(args):
             return (*args[:position], value, *args[position + 1 :]), kwargs
         return args, {**kwargs, name: value}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name; one that the signature does not name by its place, as `*0`."""
+        """Return all arguments by name; `*0` and so on for positions that the signature does not name."""
         named = {self.names[i] if i < len(self.names) else f"*{i}": value for i, value in enumerate(args)}
         return {**named, **kwargs}
 
@@ -59,7 +59,7 @@ class Arguments:
 def select_rows(
     arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor, n_rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a layer is passed for some of a call's B rows, whose numbers are int64 (R,), on the tensors' device."""
+    """Return a layer's arguments for some of a call's B rows: `rows` is int64 (R,), on the tensors' device."""
     chosen = {
         name: _select(value, rows, n_rows) if name in _BY_ROW or name == arguments.names[0] else value
         for name, value in arguments.bind(args, kwargs).items()
@@ -69,7 +69,7 @@ def select_rows(
 
 
 def _select(value: Any, rows: Tensor, n_rows: int) -> Any:
-    if isinstance(value, Tensor):  # a single row is a mask or a rotary table that is the same for all
+    if isinstance(value, Tensor):  # a mask or rotary table with a single row is the same for all rows
         return value.index_select(0, rows) if value.ndim and value.shape[0] == n_rows else value
     if type(value) in (tuple, list):
         return type(value)(_select(part, rows, n_rows) for part in value)
@@ -77,7 +77,7 @@ def _select(value: Any, rows: Tensor, n_rows: int) -> Any:
 
 
 def can_select_rows(arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], n_rows: int) -> bool:
-    """Whether it is known of every argument if it holds one row a request; see `select_rows`."""
+    """Whether `select_rows` works: for each argument it is known whether it holds one row per request."""
     if n_rows == 1:
         return True
     by_row = _BY_ROW | {arguments.names[0]}
@@ -91,14 +91,14 @@ def can_select_rows(arguments: Arguments, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _can_be_taken_apart(value: Any) -> bool:
-    """Whether `_select` knows how to: an object (a `BlockMask` of flex attention, say) may hold rows anywhere."""
+    """Whether `_select` supports the value: other objects (flex attention's `BlockMask`) may hold rows anywhere."""
     if type(value) in (tuple, list):
         return all(map(_can_be_taken_apart, value))
     return isinstance(value, (Tensor, *_PLAIN))
 
 
 def _may_be_by_row(value: Any, n_rows: int) -> bool:
-    if isinstance(value, Tensor):  # rows may stand beside heads in one dimension, as in ALiBi's slopes
+    if isinstance(value, Tensor):  # rows and heads may share one dimension, as in ALiBi's slopes
         return value.ndim > 0 and value.shape[0] > 0 and value.shape[0] % n_rows == 0
     if isinstance(value, tuple | list):
         return any(_may_be_by_row(part, n_rows) for part in value)
@@ -106,7 +106,7 @@ def _may_be_by_row(value: Any, n_rows: int) -> bool:
 
 
 def count_rows(arguments: Mapping[str, Any]) -> int:
-    """The number of rows that a trunk is passed; 1 where it is passed no tensor."""
+    """Return the number of rows passed to a trunk; 1 if neither ids nor embeddings are passed as a tensor."""
     given = arguments.get("input_ids")
     given = arguments.get("inputs_embeds") if given is None else given
     return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else 1

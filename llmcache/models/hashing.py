@@ -1,7 +1,7 @@
-"""Digests of tensors, and names of values that mean the same in every process.
+"""Digests of tensors, and descriptions of values that are the same in every process.
 
-Classes and functions of installed packages are told by their names, all others by their code as well: as it was loaded,
-not as its file is now, and with that of classes and functions that it reads from globals.
+Classes and functions of installed packages are described by their names, all others by their code as well: the code as
+it was loaded, not as its file is now, including classes and functions that it reads from globals.
 """
 
 import functools
@@ -23,19 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_MANY_BYTES = 32 << 20  # from which on threads are worth starting
-_DEPTH = 6  # of containers within containers that are described
+_MANY_BYTES = 32 << 20  # hashed by several threads
+_DEPTH = 6  # levels of nested containers that are described
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen", "<string>", "<attrs")
 _PACKAGES = ("site-packages", "dist-packages")
-_UNREAD: list[tuple[Any, str]] = []  # values that cannot be read and their names, for good: an id must not come again
+_UNREAD: list[tuple[Any, str]] = []  # unreadable values and their names, never removed, so that no id is reused
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 def inner_tensors(tensor: Any) -> dict[str, Tensor]:
-    """The tensors that a subclass wraps (quantised weights of torchao), by name; nothing for a plain one."""
+    """Return the tensors that a subclass wraps (torchao's quantised weights), by name; {} for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}
     names, _ = tensor.__tensor_flatten__()
@@ -43,20 +43,20 @@ def inner_tensors(tensor: Any) -> dict[str, Tensor]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether all that a tensor holds can be read, and its address and version seen."""
+    """Whether a tensor's values, address and version can be read."""
     if nn.parameter.is_lazy(tensor):
         return False
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def digests(tensors: Sequence[Tensor]) -> list[str]:
-    """SHA-256 (hex) over dtype, shape and bytes of each. Many bytes are shared among torch's number of threads."""
+    """Return the SHA-256 (hex) of dtype, shape and bytes of each tensor; many bytes use torch's number of threads."""
     with torch.no_grad():
         detached = [tensor.detach() for tensor in tensors]
     n_threads = min(torch.get_num_threads(), len(detached))
     if n_threads < 2 or sum(tensor.nbytes for tensor in detached) < _MANY_BYTES:
         return [_digest(tensor) for tensor in detached]
-    with ThreadPoolExecutor(n_threads) as pool:  # hashing lets go of the interpreter's lock
+    with ThreadPoolExecutor(n_threads) as pool:  # hashing releases the GIL
         return list(pool.map(_digest, detached))
 
 
@@ -70,7 +70,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _pieces(tensor: Any) -> list[Tensor]:
-    """What to hash of a tensor: itself, or a quantised one's numbers and scales."""
+    """Return the tensors to hash: the tensor itself, or the integers, scales and zero points of a quantised one."""
     if not tensor.is_quantized:
         return [tensor]
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -85,13 +85,13 @@ def _pieces(tensor: Any) -> list[Tensor]:
 
 @singledispatch
 def describe(value: Any, depth: int = 0) -> str:
-    """What a value is, alike in every process that made it alike; of an object no more than its class."""
+    """Return a description of a value, equal for equal values in every process; for an object, its class alone."""
     kind: Any = type(value)
     return _describe_kind(kind)
 
 
-def unlike_any_other(value: Any) -> str:
-    """A name for what cannot be read: the same for the same object, and another one in every process."""
+def unique_name(value: Any) -> str:
+    """Return a name for an unreadable value: the same for the same object, different in every process."""
     for known, name in _UNREAD:
         if known is value:
             return name
@@ -119,7 +119,7 @@ def _(value: np.ndarray, depth: int = 0) -> str:
 @describe.register(tuple)
 @describe.register(deque)
 def _(value: Sequence[Any], depth: int = 0) -> str:
-    return f"[{','.join(_describe_all(value, depth))}]"  # a list that was saved as JSON may have been a tuple
+    return f"[{','.join(_describe_all(value, depth))}]"  # like a list: JSON turns a tuple into one
 
 
 @describe.register(set)
@@ -130,8 +130,8 @@ def _(value: Iterable[Any], depth: int = 0) -> str:
 
 @describe.register(dict)
 def _(value: Mapping[Any, Any], depth: int = 0) -> str:
-    items = zip(map(str, value), _describe_all(value.values(), depth), strict=True)  # JSON's keys are strings, too
-    return f"{{{','.join(sorted(f'{key}:{told}' for key, told in items))}}}"
+    items = zip(map(str, value), _describe_all(value.values(), depth), strict=True)  # JSON turns keys into strings
+    return f"{{{','.join(sorted(f'{key}:{text}' for key, text in items))}}}"
 
 
 @describe.register
@@ -140,7 +140,7 @@ def _(value: type, depth: int = 0) -> str:
     return f"{_name(value)} {'' if forward is None else _name(forward)} {_code_of(value)}"
 
 
-_describe_kind = lru_cache(1024)(describe)  # of objects, of which many may be of one class
+_describe_kind = lru_cache(1024)(describe)  # of classes: many objects may have the same one
 
 
 @describe.register(functools.partial)
@@ -161,7 +161,7 @@ def _(value: types.BuiltinFunctionType, depth: int = 0) -> str:
 
 @describe.register
 def _(value: types.FunctionType, depth: int = 0) -> str:
-    """An installed function that closes over nothing is told by its name; another one by its code and what it holds."""
+    """Return the name of an installed function without a closure; for others also code, defaults and closure."""
     if not value.__closure__ and is_installed(value):
         return _name(value)
     captured = (value.__defaults__, value.__kwdefaults__, list(map(content, value.__closure__ or ())))
@@ -174,14 +174,14 @@ def _(value: types.CodeType, depth: int = 0) -> str:
 
 
 def _describe_all(values: Iterable[Any], depth: int) -> list[str]:
-    return [describe(value, depth + 1) if depth < _DEPTH else unlike_any_other(value) for value in values]
+    return [describe(value, depth + 1) if depth < _DEPTH else unique_name(value) for value in values]
 
 
 def content(cell: types.CellType) -> Any:
-    """What a function closes over."""
+    """Return the content of a closure's cell; None if it is empty."""
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:
         return None
 
 
@@ -193,7 +193,7 @@ def _name(value: Any) -> str:
 
 
 def is_installed(value: Any) -> bool:
-    """Whether a class or a function came with Python or an installed package, so that its name says which it is."""
+    """Whether a class or function is of Python or an installed package, so that its name identifies it."""
     if isinstance(value, type):
         module = sys.modules.get(value.__module__)
         file = getattr(module, "__file__", None) or ("" if value.__module__ == "__main__" else "<frozen")
@@ -208,30 +208,30 @@ def _is_packaged(file: str) -> bool:
 
 
 def _code_of(value: Any) -> str:
-    """Digest of what a class or a function runs and reads, as far as no installed package made it; "" if one made all.
+    """Return a digest of the code outside installed packages that a class or function depends on; "" if there is none.
 
-    Read are functions, classes and constants: among members and globals, and what functions close over.
+    It covers functions, classes and constants among members, globals and closures.
     """
-    pending, seen, told = [value], set(), set()
+    pending, seen, lines = [value], set(), set()
     for one in pending:
         if id(one) in seen:
             continue
         seen.add(id(one))
         if not isinstance(one, type):
-            told.add(_digest_code(one.__code__))
+            lines.add(_digest_code(one.__code__))
         for name, part in _members(one) if isinstance(one, type) else _reads(one):
-            part = getattr(part, "fget", getattr(part, "__func__", part))  # of a property or a static method
+            part = getattr(part, "fget", getattr(part, "__func__", part))  # function of a property or static method
             if isinstance(part, (type, types.FunctionType)):
-                told.add(f"{_name(one)} {name}={_name(part)}")
+                lines.add(f"{_name(one)} {name}={_name(part)}")
                 if not is_installed(part):
                     pending.append(part)
             elif isinstance(part, _CONSTANTS):
-                told.add(f"{_name(one)} {name}={part!r}")
-    return hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest() if told else ""
+                lines.add(f"{_name(one)} {name}={part!r}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() if lines else ""
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """What a class has and inherits that no installed package made; patches of installed classes included."""
+    """Yield a class's own and inherited members outside installed packages, patches of installed classes included."""
     for base in kind.__mro__:
         is_own = not is_installed(base)
         for name, part in vars(base).items():
@@ -241,7 +241,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _reads(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function finds in its globals, in modules there, in its cells and defaults."""
+    """Yield names and values that a function reads from globals, modules there, its closure and its defaults."""
     names, space = set(_names_in(function.__code__)), function.__globals__
     for name in sorted(names & space.keys()):
         part = space[name]
@@ -264,7 +264,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 @lru_cache(4096)
 def _digest_code(code: types.CodeType) -> str:
-    # The repr of a frozenset differs by process, and that of code by address.
+    # The repr of a frozenset differs between processes; that of code contains its address.
     constants = (describe(one) if isinstance(one, frozenset | types.CodeType) else repr(one) for one in code.co_consts)
     made_of = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, *constants)
     return hashlib.sha256(repr(made_of).encode()).hexdigest()

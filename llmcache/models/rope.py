@@ -1,8 +1,8 @@
-"""Rotary positions whose frequencies depend on the length of a call.
+"""Rotary position encodings whose frequencies depend on the length of a call.
 
-RoPE of the kinds `dynamic` and `longrope` (transformers' `rope_type`) turns keys by other frequencies once a call
-reaches beyond the length that the model was first trained on. The same tokens in the same places then have other states
-in a longer call, or beside a longer row of a batch. Below that length all calls are alike.
+RoPE of type `dynamic` and `longrope` (transformers' `rope_type`) changes its frequencies once a call exceeds the length
+of the original training. The same tokens at the same positions then have other states in a longer call, or beside a
+longer row of the batch. Below that length the call's length has no effect.
 """
 
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from torch import nn
 
 
 def steady_length(trunk: nn.Module) -> int | None:
-    """The length from which a call's positions may be encoded otherwise than a shorter one's; None: there is none."""
+    """Return the length in tokens from which frequencies may depend on a call's length; None if they never do."""
     lengths = (_original_length(part, layer_type) for part in trunk.modules() for layer_type in _layer_types(part))
     return min(lengths, default=None)
 
 
 def changes_with_length(part: nn.Module) -> bool:
-    """Whether a module encodes positions by frequencies that depend on the length of a call."""
+    """Whether a module is a RoPE whose frequencies depend on the length of a call."""
     return bool(_layer_types(part))
 
 
 def _layer_types(part: nn.Module) -> list[str | None]:
-    """Types of layers whose frequencies change with the length; None stands for all layers."""
+    """Return the layer types whose frequencies change with the length; None stands for all layers."""
     kinds = part.__dict__.get("rope_type")
     by_layer_type = kinds if isinstance(kinds, Mapping) else {None: kinds}
     return [
@@ -34,8 +34,8 @@ def _layer_types(part: nn.Module) -> list[str | None]:
 
 
 def _original_length(rope: Any, layer_type: str | None) -> int:
-    """The length at which its frequencies change; 0 where it does not say."""
-    told = getattr(rope.config, "rope_parameters", None) or {}
-    told = told if layer_type is None else told.get(layer_type, {})
-    lengths = (told.get("original_max_position_embeddings"), getattr(rope, "original_max_seq_len", None))
+    """Return the length in tokens at which its frequencies change; 0 if unknown."""
+    settings = getattr(rope.config, "rope_parameters", None) or {}
+    settings = settings if layer_type is None else settings.get(layer_type, {})
+    lengths = (settings.get("original_max_position_embeddings"), getattr(rope, "original_max_seq_len", None))
     return min((int(length) for length in lengths if length is not None), default=0)

@@ -1,8 +1,8 @@
-"""A few bytes of every tensor, compared in each call: the only trace of edits through `.data` or by another process.
+"""Samples of every tensor's bytes, compared in each call: only they show edits through `.data` or by another process.
 
-A look compares 64 bytes of each tensor in the host's memory, at the next of eight places: some 5 microseconds for
-BERT-base. Places differ from tensor to tensor, since sparse edits may be alike in all layers. Memory of other devices
-has to be waited for: there, all places are looked at in one call of 64.
+A comparison reads 64 bytes of each tensor in host memory, at the next of eight places: some 5 microseconds for
+BERT-base. Places differ between tensors, since sparse edits may be alike in all layers. Reading other devices' memory
+needs a synchronisation: there, one call in 64 compares all places.
 """
 
 from collections import defaultdict
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 N_PLACES = 8
-_WIDTH = 64  # bytes: what a processor reads at once
-_GOLDEN = 0.618  # its multiples are spread evenly between whole numbers
-_SELDOM = 64  # looks
+_WIDTH = 64  # bytes: a cache line
+_GOLDEN = 0.618  # its multiples modulo 1 are spread evenly
+_FAR_INTERVAL = 64  # comparisons between two that read other devices
 
 
 class _View:
-    """Places of some tensors that are read at once, and what was there."""
+    """Chunks of some tensors' memory that are read together, and their bytes when last taken."""
 
     def __init__(self, chunks: Sequence[tuple[Tensor, Any]], read: Callable[[list[Any]], bytes]) -> None:
-        """Look at chunks of the tensors' memory, which `read` joins; nothing is read before `take`."""
+        """Remember the chunks, as (tensor, chunk) pairs, which `read` joins; nothing is read before `take`."""
         self._chunks = chunks
         self.read = partial(read, [chunk for _, chunk in chunks])
         self.seen = b""
@@ -35,7 +35,7 @@ class _View:
         return self.read() != self.seen
 
     def edited(self) -> Iterator[Tensor]:
-        """The tensor of each chunk that holds other bytes now."""
+        """Yield the tensor of each chunk whose bytes have changed."""
         now, end = self.read(), 0
         for tensor, chunk in self._chunks:
             begin, end = end, end + len(chunk)
@@ -44,10 +44,10 @@ class _View:
 
 
 class Samples:
-    """Of tensors as they were when `take` was called. Safe to look at from several threads."""
+    """Samples of tensors' bytes as of the last `take`. Comparing is thread-safe."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Find out where to look; tensors whose memory cannot be seen are left out."""
+        """Choose the places; tensors whose memory cannot be read are left out."""
         near: list[tuple[Tensor, memoryview]] = []
         self._mapped: list[Tensor] = []
         far: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -67,31 +67,31 @@ class Samples:
 
     @property
     def are_in_place(self) -> bool:
-        """False once `share_memory_` has moved the bytes of a tensor: the old ones are freed, and must not be read."""
+        """False once `share_memory_` has moved a tensor's bytes: the old memory is freed and must not be read."""
         return list(map(Tensor.data_ptr, self._mapped)) == self._addresses
 
     def take(self) -> None:
-        """Take samples of what the tensors hold now."""
+        """Store the tensors' present bytes at all places."""
         for view in (*self._near, *self._far):
             view.take()
         self._differ = False
 
     def differ(self) -> bool:
-        """Whether other bytes are at the places of this look, or were at those of an earlier one."""
+        """Whether bytes differ from the samples at the next places, or did in an earlier call since `take`."""
         self._n_looks = n = self._n_looks + 1
         near = self._near[n % N_PLACES]
-        if near.read() != near.seen or (n % _SELDOM == 0 and any(view.differs() for view in self._far)):
+        if near.read() != near.seen or (n % _FAR_INTERVAL == 0 and any(view.differs() for view in self._far)):
             self._differ = True
         return self._differ
 
     def edited(self) -> list[Tensor]:
-        """Tensors that have other bytes now, at any place; each once."""
+        """Return the tensors whose bytes differ from the samples at any place, each once."""
         found = {id(tensor): tensor for view in (*self._near, *self._far) for tensor in view.edited()}
         return list(found.values())
 
 
 def _memory(tensor: Tensor) -> Tensor | None:
-    """All bytes from a tensor's first to its last, as a view; None where they cannot be seen."""
+    """Return a uint8 view of a tensor's memory, from its first byte to its last; None if it cannot be read."""
     try:
         storage, size = tensor.untyped_storage(), tensor.element_size()
         if storage.device.type == "meta" or tensor.numel() == 0:
@@ -104,7 +104,7 @@ def _memory(tensor: Tensor) -> Tensor | None:
 
 
 def _chunks(held: Sequence[tuple[Tensor, Any]], places: Iterable[int]) -> list[tuple[Tensor, Any]]:
-    """64 bytes of the memory of each tensor at each of the places, which differ by the tensor's number."""
+    """Return 64 bytes of each tensor's memory at each place, shifted by the tensor's number."""
     chunks = []
     for number, (tensor, memory) in enumerate(held):
         for place in places:

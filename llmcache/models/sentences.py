@@ -1,8 +1,8 @@
-"""Sentence-transformers models whose trunk is served one vector a text, and what is owed to others that read states.
+"""Sentence-transformers models: entries keep one vector per text; token states are computed when they are read.
 
-An entry that keeps one vector is enough only where one pooling layer reads the states, right after the trunk. So that
-is looked for when a model is wrapped, and again in each call, since modules and modes can be exchanged. What the model
-puts out holds the states of all tokens as well: they are computed when somebody reads them.
+One vector is enough only if a single pooling layer reads the states, right after the trunk. This is checked when a
+model is wrapped, and again in each call, since modules and pooling modes can be replaced. The model's output holds the
+states of all tokens as well: where they were left out, they are computed at the first access.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from llmcache.models.hooks import Listener, Swap, are_hooked
 
 _TOKENS = "token_embeddings"
 _SENTENCE = "sentence_embedding"
-_AFTER_POOLING = ("Normalize", "Dense", "Dropout", "LayerNorm")  # of sentence-transformers: they read what was pooled
+_AFTER_POOLING = ("Normalize", "Dense", "Dropout", "LayerNorm")  # sentence-transformers' modules that read the vector
 Kept = Literal["mean", "cls", "last"]
 _MODES: dict[str, Kept] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 Compute = Callable[[], Any]
@@ -25,18 +25,18 @@ Compute = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A pooling layer that alone reads what a trunk puts out."""
+    """A pooling layer that is the only reader of a trunk's states."""
 
     parent: nn.Module  # the model whose modules run one after the other
-    modules: tuple[nn.Module, ...]  # these, as they were when it was wrapped
+    modules: tuple[nn.Module, ...]  # its modules when it was wrapped
     pooling: nn.Module
     kept: Kept
 
     def has_changed(self) -> bool:
-        """Whether something else may read the states now."""
+        """Whether another module may read the states now, or the pooling reads others."""
         first, _, *later = self.modules
         return (
-            tuple(self.parent._modules.values()) != self.modules  # modules are equal where they are the same
+            tuple(self.parent._modules.values()) != self.modules  # modules are equal if identical
             or _kept(self.pooling) != self.kept
             or not _puts_out_tokens(first)
             or not all(map(_takes_sentence, later))
@@ -45,7 +45,7 @@ class Pooled:
 
 
 def find_pooled(model: nn.Module) -> Pooled | None:
-    """The pooling layer of a sentence-transformers model, if it alone reads the states, one vector of them."""
+    """Return a sentence-transformers model's pooling layer; None unless it alone reads the states, and one vector."""
     for parent in model.modules():
         modules = tuple(module for module in parent._modules.values() if module is not None)
         if len(modules) < 2 or not _is_named(parent, "SentenceTransformer"):
@@ -59,7 +59,7 @@ def find_pooled(model: nn.Module) -> Pooled | None:
 
 
 def _kept(pooling: Any) -> Kept | None:
-    """What of the states a pooling layer reads; None: several modes, others, or a prompt that is left out."""
+    """Return the vector that a pooling layer reads; None for several or other modes, or if it leaves out a prompt."""
     if not getattr(pooling, "include_prompt", True):
         return None
     mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
@@ -67,7 +67,7 @@ def _kept(pooling: Any) -> Kept | None:
 
 
 def _is_altered(*modules: nn.Module) -> bool:
-    """Whether somebody else's hook or forward may read the states, or change them before they are pooled."""
+    """Whether a foreign hook or forward may read the states, or change them before pooling."""
     forwards = (vars(module).get("forward", type(module).forward) for module in modules)
     return are_hooked(modules) or not all(one.__module__.startswith("sentence_transformers.") for one in forwards)
 
@@ -81,26 +81,26 @@ def _takes_sentence(module: nn.Module) -> bool:
 
 
 def _reads_pooled(module: nn.Module) -> bool:
-    """Whether a module reads what was pooled, and nothing else."""
+    """Whether a module reads the pooled vector alone."""
     return _takes_sentence(module) and any(_is_named(module, name) for name in _AFTER_POOLING)
 
 
 def _is_named(module: nn.Module, name: str) -> bool:
-    """Whether it is of sentence-transformers' own class of this name."""
+    """Whether a module is of sentence-transformers' own class of this name."""
     kind = type(module)
     return kind.__name__ == name and kind.__module__.split(".")[0] == "sentence_transformers"
 
 
 class Features(dict[str, Any]):
-    """What the model puts out: a dict. States of tokens that were left out are computed when they are first read."""
+    """The model's output, a dict, whose missing token states are computed when they are first read."""
 
     def __init__(self, features: Mapping[str, Any], compute: Compute) -> None:
-        """Hold the same; `compute` makes the states."""
+        """Copy `features`; `compute` returns the token states."""
         super().__init__(features)
         self._compute: Compute | None = compute
 
     def _fill(self) -> None:
-        """Compute the states, unless that was done, or others were put in their place."""
+        """Compute the states, unless they were computed or replaced."""
         compute, self._compute = self._compute, None
         if compute is not None:
             super().__setitem__(_TOKENS, compute())
@@ -118,7 +118,7 @@ class Features(dict[str, Any]):
             self._compute = None
         super().__setitem__(key, value)
 
-    def __iter__(self) -> Iterator[str]:  # its own, so that dict() asks for each value
+    def __iter__(self) -> Iterator[str]:  # overridden so that dict() reads each value by `__getitem__`
         return super().__iter__()
 
     def __reduce__(self) -> Any:
@@ -126,7 +126,7 @@ class Features(dict[str, Any]):
 
 
 def _filled(name: str) -> Callable[..., Any]:
-    """A method of dict before which the states are computed."""
+    """Return a method of dict that computes the states first."""
     method = getattr(dict, name)
 
     def run(self: Features, *args: Any, **kwargs: Any) -> Any:
@@ -143,10 +143,10 @@ for _name in ("__delitem__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__")
 
 
 class SentenceSwap(Swap):
-    """Stands in for the forward of a sentence-transformers model: tells the trunk that its states will be pooled."""
+    """Replaces a sentence-transformers model's forward: lets the trunk know that its states will be pooled."""
 
     def __init__(self, module: nn.Module, listener: Listener, pooled: ContextVar[list[Compute] | None]) -> None:
-        """Take the forward's place; within it, the trunk adds to `pooled` what computes states that it left out."""
+        """Replace the forward; within it, the trunk appends to `pooled` a function that computes omitted states."""
         super().__init__(module, listener)
         self._pooled = pooled
 
@@ -162,8 +162,8 @@ class SentenceSwap(Swap):
         return Features(output, left_out[-1]) if left_out else output
 
 
-def later(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Compute:
-    """Computes a trunk's states of these arguments, which are copied: without gradients, in the autocast of now."""
+def deferred(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Compute:
+    """Return a function that computes a trunk's states of these arguments, copied: no gradients, present autocast."""
     is_on = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_on else None
     args, kwargs = tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}

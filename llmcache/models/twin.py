@@ -1,6 +1,6 @@
-"""Second modules over the same tensors, without hooks.
+"""Copies of modules that share their tensors, without hooks.
 
-They are compiled in place of a wrapped module, tried before anything is wrapped, or compute for the audit.
+They are compiled in place of a wrapped module, run in trials before a model is wrapped, or compute for the audit.
 """
 
 import copy
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 from llmcache.errors import ConfigError
 from llmcache.models.hooks import plain_forward
 
-_MOST_COPIED = 1 << 20  # numbers of a buffer in a trial: larger ones hold weights (of GPTQ, say), and are shared
+_MOST_COPIED = 1 << 20  # elements of a buffer: a trial shares larger ones, which hold weights (GPTQ)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "ward_" in name and "_hooks" in name)
 
 
 def make_twin(module: nn.Module) -> nn.Module:
-    """A copy that shares parameters and buffers, without hooks, each part with the forward of its class.
+    """Return a copy that shares parameters and buffers, without hooks, each part with the forward of its class.
 
-    `ConfigError` if somebody replaced the forward of a part, or the module cannot be copied.
+    `ConfigError` if a part's forward was replaced, or the module cannot be copied.
     """
     try:
         twin = _copy(module, (one for part in module.modules() for one in part._buffers.values()), {})
-    except Exception as error:  # whatever a part's attributes raise
+    except Exception as error:  # attributes may raise anything
         raise ConfigError(f"compile: {type(module).__name__} cannot be copied: {error}") from error
     for part in twin.modules():
         forward = part.__dict__.pop("forward", None)
         if forward is not None and getattr(forward, "__func__", None) is not type(part).forward:
             raise ConfigError(
                 f"compile: the forward of a {type(part).__name__} was replaced (by a {type(forward).__name__}), which "
-                "no graph would run: take that off first"
+                "no graph would run: remove it first"
             )
     return twin
 
@@ -44,17 +44,17 @@ def make_twin(module: nn.Module) -> nn.Module:
 def make_trial(
     module: nn.Module, replaced: Mapping[nn.Module, nn.Module] | None = None, runs_functions: bool = False
 ) -> nn.Module:
-    """A copy in eval mode without hooks, to be run uncompiled, which shares parameters and large buffers.
+    """Return a copy in eval mode without hooks, to be run uncompiled, which shares parameters and large buffers.
 
-    `replaced` names parts that are not copied, and what stands for each in the copy; then whatever copying raises is
-    raised. Else, where an attribute cannot be copied (a lock, say), attributes are shared as well. A part whose forward
-    was replaced by a function, which may call parts of the original, is a `TypeError` unless `runs_functions`.
+    `replaced` maps parts that are not copied to their substitutes. If an attribute cannot be copied (a lock), the error
+    is raised with `replaced`; without, all attributes are shared as well. `TypeError` if a part's forward was replaced
+    by a function, which may call parts of the original, unless `runs_functions` (never allowed for the module itself).
     """
     try:
         buffers = (one for part in module.modules() for one in part._buffers.values())
         shared = (one for one in buffers if one is not None and one.numel() > _MOST_COPIED)
         trial = _copy(module, shared, {id(part): other for part, other in (replaced or {}).items()})
-    except Exception:  # whatever a part's attributes raise
+    except Exception:  # attributes may raise anything
         if replaced:
             raise
         trial = make_replicas(module)[module]
@@ -65,21 +65,21 @@ def make_trial(
         if not is_own and (part is trial or not runs_functions):
             raise TypeError(f"the forward of a {type(part).__name__} was replaced")
         for name, child in part._modules.items():
-            part._modules[name] = getattr(child, "_orig_mod", child)  # of what torch.compile() made
-        part.training = False  # not by eval(), in which some layers merge adapters into weights that are shared
+            part._modules[name] = getattr(child, "_orig_mod", child)  # the module that torch.compile() wrapped
+        part.training = False  # not by eval(), in which some layers merge adapters into shared weights
     return trial
 
 
 def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Of a module and each part, a second one with the same tensors and attributes, without hooks; cheap to make.
+    """Return a shallow copy of a module and each part, by original: same tensors and attributes, no hooks. Cheap.
 
-    Edits of parameters and buffers reach both. An attribute that holds a module, or a function bound to one, is shared.
-    `ConfigError` if somebody replaced the forward of a part.
+    Edits of parameters and buffers show in both. An attribute that holds a module, or a function bound to one, is
+    shared. `ConfigError` if a part's forward was replaced.
     """
     replicas = {part: type(part).__new__(type(part)) for part in module.modules()}
     for part, replica in replicas.items():
         if getattr(plain_forward(part), "__func__", None) is not type(part).forward:
-            raise ConfigError(f"the forward of a {type(part).__name__} was replaced, and would be run for the original")
+            raise ConfigError(f"the forward of a {type(part).__name__} was replaced, and would run on the original")
         own = replica.__dict__
         own |= part.__dict__
         own.pop("forward", None)
@@ -90,8 +90,8 @@ def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
     return replicas
 
 
-def run_unseen(module: nn.Module, **inputs: Any) -> Any:
-    """What a module returns, without the cache, and without hooks where it can be run so."""
+def run_uncached(module: nn.Module, **inputs: Any) -> Any:
+    """Return a module's output without the cache, and without hooks unless a part's forward was replaced."""
     try:
         return make_replicas(module)[module](**inputs)
     except ConfigError:
@@ -100,7 +100,7 @@ def run_unseen(module: nn.Module, **inputs: Any) -> Any:
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Within: no gradients and no autocast, and random numbers are as before afterwards."""
+    """Disable gradients and autocast within this context, and restore the random state of CPU and device afterwards."""
     devices = [device] if device.type == "cuda" and torch.cuda.is_available() else []
     plain = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
     with torch.no_grad(), plain, torch.random.fork_rng(devices):
@@ -108,12 +108,12 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def _copy(module: nn.Module, shared: Iterator[object], memo: dict[int, object]) -> nn.Module:
-    """A copy that shares parameters and `shared`, and takes from `memo` what stands there by id; without hooks."""
+    """Return a deep copy without hooks that shares parameters and `shared`; `memo` maps ids to substitutes."""
     parts = list(module.modules())
     parameters = (one for part in parts for one in part._parameters.values())
     made = (one for part in parts for one in vars(part).values() if isinstance(one, Tensor))
-    memo |= {id(one): one.detach().clone() for one in made}  # computed ones (by weight_norm, say) cannot be copied
+    memo |= {id(one): one.detach().clone() for one in made}  # deepcopy refuses computed tensors (of weight_norm)
     memo |= {id(one): one for one in chain(parameters, shared) if one is not None}
-    for part in parts:  # what hooks hold on to is not copied
+    for part in parts:  # neither hooks nor objects that they refer to are copied
         memo |= {id(hooks): type(hooks)() for name, hooks in vars(part).items() if name in _HOOKS}
     return copy.deepcopy(module, memo)

@@ -58,7 +58,7 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
     with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
         digest = weights.digest()  # computed now, so that the first request does not wait for it
         if head.observed is not None:
-            head.observed.was_of(digest)
+            head.observed.add_digest(digest)
         if weights.unreadable is None and (reason := coupling.reason(digest)):
             raise ConfigError(
                 f"tau={config.tau} with a model in which requests of a batch affect each other: {reason}. A stored "

@@ -23,7 +23,7 @@ from llmcache.models.arguments import can_select_rows, count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, listen
 from llmcache.models.packing import Payload
-from llmcache.models.sentences import Compute, SentenceSwap, later
+from llmcache.models.sentences import Compute, SentenceSwap, deferred
 from llmcache.models.weights import Weights
 from llmcache.paper.bank import State
 from llmcache.paper.banks import Banks, Check
@@ -121,7 +121,7 @@ class Layerwise(Switches):
             self._local.call = outer
         self._close(call, output, perf_counter() - started)
         if call.reused and call.reason is None and (left_out := self._pooled.get()) is not None:
-            left_out.append(later(swap.original, args, kwargs, call.arguments["input_ids"].device.type))
+            left_out.append(deferred(swap.original, args, kwargs, call.arguments["input_ids"].device.type))
         return output
 
     def call_under_way(self) -> Call | None:

@@ -45,7 +45,7 @@ class Opener:
         self._fingerprint, self._weights, self._coupling, self._reader = fingerprint, weights, coupling, reader
         self._observed = head.observed if payload.fits_any_length else None
         # Cached by digest, which covers the configuration they are computed from.
-        self._looks_otherwise = lru_cache(16)(lambda digest: trunk.looks_otherwise)
+        self._has_changed_direction = lru_cache(16)(lambda digest: trunk.has_changed_direction)
         self._tables = lru_cache(16)(lambda digest: reader.tables())
         #: Whether the model would make K/V that its head never reads and entries do not hold.
         self.keeps_no_kv = payload.fits_any_length and trunk.makes_kv
@@ -99,7 +99,7 @@ class Opener:
             return reason
         if are_strange(call.arguments.values()):
             return "traced"
-        if not self._trunk.runs_its_layers:
+        if not self._trunk.has_same_depth:
             return "other_depth"
         if reason := find_reason_of(call.arguments, self._trunk, names.defaults):
             return reason
@@ -119,7 +119,7 @@ class Opener:
             return reason
         if self._observed is not None and self._observed.has_changed(digest):
             return "other_pooling"
-        if self._looks_otherwise(digest):
+        if self._has_changed_direction(digest):
             return "other_attention"
         if self._coupling.reason(digest):
             return "coupled_rows"

@@ -104,7 +104,7 @@ class Prefix:
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
         tried = [(row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.again) if key]
-        if self._is_exact and self.kinds.are_known(call.kind):
+        if self._is_exact and self.kinds.knows(call.kind):
             prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
         if self._stored is not None and self._stored.tier.has_dropped:
             for number, (key, held) in prefill.whole.items():
@@ -138,7 +138,7 @@ class Prefix:
                 if chain or own_tails:
                     wanted.append(Wanted(scope, row, chain, self.blocks.n_held(chain), own_tails))
         for kind in stored.recall(wanted, prefill.n_purges) if wanted else ():
-            self.kinds.tell(*kind)
+            self.kinds.add_described(*kind)
 
     def keys_of(self, call: "Call") -> list[str]:
         """Return the keys of all blocks and tails that may have served a call."""

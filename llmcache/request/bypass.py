@@ -114,7 +114,7 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
     ids = arguments.get("input_ids")
     if ids is None or arguments.get("inputs_embeds") is not None:
         return "inputs_embeds"
-    for what in trunk.asks_for_more:
+    for what in trunk.more_outputs:
         asked = arguments.get(what)
         if asked if asked is not None else setting(trunk.config, what):
             return what if what in CURES else "more_output"
@@ -130,7 +130,7 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != shape):
         return "mask_4d"
     for name, value in arguments.items():
-        if name in _KNOWN or name in trunk.asks_for_more:
+        if name in _KNOWN or name in trunk.more_outputs:
             continue
         # An argument passed through **kwargs reaches the layers with any value, including False and None.
         if name not in defaults or not _is_same(value, defaults[name]):

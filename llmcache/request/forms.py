@@ -57,7 +57,7 @@ class Forms:
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
         self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # a guessed adapter: seen at the first call
         # Config values that are not part of the weights' digest.
-        self._flags = (*trunk.asks_for_more, "return_dict", "use_cache", "_attn_implementation")
+        self._flags = (*trunk.more_outputs, "return_dict", "use_cache", "_attn_implementation")
         self._attends, self._masks = _attention_functions()
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, newest last
 
@@ -67,8 +67,8 @@ class Forms:
         if known is not None and known.modules is modules:
             return known
         trunk, parts = self._trunk, self._trunk.module.modules()
-        reason = None if trunk.runs_its_layers else "other_depth"
-        reason = reason or ("other_attention" if trunk.looks_otherwise else None)
+        reason = None if trunk.has_same_depth else "other_depth"
+        reason = reason or ("other_attention" if trunk.has_changed_direction else None)
         within = [part for part in parts if part is not trunk.module]
         directions = [vars(part).get("is_causal") for part in within] + [setting(trunk.config, "is_causal")]
         hooks = list(chain.from_iterable(map(_HOOKS, within)))

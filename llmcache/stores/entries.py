@@ -29,7 +29,7 @@ class StoredEntries:
             wanted, self.tier.read([(call.scope, entry_name(key)) for key in wanted], n_tokens), strict=True
         ):
             if value is not None:
-                self._packings.tell(*value.about["kind"])
+                self._packings.add_described(*value.about["kind"])
                 found.append(Entry.of(key, call.scope, value.tensors, value.about["layout"]))
         self._bank.put(found, call.generation)
 
@@ -43,7 +43,7 @@ class StoredEntries:
 
     def offer_again(self, call: Call, entries: Iterable[Entry]) -> None:
         """Queue those entries that serve this call and were dropped when they were first queued."""
-        if self.tier.has_dropped and self._packings.are_known(call.kind):
+        if self.tier.has_dropped and self._packings.knows(call.kind):
             self.put(call, [one for one in entries if self.tier.lacks(one.scope, entry_name(one.key))])
 
 

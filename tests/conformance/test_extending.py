@@ -268,7 +268,7 @@ def test_an_adapter_that_cannot_work_is_refused(adapter: Any, message: str) -> N
 @pytest.mark.parametrize("paths", [{"layers": "tower.steps"}, {"layers": "tower.stages", "norm": "bottom"}])
 def test_an_adapter_that_does_not_fit_the_model_says_so(paths: dict[str, str]) -> None:
     register_adapter(Adapter("tower", ("Tower",), **paths))
-    with pytest.raises(UnsupportedModelError, match=r"Tower: not as its adapter 'tower' says: .*(steps|bottom)"):
+    with pytest.raises(UnsupportedModelError, match=r"Tower: does not match its adapter 'tower': .*(steps|bottom)"):
         LLMCache.wrap(build(outside.Tower))
 
 

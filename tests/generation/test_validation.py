@@ -67,7 +67,7 @@ def test_settings(settings: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "told"),
     [
-        (IDS[:, :0], r"the prompt is empty \(shape \(1, 0\)\): give a token at least.*\(1\)"),
+        (IDS[:, :0], r"the prompt is empty \(shape \(1, 0\)\): give at least one token.*\(1\)"),
         (IDS[:0], "the prompt is empty"),
         (IDS[0], r"ids: the shape is \(8,\); give \(1, T\)"),
         (IDS.float(), r"int64 \(got torch.float32\)"),
