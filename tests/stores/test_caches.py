@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ N_TEXTS = 60
 #: In a process of its own: how many of the texts each store serves.
 ANOTHER = """
 import sys
+import time
 from tests.stores.test_caches import compute
 for store in eval(sys.argv[1]):
     print(compute(store)[0])
@@ -165,6 +167,36 @@ def test_what_one_process_computed_the_next_one_finds(folder: Path, server: Redi
     assert done.returncode == 0, done.stderr
     assert all(int(n_hits) >= N_TEXTS - 2 for n_hits in done.stdout.split())  # a read that takes a second is late
     assert len(done.stdout.split()) == len(stores)
+
+
+@pytest.mark.slow
+def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> None:
+    """What one cache computes, another one is served again, however long the server was away."""
+
+    def wrapped() -> LLMCache:
+        store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0, "least_tokens": 0}
+        return LLMCache.wrap(build(MODELS["bert"]), store=store)
+
+    with wrapped() as one, wrapped() as other:
+        one(input_ids=tokens(1, 9))
+        one.drain()
+        wait_until(lambda: served(other, tokens(1, 9)) == ["exact"])
+        server.kill()
+        end = time.monotonic() + 5  # long enough for the longest rest
+        while time.monotonic() < end:
+            for cache in (one, other):
+                served(cache, tokens(1, 9, int(end - time.monotonic())))
+            time.sleep(0.05)
+        server.start()
+        began, seed = time.monotonic(), 100
+        while time.monotonic() - began < 60:
+            seed += 1
+            served(one, tokens(1, 9, seed))
+            one.drain()
+            if served(other, tokens(1, 9, seed)) == ["exact"]:
+                return
+            time.sleep(0.05)
+        pytest.fail("nothing that was computed after the restart was found")
 
 
 def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,10 @@
 """The store on Redis: what it is besides a store, whatever happens to the server, its memory and the connections."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,41 @@ def test_what_is_written_while_it_is_purged_is_removed(
     store.put_many([Put(key("a"), value("a"), generation)])
     assert held(store, "a") == held(other, "a") == []
     assert server.names("llmcache:*:*:*:*:*") == []
+
+
+@pytest.mark.slow
+def test_nothing_from_before_a_purge_is_served_after_it(open_store: Callable[..., RedisStore]) -> None:
+    stores, has_ended = [open_store() for _ in range(3)], threading.Event()
+    n_begun, n_purged = [0], [0]
+    keys = [key(i) for i in range(8)]
+
+    def write(store: RedisStore) -> None:
+        while not has_ended.is_set():
+            generation, n = store.numbers(["a"])[0], n_begun[0]
+            store.put_many([Put(one, b"%d" % n, generation) for one in keys])
+
+    def read(store: RedisStore) -> int:
+        n_read = 0
+        while not has_ended.is_set():
+            least = n_purged[0]
+            found = store.get_many(keys, time.monotonic() + 60)
+            assert all(int(bytes(one)) >= least for one in found if one is not None)
+            n_read += sum(one is not None for one in found)
+        return n_read
+
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            writers = [pool.submit(write, stores[0]), pool.submit(write, stores[1])]
+            readers = [pool.submit(read, stores[1]), pool.submit(read, stores[2])]
+            for _ in range(5):
+                n_begun[0] += 1
+                stores[2].purge("a")
+                n_purged[0] += 1
+        finally:
+            has_ended.set()
+        for writer in writers:
+            writer.result()
+        assert all(reader.result() > 0 for reader in readers)
 
 
 def test_many_purged_namespaces_take_no_room(
