@@ -145,7 +145,7 @@ def test_adding_at_the_same_time_loses_no_key(path: Path) -> None:
 
 
 def test_keys_come_and_go_without_a_restart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.serving.keys._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.0)
     first = add_key(path, "first", "a", ["infer"]).encode()
     keys = Keys(path)
     second = add_key(path, "second", "b", ["infer", "admin"], 2).encode()

@@ -40,7 +40,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         ({"model": "m", "server": {"model": "n"}}, "server.model: give `model` beside"),
         ({"model": "m", "server": {"save": "folder"}}, "server.save: replicas would overwrite each other's"),
         ({"model": "m", "server": {"save_every_s": 60}}, "server.save_every_s"),
-        ({"model": "m", "restore": "folder", "cache": {"policy": "lru"}}, "give either it or `restore`"),
+        ({"model": "m", "restore": "folder", "cache": {"policy": "lru"}}, "give either `cache` or `restore`"),
     ],
 )
 def test_wrong_settings_are_told_before_anything_is_deployed(args: dict[str, Any], told: str) -> None:
