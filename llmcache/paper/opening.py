@@ -85,7 +85,7 @@ class Opener:
             call.features, made = features, features
         else:
             call.vectors = made = self._fingerprint.project(features)
-        for number in np.flatnonzero(~np.isfinite(made).all(axis=1)).tolist():  # no index takes such a vector
+        for number in np.flatnonzero(~np.isfinite(made).all(axis=1)).tolist():  # no index accepts such a vector
             call.rows[number].bypass_reason = call.rows[number].bypass_reason or "not_finite"
 
     def kind_of(self, call: Call, row: Row) -> Kind:

@@ -154,12 +154,12 @@ class Tier:
         finally:  # even if the store failed
             with self._following:
                 n_requests = self._forget(namespace)
-        self.follow()  # with what others did
+        self.follow()  # also apply purges by other processes
         return n_requests
 
     def forget(self, scope: Scope, names: Sequence[str]) -> int:
-        """Forget single values in the store and in memory; returns how many requests memory held."""
-        self._behind.drain()  # what waits is not to be put afterwards
+        """Forget single values in the store and in memory; return how many requests memory held."""
+        self._behind.drain()  # queued values must not be put afterwards
         try:
             self._store.forget([self._key(scope, name) for name in names])
         finally:
@@ -168,7 +168,7 @@ class Tier:
         return n_requests
 
     def _forget(self, namespace: str | None, names: Sequence[str] = ()) -> int:
-        """Have memory forget. The caller holds the lock."""
+        """Remove a purged namespace or values from memory; return how many requests. The caller holds the lock."""
         self._n_changes += 1
         if names:
             return self._memory.drop_keys([name.partition(".")[2] for name in names])
@@ -177,7 +177,7 @@ class Tier:
         else:
             self._numbers.pop(namespace, None)
         n_requests = self._memory.drop(namespace)
-        self._n_changes += 1  # for who asked meanwhile
+        self._n_changes += 1  # again, for numbers read while memory was being purged
         return n_requests
 
     def _compare(self) -> None:
