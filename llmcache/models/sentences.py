@@ -40,7 +40,7 @@ class Pooled:
             or _kept(self.pooling) != self.kept
             or not _puts_out_tokens(first)
             or not all(map(_takes_sentence, later))
-            or _is_altered(first, self.pooling)
+            or _is_altered(*self.modules)
         )
 
 
@@ -53,7 +53,7 @@ def find_pooled(model: nn.Module) -> Pooled | None:
         first, pooling, *later = modules
         is_first = _is_named(first, "Transformer") and _puts_out_tokens(first)
         if is_first and _is_named(pooling, "Pooling") and all(map(_reads_pooled, later)):
-            kept = None if _is_altered(first, pooling) else _kept(pooling)
+            kept = None if _is_altered(*modules) else _kept(pooling)
             return Pooled(parent, modules, pooling, kept) if kept else None
     return None
 
@@ -67,7 +67,10 @@ def _kept(pooling: Any) -> Kept | None:
 
 
 def _is_altered(*modules: nn.Module) -> bool:
-    """Whether somebody else's hook or forward may read the states, or change them before they are pooled."""
+    """Whether somebody else's hook or forward may read the states, or change them before they are pooled.
+
+    Later modules count as well: they are passed the states beside what was pooled.
+    """
     forwards = (vars(module).get("forward", type(module).forward) for module in modules)
     return are_hooked(modules) or not all(one.__module__.startswith("sentence_transformers.") for one in forwards)
 

@@ -32,6 +32,9 @@ def check(model: Any, expected: Any, **how: Any) -> None:
         torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), atol=1e-5, rtol=1e-5)
 
 
+NEAR = {"exact": {}, "tau": {"tau": 0.9999, "layers": "last"}}
+
+
 def dense(model: Any) -> Any:
     from sentence_transformers.base.modules import Dense
 
@@ -85,6 +88,44 @@ def test_another_pooling_after_wrapping_is_computed(model: Any, change: str, pay
         # Also with all tokens kept: those that pooling layers mask were left out of the key.
         assert cache.stats().bypassed.get("other_pooling") == len(TEXTS)
         assert cache.stats().n_hits == n_hits
+
+
+def watched(model: Any) -> list[torch.Tensor]:
+    """Append a module with a hook, which adds to the list the states that it sees."""
+    from sentence_transformers.base.modules import Normalize
+
+    seen: list[torch.Tensor] = []
+    model.append(Normalize())
+    model[2].register_forward_hook(lambda _, args, out: seen.append(args[0]["token_embeddings"].clone()))
+    return seen
+
+
+@pytest.mark.parametrize("how", NEAR)
+def test_a_hook_after_the_pooling_sees_all_states(model: Any, how: str) -> None:
+    seen, features = watched(model), model.preprocess(TEXTS)
+    with torch.inference_mode():
+        model(dict(features))
+        with LLMCache.wrap(model, **NEAR[how]):  # type: ignore[arg-type]
+            for _ in range(2):
+                model(dict(features))
+        is_token = features["attention_mask"].bool()
+        for states in seen[1:]:
+            torch.testing.assert_close(states[is_token], seen[0][is_token])
+
+
+def test_a_hook_that_comes_after_wrapping_sees_all_states(model: Any) -> None:
+    features = model.preprocess(TEXTS)
+    seen = watched(model)
+    model[2]._forward_hooks.clear()
+    with LLMCache.wrap(model, payload="mean") as cache, torch.inference_mode():
+        for _ in range(2):
+            model(dict(features))
+        model[2].register_forward_hook(lambda _, args, out: seen.append(args[0]["token_embeddings"].clone()))
+        model(dict(features))
+        with cache.disabled():
+            model(dict(features))
+        torch.testing.assert_close(*seen)
+        assert cache.stats().bypassed == {"other_pooling": len(TEXTS), "disabled": len(TEXTS)}
 
 
 @pytest.mark.slow
