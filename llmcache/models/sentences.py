@@ -39,7 +39,7 @@ class Pooled:
             tuple(self.parent._modules.values()) != self.modules  # modules are equal where they are the same
             or _kept(self.pooling) != self.kept
             or not _puts_out_tokens(first)
-            or not all(map(_takes_sentence, later))
+            or not all(map(_is_on_sentence, later))
             or _is_altered(*self.modules)
         )
 
@@ -79,13 +79,15 @@ def _puts_out_tokens(module: nn.Module) -> bool:
     return getattr(module, "module_output_name", _TOKENS) == _TOKENS
 
 
-def _takes_sentence(module: nn.Module) -> bool:
-    return getattr(module, "module_input_name", _SENTENCE) == _SENTENCE
+def _is_on_sentence(module: nn.Module) -> bool:
+    """Whether a module reads what was pooled, and writes nothing in place of the states."""
+    is_taken = getattr(module, "module_input_name", _SENTENCE) == _SENTENCE
+    return is_taken and getattr(module, "module_output_name", _SENTENCE) != _TOKENS
 
 
 def _reads_pooled(module: nn.Module) -> bool:
     """Whether a module reads what was pooled, and nothing else."""
-    return _takes_sentence(module) and any(_is_named(module, name) for name in _AFTER_POOLING)
+    return _is_on_sentence(module) and any(_is_named(module, name) for name in _AFTER_POOLING)
 
 
 def _is_named(module: nn.Module, name: str) -> bool:

@@ -90,6 +90,12 @@ def test_another_pooling_after_wrapping_is_computed(model: Any, change: str, pay
         assert cache.stats().n_hits == n_hits
 
 
+def to_tokens(model: Any) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    model.append(Dense(32, 32, module_output_name="token_embeddings").eval())
+
+
 def watched(model: Any) -> list[torch.Tensor]:
     """Append a module with a hook, which adds to the list the states that it sees."""
     from sentence_transformers.base.modules import Normalize
@@ -126,6 +132,17 @@ def test_a_hook_that_comes_after_wrapping_sees_all_states(model: Any) -> None:
             model(dict(features))
         torch.testing.assert_close(*seen)
         assert cache.stats().bypassed == {"other_pooling": len(TEXTS), "disabled": len(TEXTS)}
+
+
+@pytest.mark.parametrize("how", NEAR)
+def test_what_a_module_puts_in_place_of_states_is_no_state(model: Any, how: str) -> None:
+    to_tokens(model)
+    features = model.preprocess(TEXTS)
+    with torch.inference_mode():
+        expected = model(dict(features))["token_embeddings"]
+        with LLMCache.wrap(model, **NEAR[how]):  # type: ignore[arg-type]
+            for _ in range(2):
+                torch.testing.assert_close(model(dict(features))["token_embeddings"], expected)
 
 
 @pytest.mark.slow
