@@ -106,9 +106,9 @@ class Features(dict[str, Any]):
 
     def _fill(self) -> None:
         """Compute the states, unless that was done, or others were put in their place."""
-        compute, self._compute = self._compute, None
-        if compute is not None:
+        if (compute := self._compute) is not None:
             super().__setitem__(_TOKENS, compute())
+            self._compute = None  # not before: if it raises, what stands there is still none of the states
 
     def __getitem__(self, key: str) -> Any:
         if key == _TOKENS:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmcache import LLMCache
+from llmcache.models.sentences import Features
 from tests.tiny_models import BARE, build, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
@@ -88,6 +89,20 @@ def test_another_pooling_after_wrapping_is_computed(model: Any, change: str, pay
         # Also with all tokens kept: those that pooling layers mask were left out of the key.
         assert cache.stats().bypassed.get("other_pooling") == len(TEXTS)
         assert cache.stats().n_hits == n_hits
+
+
+def test_states_that_could_not_be_computed_are_computed_when_asked_for_again() -> None:
+    answers = iter([None, "states"])
+
+    def compute() -> str:
+        if (answer := next(answers)) is None:
+            raise RuntimeError("out of memory")
+        return answer
+
+    features = Features({"token_embeddings": "vector"}, compute)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        features["token_embeddings"]
+    assert features["token_embeddings"] == features["token_embeddings"] == "states"
 
 
 def to_tokens(model: Any) -> None:
