@@ -164,7 +164,11 @@ class SentenceSwap(Swap):
             output = self.original(*args, **kwargs)
         finally:
             self._pooled.reset(token)
-        return Features(output, left_out[-1]) if left_out else output
+        if not left_out:
+            return output
+        features = Features(output, left_out[-1])
+        output.pop(_TOKENS, None)  # it is the caller's own dict, where nobody may take the vector for states
+        return features
 
 
 def later(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Compute:

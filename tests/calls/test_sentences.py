@@ -105,6 +105,17 @@ def test_states_that_could_not_be_computed_are_computed_when_asked_for_again() -
     assert features["token_embeddings"] == features["token_embeddings"] == "states"
 
 
+@pytest.mark.parametrize("how", NEAR)
+def test_in_the_callers_dict_no_vector_stands_for_states(model: Any, how: str) -> None:
+    with LLMCache.wrap(model, **NEAR[how]) as cache, torch.inference_mode():  # type: ignore[arg-type]
+        for _ in range(2):
+            features = model.preprocess(TEXTS)
+            found = model(features)
+        assert cache.stats().n_hits == len(TEXTS)
+        assert "token_embeddings" in found and "token_embeddings" not in features
+        assert features["sentence_embedding"] is found["sentence_embedding"]
+
+
 def to_tokens(model: Any) -> None:
     from sentence_transformers.base.modules import Dense
 
