@@ -47,8 +47,9 @@ def make_trial(
     """A copy in eval mode without hooks, to be run uncompiled, which shares parameters and large buffers.
 
     `replaced` names parts that are not copied, and what stands for each in the copy; then whatever copying raises is
-    raised. Else, where an attribute cannot be copied (a lock, say), attributes are shared as well. A part whose forward
-    was replaced by a function, which may call parts of the original, is a `TypeError` unless `runs_functions`.
+    raised. Else, where an attribute cannot be copied (a lock, say), attributes are shared as well; `ConfigError` if the
+    forward of a part was replaced then. A function in place of the forward of a part, which may call parts of the
+    original, is a `TypeError` unless `runs_functions`; in place of the module's own it always is one.
     """
     try:
         buffers = (one for part in module.modules() for one in part._buffers.values())
