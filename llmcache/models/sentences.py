@@ -39,8 +39,8 @@ class Pooled:
             tuple(self.parent._modules.values()) != self.modules  # modules are equal if identical
             or _kept(self.pooling) != self.kept
             or not _puts_out_tokens(first)
-            or not all(map(_takes_sentence, later))
-            or _is_altered(first, self.pooling)
+            or not all(map(_is_on_sentence, later))
+            or _is_altered(*self.modules)
         )
 
 
@@ -53,7 +53,7 @@ def find_pooled(model: nn.Module) -> Pooled | None:
         first, pooling, *later = modules
         is_first = _is_named(first, "Transformer") and _puts_out_tokens(first)
         if is_first and _is_named(pooling, "Pooling") and all(map(_reads_pooled, later)):
-            kept = None if _is_altered(first, pooling) else _kept(pooling)
+            kept = None if _is_altered(*modules) else _kept(pooling)
             return Pooled(parent, modules, pooling, kept) if kept else None
     return None
 
@@ -67,7 +67,10 @@ def _kept(pooling: Any) -> Kept | None:
 
 
 def _is_altered(*modules: nn.Module) -> bool:
-    """Whether a foreign hook or forward may read the states, or change them before pooling."""
+    """Whether a foreign hook or forward may read the states, or change them before pooling.
+
+    Later modules count as well: they receive the states beside the pooled vector.
+    """
     forwards = (vars(module).get("forward", type(module).forward) for module in modules)
     return are_hooked(modules) or not all(one.__module__.startswith("sentence_transformers.") for one in forwards)
 
@@ -76,13 +79,15 @@ def _puts_out_tokens(module: nn.Module) -> bool:
     return getattr(module, "module_output_name", _TOKENS) == _TOKENS
 
 
-def _takes_sentence(module: nn.Module) -> bool:
-    return getattr(module, "module_input_name", _SENTENCE) == _SENTENCE
+def _is_on_sentence(module: nn.Module) -> bool:
+    """Whether a module reads the pooled vector and does not overwrite the states."""
+    is_taken = getattr(module, "module_input_name", _SENTENCE) == _SENTENCE
+    return is_taken and getattr(module, "module_output_name", _SENTENCE) != _TOKENS
 
 
 def _reads_pooled(module: nn.Module) -> bool:
     """Whether a module reads the pooled vector alone."""
-    return _takes_sentence(module) and any(_is_named(module, name) for name in _AFTER_POOLING)
+    return _is_on_sentence(module) and any(_is_named(module, name) for name in _AFTER_POOLING)
 
 
 def _is_named(module: nn.Module, name: str) -> bool:
@@ -101,9 +106,9 @@ class Features(dict[str, Any]):
 
     def _fill(self) -> None:
         """Compute the states, unless they were computed or replaced."""
-        compute, self._compute = self._compute, None
-        if compute is not None:
+        if (compute := self._compute) is not None:
             super().__setitem__(_TOKENS, compute())
+            self._compute = None  # not earlier: if it raises, the states are still missing
 
     def __getitem__(self, key: str) -> Any:
         if key == _TOKENS:
@@ -159,7 +164,11 @@ class SentenceSwap(Swap):
             output = self.original(*args, **kwargs)
         finally:
             self._pooled.reset(token)
-        return Features(output, left_out[-1]) if left_out else output
+        if not left_out:
+            return output
+        features = Features(output, left_out[-1])
+        output.pop(_TOKENS, None)  # the caller's own dict: its vector must not be taken for states
+        return features
 
 
 def deferred(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Compute:

@@ -47,8 +47,9 @@ def make_trial(
     """Return a copy in eval mode without hooks, to be run uncompiled, which shares parameters and large buffers.
 
     `replaced` maps parts that are not copied to their substitutes. If an attribute cannot be copied (a lock), the error
-    is raised with `replaced`; without, all attributes are shared as well. `TypeError` if a part's forward was replaced
-    by a function, which may call parts of the original, unless `runs_functions` (never allowed for the module itself).
+    is raised with `replaced`; without, all attributes are shared as well, and a part's replaced forward is a
+    `ConfigError`. `TypeError` if a part's forward was replaced by a function, which may call parts of the original,
+    unless `runs_functions` (never allowed for the module itself).
     """
     try:
         buffers = (one for part in module.modules() for one in part._buffers.values())

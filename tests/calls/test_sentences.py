@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmcache import LLMCache
+from llmcache.models.sentences import Features
 from tests.tiny_models import BARE, build, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
@@ -30,6 +31,9 @@ def check(model: Any, expected: Any, **how: Any) -> None:
     """Assert that texts are embedded as expected."""
     for ours, theirs in zip(model.encode(TEXTS, **how), expected, strict=True):
         torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), atol=1e-5, rtol=1e-5)
+
+
+NEAR = {"exact": {}, "tau": {"tau": 0.9999, "layers": "last"}}
 
 
 def dense(model: Any) -> Any:
@@ -69,6 +73,86 @@ def test_another_pooling_after_wrapping_is_computed(model: Any, change: str, pay
         # Also with all tokens kept: those that pooling layers mask were left out of the key.
         assert cache.stats().bypassed.get("other_pooling") == len(TEXTS)
         assert cache.stats().n_hits == n_hits
+
+
+def test_states_that_could_not_be_computed_are_computed_when_asked_for_again() -> None:
+    answers = iter([None, "states"])
+
+    def compute() -> str:
+        if (answer := next(answers)) is None:
+            raise RuntimeError("out of memory")
+        return answer
+
+    features = Features({"token_embeddings": "vector"}, compute)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        features["token_embeddings"]
+    assert features["token_embeddings"] == features["token_embeddings"] == "states"
+
+
+@pytest.mark.parametrize("how", NEAR)
+def test_in_the_callers_dict_no_vector_stands_for_states(model: Any, how: str) -> None:
+    with LLMCache.wrap(model, **NEAR[how]) as cache, torch.inference_mode():  # type: ignore[arg-type]
+        for _ in range(2):
+            features = model.preprocess(TEXTS)
+            found = model(features)
+        assert cache.stats().n_hits == len(TEXTS)
+        assert "token_embeddings" in found and "token_embeddings" not in features
+        assert features["sentence_embedding"] is found["sentence_embedding"]
+
+
+def to_tokens(model: Any) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    model.append(Dense(32, 32, module_output_name="token_embeddings").eval())
+
+
+def watched(model: Any) -> list[torch.Tensor]:
+    """Append a module with a hook, which adds to the list the states that it sees."""
+    from sentence_transformers.base.modules import Normalize
+
+    seen: list[torch.Tensor] = []
+    model.append(Normalize())
+    model[2].register_forward_hook(lambda _, args, out: seen.append(args[0]["token_embeddings"].clone()))
+    return seen
+
+
+@pytest.mark.parametrize("how", NEAR)
+def test_a_hook_after_the_pooling_sees_all_states(model: Any, how: str) -> None:
+    seen, features = watched(model), model.preprocess(TEXTS)
+    with torch.inference_mode():
+        model(dict(features))
+        with LLMCache.wrap(model, **NEAR[how]):  # type: ignore[arg-type]
+            for _ in range(2):
+                model(dict(features))
+        is_token = features["attention_mask"].bool()
+        for states in seen[1:]:
+            torch.testing.assert_close(states[is_token], seen[0][is_token])
+
+
+def test_a_hook_that_comes_after_wrapping_sees_all_states(model: Any) -> None:
+    features = model.preprocess(TEXTS)
+    seen = watched(model)
+    model[2]._forward_hooks.clear()
+    with LLMCache.wrap(model, payload="mean") as cache, torch.inference_mode():
+        for _ in range(2):
+            model(dict(features))
+        model[2].register_forward_hook(lambda _, args, out: seen.append(args[0]["token_embeddings"].clone()))
+        model(dict(features))
+        with cache.disabled():
+            model(dict(features))
+        torch.testing.assert_close(*seen)
+        assert cache.stats().bypassed == {"other_pooling": len(TEXTS), "disabled": len(TEXTS)}
+
+
+@pytest.mark.parametrize("how", NEAR)
+def test_what_a_module_puts_in_place_of_states_is_no_state(model: Any, how: str) -> None:
+    to_tokens(model)
+    features = model.preprocess(TEXTS)
+    with torch.inference_mode():
+        expected = model(dict(features))["token_embeddings"]
+        with LLMCache.wrap(model, **NEAR[how]):  # type: ignore[arg-type]
+            for _ in range(2):
+                torch.testing.assert_close(model(dict(features))["token_embeddings"], expected)
 
 
 @pytest.mark.slow

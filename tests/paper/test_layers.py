@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import ConfigError, LLMCache, UnsupportedModelError
+from llmcache.models.weights import Weights
 from tests.contract.test_copies import sentences
 from tests.paper.reference import LAYERS, assert_close, run, served, wrapped
 from tests.tiny_models import (
@@ -239,3 +240,15 @@ def test_sentence_embeddings_are_pooled_from_one_vector() -> None:
         for found, own in zip(model.encode(texts, output_value="token_embeddings"), states, strict=True):
             torch.testing.assert_close(found, own)  # nobody takes the vector for states
         assert cache.stats().hits == {"paper": 6}
+
+
+def test_states_of_tokens_are_owed_where_nothing_could_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, known, more = sentences(), ["w1 w2 w3", "w4 w5"], ["w1 w2 w3", "w6 w7 w8 w9"]
+    expected = model.encode(more, output_value="token_embeddings")
+    with LLMCache.wrap(model, tau=0.9999, layers="last") as cache:
+        for _ in range(2):
+            model.encode(known)
+        monkeypatch.setattr(Weights, "stayed", lambda *_: False)
+        for found, own in zip(model.encode(more, output_value="token_embeddings"), expected, strict=True):
+            torch.testing.assert_close(found, own)
+        assert cache.stats().bypassed == {"weights_changed": 2}
