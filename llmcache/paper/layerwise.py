@@ -119,9 +119,8 @@ class Layerwise(Switches):
                     output = swap.original(*args, **kwargs)
         finally:
             self._local.call = outer
-        is_served = (
-            bool(call.reused) and call.reason is None
-        )  # also if nothing can be stored: `_close` then sets `reason`
+        # Before `_close`, which sets a reason where nothing can be stored.
+        is_served = bool(call.reused) and call.reason is None
         self._close(call, output, perf_counter() - started)
         if is_served and (left_out := self._pooled.get()) is not None:
             left_out.append(deferred(swap.original, args, kwargs, call.arguments["input_ids"].device.type))
