@@ -127,7 +127,7 @@ class Bank:
                 self._expire()
             held, found = self._entries, []
             for row in rows:
-                entry = held.get(row.again) if row.again else None
+                entry = held.get(row.duplicate_key) if row.duplicate_key else None
                 entry = held.get(row.key) if entry is None else entry
                 if entry is not None:
                     self._record_hit(entry)

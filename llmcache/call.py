@@ -192,11 +192,11 @@ class CachedForward(Swap, Switches):
             self._tier.follow()  # apply purges by other processes first
             call.number = self._tier.number(call.namespace)
         # A miss may skip the check of steady weights: its entry serves only after a later check (`Bank.confirm`).
-        call.may_wait = not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager
-        unconfirmed, look = dict(self._bank.unconfirmed), weights.look(call.may_wait)
+        call.may_skip_check = not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager
+        unconfirmed, look = dict(self._bank.unconfirmed), weights.look(call.may_skip_check)
         if look.refusal is not None:
             return look.refusal
-        call.mark, call.is_looked_at, call.is_activated = look.mark, look.is_made, look.activated is not None
+        call.mark, call.were_weights_checked, call.is_activated = look.mark, look.is_made, look.activated is not None
         if unconfirmed and look.is_made:
             self._bank.confirm(unconfirmed, look.mark)
         state = call.state = self._forms.state(look.digest, look.modules)
@@ -259,7 +259,7 @@ class CachedForward(Swap, Switches):
             try:
                 if not call.is_looked_up:
                     self._ask_rungs(call)
-                is_sure = not call.hits or (call.is_looked_at and not self._bank.unconfirmed)
+                is_sure = not call.hits or (call.were_weights_checked and not self._bank.unconfirmed)
                 if not is_sure and not self._are_unchanged(call):
                     call.hits.clear()
                     return False
@@ -412,7 +412,7 @@ class CachedForward(Swap, Switches):
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
         assert call.scope is not None and call.state is not None
-        prefix, waits = self.prefix, call.may_wait and self._observer is None and self._weights.is_steady
+        prefix, waits = self.prefix, call.may_skip_check and self._observer is None and self._weights.is_steady
         if not waits and not self._are_unchanged(call):
             return "weights_changed"
         if call.prefill is None and prefix and not self._forms.returns_kv and CACHE in parts_of(output):
@@ -441,7 +441,7 @@ class CachedForward(Swap, Switches):
             row = call.rows[number]
             if not row.bypass_reason:
                 fields, padding = packing.take(call.output, place, row, self._device)
-                key = row.key if call.is_collected else row.again or row.key
+                key = row.key if call.is_collected else row.duplicate_key or row.key
                 call.entries[number] = Entry(key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
             cost = 1e3 * call.computing_s / len(call.computed)

@@ -154,17 +154,17 @@ class Weights:
                     self._refresh()
         return self._state[1]
 
-    def look(self, may_wait: bool = False) -> "Look":
+    def look(self, may_skip_check: bool = False) -> "Look":
         """Return what a call needs to know of the present weights.
 
         Args:
-            may_wait: If nothing was edited for long, most calls skip the check; see `Look.is_made`. Then call `stayed`
-                before a hit is served; what is stored may serve only after a later check.
+            may_skip_check: If nothing was edited for long, most calls skip the check; see `Look.is_made`. Then call
+                `stayed` before a hit is served; what is stored may serve only after a later check.
         """
         if (self._suspects or self._trained) and self.is_trained:
             return Look("", None, "gradients_held", None)
         mark, latest = self._state
-        if waits := may_wait and self._n_waited < _MAX_WAITED and self.is_steady:
+        if waits := may_skip_check and self._n_waited < _MAX_WAITED and self.is_steady:
             self._n_waited, digest = self._n_waited + 1, latest
         else:
             self._n_waited, digest = 0, self.digest()

@@ -103,7 +103,9 @@ class Prefix:
         assert prefill is not None
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
-        tried = [(row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.again) if key]
+        tried = [
+            (row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.duplicate_key) if key
+        ]
         if self._is_exact and self.kinds.knows(call.kind):
             prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
         if self._stored is not None and self._stored.tier.has_dropped:
@@ -128,7 +130,7 @@ class Prefix:
         shared = {None, call.prefixes_from} - {prefill.scope.namespace}
         wanted = []
         for row in prefill.rows:
-            tails = [key for key in (row.again, row.key) if key]
+            tails = [key for key in (row.duplicate_key, row.key) if key]
             if row.bypass_reason or any(key in self.blocks for key in tails):
                 continue
             for name in shared:
@@ -146,7 +148,7 @@ class Prefix:
         assert prefill is not None
         rows = [row for row in prefill.rows if not row.bypass_reason]
         chains = [link.key for row in rows for link in self._chain(prefill, row)]
-        return [*chains, *(key for row in rows for key in (row.key, row.again) if key)]
+        return [*chains, *(key for row in rows for key in (row.key, row.duplicate_key) if key)]
 
     def _find_cut(self, call: "Call", prefill: Prefill) -> None:
         ids = call.arguments["input_ids"]
@@ -346,12 +348,12 @@ class Prefix:
             return
         n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
         tail = self._make_tail(prefill, row, states, n_own * blocks.size)
-        first = blocks.whole(row.key, row.ids) if row.again else []
+        first = blocks.whole(row.key, row.ids) if row.duplicate_key else []
         if first and n_own == len(chain) and first[-1].is_equal(tail):
             return  # equal to a duplicate earlier in the call
         if n_own < len(chain):
             self._put(call, prefill, chain, new)
-        link = Link(row.again or row.key, tail.ids)
+        link = Link(row.duplicate_key or row.key, tail.ids)
         if not self._put(call, prefill, (*chain[:n_own], link), {**new, link.key: tail}):
             self._counters.too_large(1)
 

@@ -363,7 +363,7 @@ def read_rows(
         row = Row(number, key, own_short, valid, n_valid, start, "", has_layout, layout)
         if nth := n_seen.get(key, 0):
             _update(sha, b"again", [nth])
-            row.again = key_of(sha.digest())
+            row.duplicate_key = key_of(sha.digest())
         n_seen[key] = nth + 1
         rows.append(row)
     return rows

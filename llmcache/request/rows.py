@@ -77,8 +77,8 @@ class Row:
         layout: Digest of its padding, if entries keep states of padding and the key does not cover it; else b"".
         is_misread: The head may read a padding column, whose state another request's entry does not hold. So only the
             row's own entry may serve it.
-        again: A second key, if an earlier row of the call has the same `key`; else "". Their outputs may differ in the
-            last bits, since kernels round by position in the batch.
+        duplicate_key: A second key, if an earlier row of the call has the same `key`; else "". The outputs of both may
+            differ in the last bits, since kernels round by position in the batch.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Row:
     has_layout: bool = False
     layout: bytes = b""
     is_misread: bool = False
-    again: str = ""
+    duplicate_key: str = ""
 
 
 @lru_cache(maxsize=8)
