@@ -141,7 +141,7 @@ class _Faults(Pair):
             self.maybe_purge()
 
     def _jump(self) -> None:
-        """Advance the workers' clocks, and expire what is in Redis."""
+        """Set the workers' clock a day ahead, and expire everything in Redis."""
         real = time.time
         with patch("time.time", lambda: real() + _DAY_S):
             for name in self.server.names():
@@ -156,7 +156,7 @@ class _Faults(Pair):
         self.computed[namespace].add(number)
 
     def _purge_while_writing(self) -> None:
-        """Purge during a call. Entries computed since the purge began may stay: they may have been stored after it."""
+        """Purge a namespace while the other cache serves it. Entries computed meanwhile may stay: they may be later."""
         one, other = self.caches
         namespace = self.chance.choice(NAMESPACES)
         asked: set[int] = set()
@@ -189,5 +189,5 @@ class _Faults(Pair):
 
     def _kill_worker(self) -> None:
         kill_worker(self.server.url, self.chance)
-        for computed in self.computed.values():  # whatever was computed
+        for computed in self.computed.values():  # the worker may have computed any request
             computed |= set(range(N_REQUESTS))
