@@ -125,7 +125,7 @@ class WikiText(Workload):
         return np.array([self._share_right(told, i) for i, told in enumerate(answers)])
 
     def extras(self, answers: Sequence[Read]) -> dict[str, float | None]:
-        """Return perplexity per token and per white-space separated word, `<unk>` targets left out; None without targets."""
+        """Return perplexity per token and per white-space separated word, no `<unk>` targets; None without targets."""
         nll = np.concatenate([told.nll[self._counts(i)] for i, told in enumerate(answers)])
         if not nll.size or np.isnan(nll).any():
             return {"perplexity": None, "word_perplexity": None}
