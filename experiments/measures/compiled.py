@@ -47,8 +47,8 @@ class Compiled(DeviceExperiment):
     buckets: tuple[PositiveInt, ...] = Field(default=(32, 128), min_length=1)  # lengths to make graphs for
     entries: int = Field(default=1000, ge=64)  # capacity of the cache
     rounds: int = Field(default=100, ge=10)  # calls of each kind; p90 and p99 take 200 or more
-    mode: str | None = None  # mode of torch.compile
-    backend: str = "inductor"  # backend of torch.compile
+    mode: str | None = None  # of torch.compile
+    backend: str = "inductor"  # of torch.compile
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -46,7 +46,7 @@ class ServeSoak(ServingExperiment):
     servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1, max_length=1)
 
     def learned_texts(self, requests: Sequence[Labelled]) -> list[str]:
-        """Mix inputs as in the traffic: a calibration holds only for such inputs."""
+        """Mix inputs as in the traffic, since a calibration holds only for such inputs."""
         return mixed([one.text for one in requests], self.seed)
 
     @classmethod

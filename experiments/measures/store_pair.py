@@ -39,7 +39,7 @@ class Pair:
         self.caches = [self.start() for _ in range(2)]
         with self.caches[0].disabled():
             self._expected = [self.caches[0](ids).logits for ids in self.requests]
-        # Requests computed by either cache since the last purge of a namespace: a hit on any other is stale.
+        # Requests computed by either cache since their namespace was purged: a hit on any other is stale.
         self.computed: dict[str, set[int]] = {name: set() for name in NAMESPACES}
 
     def close(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig, ConfigError, LLMCache, Stats
 
-_IDLE_EVERY = 500  # requests: about two seconds with a small model; tests wait for five at most
+_IDLE_EVERY = 500  # requests: about two seconds with a small model; looks wait at most five
 
 
 class Cached(Method):
