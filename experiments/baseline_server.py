@@ -54,5 +54,5 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--port", type=int, default=8080)
     chosen = parser.parse_args()
-    # As `llmcache serve`, and as uvicorn does alone: what else is installed changes neither.
+    # As `llmcache serve`, and uvicorn's own defaults, so that other installed packages change neither.
     uvicorn.run(create_app(chosen.folder), port=chosen.port, access_log=False, loop="asyncio", http="h11")

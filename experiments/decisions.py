@@ -1,11 +1,11 @@
-"""What calibrated reuse decides on banking77, hwu64 and snips: recorded once, and compared after the core was changed.
+"""Decisions of calibrated reuse on banking77, hwu64 and snips: recorded once, and compared after a change of the core.
 
     python -m experiments.decisions record --data-dir DATA [--to FOLDER] [STREAM ...]
     python -m experiments.decisions compare OLD NEW
 
-A stream is that of `configs/trust_*.yaml`, seed 0, cut to `LIMIT` requests: the first `LEARN` are calibrated on, and of
-each later one it is recorded who served it and at which risk, for each of `CALIBRATIONS`. Nothing is audited. The cache
-is asked by its public names alone, on one thread; on one processor a record is the same each time.
+A stream is that of `configs/trust_*.yaml`, seed 0, cut to `LIMIT` requests. The first `LEARN` are calibrated on; for
+each later request the record holds what served it and its risk, for each of `CALIBRATIONS`. Nothing is audited. Only
+the cache's public API is used, on one thread; on the same processor, records are reproducible.
 """
 
 import argparse
@@ -42,10 +42,10 @@ CALIBRATIONS: Sequence[Mapping[str, Any]] = (
     *({"max_drop": drop, "sources": "frozen"} for drop in (0.005, 0.01, 0.02)),
     {"max_drop": 0.01, "sources": "growing"},
 )
-ROUNDING = 1e-6  # how far limits may be off, and the risks of hits that differ from the limit
-_UNIT = 1e-7  # that risks are recorded in, as whole numbers
-_INFINITE = 2.0  # stands for an infinite risk: others are chances
-#: What a float may depend on, of `support.environment.describe`.
+ROUNDING = 1e-6  # tolerance for limits, and for the distance to the limit of risks whose decisions differ
+_UNIT = 1e-7  # unit of recorded risks, which are whole numbers
+_INFINITE = 2.0  # stands for an infinite risk; finite risks are probabilities
+#: Packages that results in floating point depend on; a subset of `support.environment.describe`.
 _PACKAGES = ("torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn")
 
 Record = Mapping[str, Any]
@@ -55,15 +55,15 @@ def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Re
     """Run a stream through each calibration.
 
     Args:
-        name: Of the stream.
-        settings: Of its task, whose requests have one row each.
+        name: Name of the stream.
+        settings: Settings of its task, whose requests have one row each.
         folders: Where data and models lie.
-        learn: Requests that are calibrated on.
+        learn: Number of requests to calibrate on.
 
     Returns:
-        Plain values. Of each calibration `served` has a letter a later request: `s`, another request's state served it,
-        `e`, its own, `-`, it was computed; a capital letter: the answer is not the model's own. `risks` has its risk in
-        ten-millionths, None where nobody else was asked for.
+        Plain values. For each calibration, `served` has one letter per later request: `s` served from another request's
+        state, `e` from its own, `-` computed; in upper case if the answer is not the model's own. `risks` has the risk
+        in ten-millionths, None if no approximate search was made.
     """
     env = describe(SEED)
     workload = build(settings, folders, SEED)
@@ -117,13 +117,13 @@ def _decide(
 
 
 def compare(old: Record, new: Record) -> Iterator[tuple[str, bool]]:
-    """Compare two records of a stream: a line for each calibration, and whether it decides the same.
+    """Compare two records of a stream: yield a line per calibration, and whether its decisions are the same.
 
-    The limit has to be the same within `ROUNDING`, and who is served, and with the model's own answer or not, may
-    differ only where the risk is as near to the limit. What grows differs after the first such request.
+    Limits must agree within `ROUNDING`. Hits, and whether they keep the model's answer, may differ only where the risk
+    is within `ROUNDING` of the limit. With growing sources, requests after the first such difference are not compared.
 
     Raises:
-        ConfigError: They cannot be compared: made on different processors, or of different requests.
+        ConfigError: The records were made on different processors, or of different requests.
     """
     _check_comparable(old, new)
     for one, other in zip(old["decided"], new["decided"], strict=True):
@@ -173,7 +173,7 @@ def _n_hits(decided: Record) -> int:
 
 
 def write(made: Record, folder: Path) -> Path:
-    """Write a record as `folder/STREAM.json`: one line for what it is of, and one a calibration."""
+    """Write a record as `folder/STREAM.json`: one line for the metadata, one per calibration."""
     lines = [json.dumps(one, separators=(",", ":")) for one in made["decided"]]
     about = json.dumps({name: value for name, value in made.items() if name != "decided"}).removesuffix("}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def write(made: Record, folder: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """The records of a folder, by stream."""
+    """Return the records in a folder, by stream."""
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     if not found:
         raise ConfigError(f"{folder}: no records of decisions; record some: python -m experiments.decisions record")
@@ -191,7 +191,7 @@ def read(folder: Path) -> dict[str, Record]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command; returns 0, 1 where decisions differ, or 2 where they cannot be compared or recorded."""
+    """Run a command. Returns 0; 1 if decisions differ; 2 if they cannot be compared or recorded."""
     parser = argparse.ArgumentParser(prog="python -m experiments.decisions", description="See the module's docstring.")
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="Record decisions of the code as it is.")

@@ -93,7 +93,7 @@ def _print(figures: dict[str, Any]) -> None:
 
 
 def _rows(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What the table of one way to measure says of each kind of call."""
+    """Return the table rows of one way of measuring, one per kind of call."""
     times = {key.removesuffix("_ms"): times for key, times in figures.items() if key.endswith("_ms")}
     floor = times["floor"]["median"]
     return [_row(kind, times[kind], floor, figures["ratios"].get(f"{kind}/nocache")) for kind in times]
@@ -112,5 +112,5 @@ def _row(kind: str, times: Mapping[str, Any], floor: float, ratio: Mapping[str, 
 
 
 def _ends(ratio: Mapping[str, float]) -> tuple[float, float]:
-    """Of a ratio that was taken in each round: 5th and 95th percentile of many rounds, least and largest of few."""
+    """Return the ends of a ratio over rounds: 5th and 95th percentile of many rounds, minimum and maximum of few."""
     return (ratio["p5"], ratio["p95"]) if "p5" in ratio else (ratio["min"], ratio["max"])

@@ -1,4 +1,4 @@
-"""`llmcache bench memory`: what an entry takes, and how fast entries are stored."""
+"""`llmcache bench memory`: memory per entry, and rate of storing."""
 
 from pathlib import Path
 from typing import Annotated

@@ -14,7 +14,7 @@ from llmcache.cli.table import show_table
 if TYPE_CHECKING:
     from llmcache import Calibration
 
-_MOST_SHOWN = 20  # settings of the curve: one screen; the JSON file has all
+_MOST_SHOWN = 20  # settings of the curve, to fit one screen; the JSON file has all
 
 
 def command(
@@ -81,7 +81,7 @@ def _show(title: str, found: "Calibration") -> None:
     step = -(-len(found.curve) // _MOST_SHOWN)
     rows = [
         {"largest risk": tried.limit, "hit rate": tried.hit_rate, "loss": tried.loss, "bound": tried.bound}
-        for tried in found.curve[::-1][::step][::-1]  # with the last one, which ended it
+        for tried in found.curve[::-1][::step][::-1]  # including the last one, which ended the curve
     ]
     typer.echo()
     show_table(f"Limits in the order of trial{f', one of {step}' if step > 1 else ''}; a failure ends it", rows)

@@ -74,12 +74,12 @@ def _cells(row: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _show(value: float | None, form: str) -> str:
-    """A figure as text; missing is empty, never 0."""
+    """Format a figure; missing is empty, never 0."""
     return "" if value is None else form.format(value)
 
 
 def _decoder(models_dir: Path) -> dict[str, Any] | None:
-    """The second act; None without its model."""
+    """Run the second act; None if its model is not prepared."""
     from experiments.measures.shared_prompt import run_shared_prompt
     from experiments.models.loading import FIGURES, SMOLLM2, load
 

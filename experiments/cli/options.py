@@ -1,4 +1,4 @@
-"""What commands share: options that say which experiments and where data and results lie, and writing results."""
+"""Options common to commands (experiments, data and results folders), and writing of results."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,17 +37,17 @@ Changes: TypeAlias = Annotated[
     ),
 ]
 CONFIGS = Path("configs")
-SMOKE = "smoke.yaml"  # tries out the chain; its figures are no results
+SMOKE = "smoke.yaml"  # for trial runs; its figures are no results
 
 
 def told_apart(files: Sequence[Path], changes: Sequence[str] | None) -> tuple[list[Path], list[str]]:
-    """Files, and all changes of settings: of `--set a=1 b=2` the second arrives among the files."""
+    """Separate files from changes of settings: in `--set a=1 b=2`, the second change is parsed as a file."""
     more = [path for path in files if "=" in str(path) and not path.exists()]
     return [path for path in files if path not in more], [*(changes or ()), *map(str, more)]
 
 
 def all_configs() -> list[Path]:
-    """All YAML files in the folder `configs` but the smoke test."""
+    """Return all YAML files in the folder `configs` except the smoke test."""
     found = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name != SMOKE]
     if not found:
         raise ConfigError(f"no YAML file in {CONFIGS.absolute()}; change to the project's folder, or name the files")
@@ -55,7 +55,7 @@ def all_configs() -> list[Path]:
 
 
 def make_results_folder(path: Path | None) -> None:
-    """Make the folder of all results, if one was given, before a long run that writes into it."""
+    """Create the results folder, if given, before a long run that writes into it."""
     try:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def make_results_folder(path: Path | None) -> None:
 def write_results(
     results_dir: Path | None, name: str, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
-    """Write figures as those of a run, if a folder of results was given, and say where."""
+    """Write figures as a run's results, if a results folder is given, and print where."""
     from experiments.runs.folder import write_figures
 
     if results_dir is not None:

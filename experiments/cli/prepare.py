@@ -46,7 +46,7 @@ def command(
 
 
 def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Name and value of each figure, those of inner mappings with the outer name before theirs."""
+    """Yield the name and value of each figure; names of nested figures are prefixed with the outer name."""
     for name, value in figures.items():
         label = prefix + name.replace("_", " ")
         if isinstance(value, Mapping):

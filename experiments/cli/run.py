@@ -39,10 +39,10 @@ def command(
 
 
 def _show(done: "Finished") -> None:
-    """The methods of a run, or the rows of `summary` that another measure gives."""
+    """Print the methods of a run, or the rows of `summary` for other measures."""
     metrics, n_names = done.metrics, 1
     if "points" in metrics and "summary" not in metrics:
-        return  # kept from before, without what the screen shows
+        return  # an earlier run's figures lack what the screen shows
     if "summary" in metrics:
         rows = metrics["summary"]
         texts = itertools.takewhile(lambda value: isinstance(value, str), rows[0].values() if rows else ())

@@ -1,4 +1,4 @@
-"""`llmcache sweep`: everything behind the results, resumable."""
+"""`llmcache sweep`: all runs behind the results, resumable."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ def command(
 
 
 def _run_all(runs: Sequence["Named"], results_dir: Path, folders: "Folders") -> list[str]:
-    """Run what is not there yet; the names of what failed, and why."""
+    """Run missing experiments; return the names of those that failed, with the reasons."""
     from experiments.runs.runner import run_one
     from experiments.support.files import InUseError
 
@@ -57,7 +57,7 @@ def _run_all(runs: Sequence["Named"], results_dir: Path, folders: "Folders") -> 
             done = run_one(run, results_dir, folders)
         except InUseError:
             typer.echo("  skipped: another process is measuring it")
-        except (LLMCacheError, FileNotFoundError) as error:  # anything else, a full disk say, would stop the others too
+        except (LLMCacheError, FileNotFoundError) as error:  # other errors, such as a full disk, would stop all runs
             typer.echo(f"  failed: {error}")
             failed.append(f"{name}: {error}")
         else:

@@ -1,4 +1,4 @@
-"""Labelled requests: a known set by its name, files with columns, or a stream that the project makes itself."""
+"""Labelled requests: a known set by name, files with columns, or a generated stream."""
 
 import csv
 import logging
@@ -19,10 +19,10 @@ from llmcache import ConfigError
 
 logger = logging.getLogger("llmcache")
 
-STREAM = "support_desk"  # the stream that the project makes itself
+STREAM = "support_desk"  # name of the generated stream
 DEFAULT_N = 2000
 
-#: Known sets by name, as their authors publish them: files in the data folder, column of the text, of the label.
+#: Known sets by name, as published: files in the data folder, column of the text, column of the label.
 SETS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "banking77": (("banking77/train.csv", "banking77/test.csv"), "text", "category"),
     "snips": (("snips/train.seq.in", "snips/valid.seq.in", "snips/test.seq.in"), "text", "label"),
@@ -31,31 +31,31 @@ SETS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 
 
 class Data(Section):
-    # A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a file, or several, joined in
-    # this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of objects; or a
-    # folder that holds a file `train` of a known kind, and perhaps a file `test` beside it; or the name of a stream
-    # that the project makes itself: `support_desk`. Records without text or label are left out.
+    # One of: a known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; one or several files,
+    # joined in this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of
+    # objects; a folder with a file `train` of a known kind and optionally a file `test`; or the generated stream
+    # `support_desk`. Records without text or label are left out.
     path: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(min_length=1)
-    text: str = "text"  # column of the request's text; known sets bring their own
-    label: str = "label"  # column of what it is about; likewise
-    # Use that many records only: a seeded sample in data order; of a made stream, its beginning.
+    text: str = "text"  # column of the request's text; known sets define their own
+    label: str = "label"  # column of the label; known sets define their own
+    # Number of records to use: a seeded sample in data order; of a generated stream, its beginning.
     limit: int | None = Field(default=None, ge=1)
-    # `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
+    # `file` order, or `shuffled` with the seed: some files are sorted by label, unlike traffic.
     order: Literal["file", "shuffled"] = "file"
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """What was asked, and what it is about."""
+    """A request's text and label."""
 
-    id: int  # its number in the data, files joined, from 0
+    id: int  # number in the data, files joined, from 0
     text: str
     label: str
-    part: int = 0  # number of the file that it is from, 0 for the first
+    part: int = 0  # number of its file, 0 for the first
 
 
 def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labelled]:
-    """Read all labelled requests in the order asked for; `folder` is what relative paths are relative to."""
+    """Read all labelled requests in the configured order; relative paths are relative to `folder`."""
     name = data.path[0] if len(data.path) == 1 else ""
     if name == STREAM:
         records = made_requests(data.limit or DEFAULT_N, seed)
@@ -69,12 +69,12 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labell
 
 
 def made_requests(n: int, seed: int) -> list[Labelled]:
-    """The support desk's stream."""
+    """Return the first `n` requests of the support desk's stream."""
     return [Labelled(i, one.text, one.label) for i, one in enumerate(support_desk(n, seed))]
 
 
 def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:
-    """Divide the data; both parts in data order. Which record goes where depends on its id alone, not on the order."""
+    """Split the data; both parts keep data order. A record's part depends only on its id, not on the order."""
     n_fit = round(len(data) * share)
     if not 0 < n_fit < len(data):
         raise ConfigError(
@@ -95,7 +95,7 @@ def _read_all(data: Data, source: tuple[tuple[str, ...], str, str], folder: Path
 
 
 def _locate(name: str, folder: Path | None) -> list[Path]:
-    """The file of this name, or those of a folder: its `train`, and its `test` if it has one."""
+    """Return the file of this name, or the files of a folder: `train`, and `test` if present."""
     path = Path(name).expanduser()
     if folder is not None and not path.is_absolute():
         path = folder / path
@@ -123,7 +123,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _filled(records: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
-    """Text and label of the records that have both; the others are counted, and the first of them named."""
+    """Yield text and label of records that have both. Logs how many do not, and names the first."""
     blank = []
     for where, text, label in records:
         if text.strip() and label.strip():
@@ -135,7 +135,7 @@ def _filled(records: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]
 
 
 def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str, str]]:
-    """Where each record stands, its text and its label."""
+    """Yield each record's position in the file, its text and its label."""
     try:
         for where, record in _READERS[path.suffix](path):
             if not isinstance(record, dict):
@@ -160,13 +160,13 @@ def _field(record: Mapping[str, Any], key: str, name: str, where: str) -> str:
 
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)  # one stray quote would swallow lines
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)  # else an unbalanced quote would swallow lines
         for record in reader:
             yield f"{path}, line {reader.line_num}", {k: v for k, v in record.items() if k is not None}
 
 
 def _read_json(path: Path) -> list[tuple[str, Any]]:
-    """A list of objects, or Rasa's: `rasa_nlu_data.common_examples`, each with `text` and `intent`."""
+    """Read a list of objects, or Rasa's `rasa_nlu_data.common_examples`, each with `text` and `intent`."""
     values = read_json(path)
     if not isinstance(values, list):
         values = build(str(path), lambda values: list(values["rasa_nlu_data"]["common_examples"]), values)
@@ -174,7 +174,7 @@ def _read_json(path: Path) -> list[tuple[str, Any]]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """One request a line (`*.seq.in`), its label on the same line of the file beside it (`*.label`)."""
+    """Read one request per line (`*.seq.in`), with its label on the same line of the file beside it (`*.label`)."""
     beside = path.with_name(path.name.removesuffix(".seq.in") + ".label")
     if not beside.is_file():
         raise FileNotFoundError(f"data.path: no file {beside}, which holds the labels of {path.name}")
@@ -187,7 +187,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield where, {"text": text.strip(), "label": label.strip()}
 
 
-#: Where each record of a file stands, and the record: a mapping, if the file is as it should be.
+#: Readers by file type. Each yields a record's position and the record, a mapping in a well-formed file.
 _READERS: Mapping[str, Callable[[Path], Iterable[tuple[str, Any]]]] = {
     ".csv": _read_csv,
     ".tsv": partial(_read_csv, delimiter="\t"),

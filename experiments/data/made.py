@@ -1,6 +1,6 @@
 """Small records in place of the official data sets, made from the support desk's phrases: no download, no folder.
 
-They let the whole chain run anywhere. They say nothing about a model: their answers are easy and their number is small.
+They let the whole chain run anywhere. They say nothing about a model: answers are easy and records are few.
 """
 
 from random import Random
@@ -9,10 +9,10 @@ from experiments.data.openbookqa import Choice
 from experiments.data.squad import Question
 from experiments.data.streams.support_desk import INTENTS, PHRASES, support_desk
 
-#: As many as a trial run could want; the tasks' `limit` takes fewer.
+#: Enough for any trial run; the tasks' `limit` takes fewer.
 N_PASSAGES, N_CHOICES, N_LINES = 40, 200, 400
 
-#: By slot of the phrases: what a passage says of it, and how it is asked.
+#: By slot of the phrases: the sentence in a passage, and the question about it.
 FACTS = {
     "order": ("The number on the label was {}.", "What number was on the label?"),
     "product": ("In the box was one {}.", "What was in the box?"),
@@ -23,7 +23,7 @@ FACTS = {
 
 
 def make_questions(seed: int) -> list[Question]:
-    """Passages, each with a question a fact; one fact of each is left out, and the first question comes twice."""
+    """Return passages with a question per fact; one fact of each is left out, and the first question comes twice."""
     rng = Random(seed)
     return [question for number in range(N_PASSAGES) for question in _ask_about(number, rng)]
 
@@ -45,7 +45,7 @@ def _fill(slot: str, rng: Random) -> str:
 
 
 def make_choices(seed: int) -> list[Choice]:
-    """Requests, each with four intents to choose from; the same request comes with the same four."""
+    """Return requests with four intents to choose from; equal requests have the same four."""
     questions = []
     for number, request in enumerate(support_desk(N_CHOICES, seed)):
         rng = Random(request.text)
@@ -57,5 +57,5 @@ def make_choices(seed: int) -> list[Choice]:
 
 
 def make_lines(seed: int) -> list[str]:
-    """Lines of text: one request each."""
+    """Return lines of text, one request each."""
     return [request.text for request in support_desk(N_LINES, seed)]

@@ -19,12 +19,12 @@ FILES = {
 class Choice:
     id: str
     stem: str  # the question, often the beginning of a sentence
-    choices: tuple[str, ...]  # ways to go on: four, in the published sets
-    right: int  # number of the right one, from 0
+    choices: tuple[str, ...]  # ways to continue: four, in the published sets
+    right: int  # index of the right choice, from 0
 
 
 def read_openbookqa(split: Literal["train", "validation", "test"], folder: Path | None) -> list[Choice]:
-    """All questions of a split, in the order of the data: from the data folder, or without one from the hub."""
+    """Return all questions of a split, in data order: from the data folder if given, else from the hub."""
     if folder is None:
         return [build(where, _from_row, row) for where, row in from_hub(HUB, "main", split)]
     path = find_file(folder, FILES[split])

@@ -1,6 +1,6 @@
-"""Where records come from: a file of the data folder if one is given, else the hub.
+"""Sources of records: a file in the data folder if given, else the hub.
 
-A record comes with the words that say where it stands, so that an error can name it.
+Each record comes with a text for its position, so that an error can name it.
 """
 
 import json
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def from_hub(name: str, config: str | None, split: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Rows of a data set on the hub, each with where it stands; `config` is None for the only one."""
+    """Return the rows of a data set on the hub with their positions; `config` is None for the only configuration."""
     try:
         import datasets
     except ImportError:
@@ -41,7 +41,7 @@ def find_file(folder: Path, name: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """All of a UTF-8 file, with `\n` as the end of each line whatever the file has."""
+    """Read a UTF-8 file, with `\n` as the end of each line whatever the file has."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -57,7 +57,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> list[tuple[str, Any]]:
-    """The values of a file with one JSON value a line, each with where it stands; empty lines are left out."""
+    """Read a file with one JSON value per line, each with its position; empty lines are skipped."""
     values = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         try:
@@ -69,7 +69,7 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
 
 
 def build(where: str, make: Callable[[Any], _T], record: Any) -> _T:
-    """What `make` makes of a record; one that lacks something or holds another type is a `ConfigError`."""
+    """Return `make(record)`; raise `ConfigError` if the record lacks a field or has one of another type."""
     try:
         return make(record)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -77,14 +77,14 @@ def build(where: str, make: Callable[[Any], _T], record: Any) -> _T:
 
 
 def typed(value: Any, kind: type[_T]) -> _T:
-    """A value that is of this type, else a `TypeError`: for use inside `build`."""
+    """Return a value if it has this type, else raise `TypeError`: for use inside `build`."""
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r}")
     return value
 
 
 def some(records: list[_T], where: object) -> list[_T]:
-    """The records, if there are any."""
+    """Return the records; raise if there are none."""
     if not records:
         raise ConfigError(f"{where}: holds no records; is the file complete?")
     return records

@@ -1,4 +1,4 @@
-"""SQuAD v2 (Rajpurkar, Jia and Liang 2018): questions on Wikipedia passages, about half without an answer there."""
+"""SQuAD v2 (Rajpurkar, Jia and Liang 2018): questions on Wikipedia passages, about half of them unanswerable."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Question:
     title: str  # article of the passage
     text: str
     context: str
-    # Accepted answers, each with the character where it begins in the passage; empty when there is none
+    # Accepted answers, each with its first character in the passage; empty if there is none
     answers: tuple[tuple[str, int], ...]
 
 
 def read_squad(split: Literal["train", "validation"], folder: Path | None) -> list[Question]:
-    """All questions of a split, in the order of the data: from the data folder, or without one from the hub."""
+    """Return all questions of a split, in data order: from the data folder if given, else from the hub."""
     if folder is None:
         return [build(where, _from_row, row) for where, row in from_hub(HUB, None, split)]
     path = find_file(folder, FILES[split])
@@ -31,7 +31,7 @@ def read_squad(split: Literal["train", "validation"], folder: Path | None) -> li
 
 
 def _flatten(values: Any) -> list[tuple[str, Mapping[str, Any]]]:
-    """Each question of the official format, with its article's title and its passage."""
+    """Return each question of the official format, with its article's title and its passage."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for number, article in enumerate(values["data"]):
         for place, paragraph in enumerate(article["paragraphs"]):

@@ -1,9 +1,9 @@
-"""Traces of services of language models: when requests came, and what is known of their prompts.
+"""Traces of language model services: arrival times of requests, and partial information on prompts.
 
-azure     (Patel et al. 2024) the requests of an hour: times and token counts. It tells no two prompts apart: it has
-          lengths to give, but no hit rates.
-mooncake  (Qin et al. 2024) of which blocks each prompt is. A block stands for 512 tokens and all before them, so equal
-          numbers mean equal beginnings. The tokens are not published.
+azure     (Patel et al. 2024) one hour of requests: times and token counts. Prompts are not identified, so it gives
+          lengths, but no hit rates.
+mooncake  (Qin et al. 2024) the blocks of each prompt. A block stands for 512 tokens and all before them, so equal
+          numbers mean equal prefixes. The tokens are not published.
 
 The hub has neither: they are read from the data folder.
 """
@@ -20,15 +20,15 @@ from llmcache import ConfigError
 
 AZURE = "azure_llm_trace/AzureLLMInferenceTrace_conv.csv"
 MOONCAKE = "mooncake/conversation_trace.jsonl"
-BLOCK = 512  # tokens of a block of Mooncake's
-STEP_S = 3.0  # that Mooncake's times of arrival are told in
+BLOCK = 512  # tokens per block in Mooncake's trace
+STEP_S = 3.0  # resolution of Mooncake's arrival times
 
 Chain = tuple[int, ...]
 _T = TypeVar("_T")
 
 
 def azure_arrivals(folder: Path | None) -> list[float]:
-    """Seconds from the first arrival to each, in order."""
+    """Return the seconds from the first arrival to each, in order."""
     times = sorted(_azure(folder, lambda line: datetime.fromisoformat(line["TIMESTAMP"])))
     return [(time - times[0]).total_seconds() for time in times]
 
@@ -43,7 +43,7 @@ def mooncake_arrivals(folder: Path | None) -> list[float]:
 
 
 def read_trace(folder: Path | None) -> list[Chain]:
-    """The blocks of each request of Mooncake's in the order of arrival."""
+    """Return the blocks of each request of Mooncake's trace, in order of arrival."""
     return [chain for _, chain in _mooncake(folder)]
 
 
@@ -54,7 +54,7 @@ def _azure(folder: Path | None, take: Callable[[Mapping[str, str]], _T]) -> list
 
 
 def _mooncake(folder: Path | None) -> list[tuple[int, Chain]]:
-    """Milliseconds of arrival and blocks, at least one, in order."""
+    """Return arrival times in ms and blocks, at least one request, in order."""
     path = _find(folder, MOONCAKE)
     asked = [build(where, _request, record) for where, record in read_jsonl(path)]
     return sorted(some(asked, path), key=lambda request: request[0])

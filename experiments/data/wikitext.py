@@ -1,7 +1,7 @@
 """WikiText (Merity et al. 2016): Wikipedia articles in tokenised lines.
 
-The hub's `raw` configuration of WikiText-103 holds every word; WikiText-2 and the files of the data folder are taken as
-they are, and may have rare words replaced by `<unk>`: `unk_rate` says how many.
+The hub's `raw` configuration of WikiText-103 has every word. WikiText-2 and files in the data folder are used as they
+are, and may have rare words replaced by `<unk>`: `unk_rate` returns the share.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from experiments.data.source import build, find_file, from_hub, read_text, some,
 
 HUB = "Salesforce/wikitext"
 UNK = "<unk>"
-#: By split: configuration on the hub, split there, file in the data folder.
+#: By split: configuration on the hub, its split, file in the data folder.
 SPLITS = {
     "train": ("wikitext-2-v1", "train", "wikitext/wikitext-2_train.tokens.txt"),
     "validation": ("wikitext-103-raw-v1", "validation", "wikitext/wikitext-103_valid.txt"),
@@ -21,7 +21,7 @@ SPLITS = {
 
 
 def read_wikitext(split: Literal["train", "validation", "test"], folder: Path | None) -> list[str]:
-    """The stripped lines of a split that are not empty: from the data folder, or without one from the hub."""
+    """Return the stripped non-empty lines of a split: from the data folder if given, else from the hub."""
     config, there, file = SPLITS[split]
     if folder is None:
         lines = [build(where, _text, row) for where, row in from_hub(HUB, config, there)]
@@ -31,7 +31,7 @@ def read_wikitext(split: Literal["train", "validation", "test"], folder: Path | 
 
 
 def unk_rate(lines: list[str]) -> float:
-    """Share of white-space separated words that are `<unk>`, 0 to 1."""
+    """Return the share of white-space separated words that are `<unk>`, 0 to 1."""
     words = [word for line in lines for word in line.split()]
     return sum(word == UNK for word in words) / max(1, len(words))
 

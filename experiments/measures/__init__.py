@@ -1,9 +1,9 @@
-"""Kinds of runs: one file each, with its settings and `run(experiment, folders) -> Outcome`.
+"""Measures: one file each, with its settings and `run(experiment, folders) -> Outcome`.
 
 experiment -> serve, service, prefix, ... methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
            -> bench                       single calls are timed
-           -> serve_load, serve_soak      servers are asked over their socket (`over_http`)
+           -> serve_load, serve_soak      servers get requests over their socket (`over_http`)
            -> Outcome                     rows and figures, for the folder of the run
 """
 
@@ -41,10 +41,10 @@ from experiments.support.files import Folders
 class Measure:
     settings: type[Experiment]
     run: Callable[[Any, Folders], Outcome]  # `(experiment, folders) -> outcome`
-    details: tuple[str, ...] = ()  # figures that no page reads, by dotted key: they are kept with the rows alone
+    details: tuple[str, ...] = ()  # figures that no page reads, by dotted key: written with the rows only
 
 
-#: Of each point of a curve.
+#: Such figures of each point of a curve.
 POINT_DETAILS = tuple(
     f"points.{name}" for name in ("accuracy_nocache", "accuracy_ci", "changed_per_hit", "extras", "hits_by_rung")
 )

@@ -1,4 +1,4 @@
-"""What every measure is told, and what it gives."""
+"""Inputs and outputs common to every measure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from experiments.tasks.workload import Answer, Workload
 
 
 class Experiment(Section):
-    measure: str  # A key of `experiments.measures.MEASURES`
-    seed: int = Field(default=0, ge=0)  # of samples, splits, orders and streams that are made
+    measure: str  # a key of `experiments.measures.MEASURES`
+    seed: int = Field(default=0, ge=0)  # of samples, splits, orders and generated streams
 
     @property
     def name(self) -> str:
-        """What the run's folder is called, before the values of the grid."""
+        """Name of the run's folder, before the values of the grid."""
         return self.measure
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values of every setting, defaults included; they make the same experiment again."""
+        """Return plain values of every setting, defaults included; they recreate the experiment."""
         return self.model_dump(mode="json")
 
 
 class TaskExperiment(Experiment):
-    task: Any  # the task's own settings; its `name` is a key of `experiments.tasks.TASKS`
+    task: Any  # settings of the task; its `name` is a key of `experiments.tasks.TASKS`
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -45,7 +45,7 @@ class TaskExperiment(Experiment):
         return f"{self.task.title}-{Path(self.task.model).name}"
 
     def about(self, workload: Workload) -> dict[str, Any]:
-        """What metrics begin with: of which task, model and requests they are."""
+        """Return the first metrics of a run: task, model and requests."""
         return {
             "task": self.task.title,
             "model": self.task.model,
@@ -59,9 +59,9 @@ class TaskExperiment(Experiment):
 class DeviceExperiment(Experiment):
     """Settings of a run that times single calls of models on a device."""
 
-    models: tuple[str, ...] = Field(min_length=1)  # architectures, with random weights; prepared models; folders
+    models: tuple[str, ...] = Field(min_length=1)  # architectures with random weights, prepared models, or folders
     device: str = "cpu"  # torch device
-    # Where banks keep entries: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
+    # Where banks keep entries: `host`, from where hits are copied to a GPU, or `device`. The same on a CPU.
     banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
     dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)  # of weights and states
 
@@ -80,12 +80,12 @@ class CacheExperiment(TaskExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    rows: Sequence[Mapping[str, Any]]  # all with the same keys: one a request and method, or one a point of a curve
+    rows: Sequence[Mapping[str, Any]]  # all with the same keys: one per request and method, or one per point of a curve
     metrics: Mapping[str, Any]
 
 
 def serve_once(method: Method, numbers: Iterable[int]) -> tuple[list[Answer], list[Served]]:
-    """Let a method answer requests from cold, untimed: answers, and what happened to each request."""
+    """Run a method on requests from cold, untimed; return the answers, and the outcome of each request."""
     answers, notes = [], []
     with torch.inference_mode():
         method.begin()

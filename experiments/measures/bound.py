@@ -1,17 +1,17 @@
-"""Measure `bound`: how often a calibrated limit is worse than its bound said.
+"""Measure `bound`: how often a calibrated limit exceeds its bound.
 
     a stream, observed once
-      `parts` times   A and B are drawn and learned from; the rest is the population, its rates are the truth
-        `draws` times   C is drawn from the population, with replacement: a calibration chooses a limit by it
+      `parts` times   A and B are drawn and learned from; the rest is the population, whose rates are the truth
+        `draws` times   C is drawn from the population, with replacement: a calibration chooses a limit on it
 
-With an `arrival` the stream has an order in time, and what is drawn is the order: a calibration sees the first `learn`
-requests of each and serves what follows, which is the truth then. Where that is unlike what came first, no bound was
-promised: this measures what becomes of it. What follows is a sample itself, so some orders exceed what was asked by
-chance, `shuffled` ones too, which are the control; `is_beyond_chance` where its exact interval lies above (of requests
-that stand for themselves: repeats do not).
+With an `arrival`, requests have an order in time, and that order is drawn: a calibration sees the first `learn`
+requests of each order and serves the later ones, whose rates are then the truth. If they are unlike the first, no
+bound was promised; this measures the outcome. The later requests are a sample, so some orders exceed the target by
+chance, including `shuffled` ones, which are the control. `is_beyond_chance` marks orders whose exact interval lies
+above the target (for independent requests, which repeats are not).
 
-A calibration errs if more answers change in the population, at the limit that it chose, than it was asked to leave.
-With sources that stay, it may do so with probability delta. Learning, risks and choice are the library's own.
+A calibration errs if, at its limit, more answers of the population change than its target allows. With frozen sources
+it may do so with probability delta. Learning, risks and the choice of the limit are the library's own code.
 
 Sizes: N requests of the population, M of C.
 """
@@ -38,11 +38,11 @@ from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, n_tested
 
 
 class Bound(LearningExperiment):
-    """Settings of the measure. Of `learn` requests a calibration takes as many for C as it usually does."""
+    """Settings of the measure. Of `learn` requests, a calibration uses as many for C as usual."""
 
-    parts: int = Field(default=10, ge=1)  # how often A and B are drawn
-    draws: int = Field(default=20, ge=1)  # how often C is drawn for each
-    # In which order requests come in time, drawn anew for each part; then C is no draw of its own.
+    parts: int = Field(default=10, ge=1)  # number of draws of A and B
+    draws: int = Field(default=20, ge=1)  # draws of C for each
+    # Order of requests in time, drawn anew for each part; C is then not drawn separately.
     arrival: Arrival | None = None
 
     @classmethod
@@ -75,24 +75,24 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
 
 @lru_cache(maxsize=1)
 def _rehearsed(settings: str, folders: Folders) -> Rehearsal:
-    """A stream, observed once for all orders in which it comes."""
+    """Return the stream, observed once for all orders."""
     return Bound.make(json.loads(settings)).rehearse(folders)
 
 
 def _n_sources(experiment: Bound) -> int:
-    """As many as the claim with the largest C leaves: the same for all, so that they are learned from once."""
+    """Return the number of requests outside the largest C: the same for all claims, so learning happens once."""
     return experiment.learn - max(n_tested(experiment.learn, risk_target) for risk_target in experiment.frozen_claims)
 
 
 def _n_population(experiment: Bound, n: int) -> int:
-    """Requests that the truth is told from."""
+    """Return the number of requests that define the true rates."""
     if experiment.arrival is None:
         return n - _n_sources(experiment)
     return (experiment.arrival.n or n) - experiment.learn
 
 
 def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:
-    """One row a draw of C and claim, for one draw of A and B."""
+    """Yield one row per draw of C and claim, for one draw of A and B."""
     rng = np.random.default_rng((experiment.seed, part))
     order = rng.permutation(len(rehearsal.observed))
     sources, population = ([rehearsal.observed[i] for i in half] for half in np.split(order, [_n_sources(experiment)]))
@@ -106,7 +106,7 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
 
 
 def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:
-    """One row a claim, for one order in time: of the first requests A, B and C are drawn, the others are served."""
+    """Yield one row per claim for one order in time: A, B and C come from the first requests, the others are served."""
     assert experiment.arrival is not None
     pool, seed = rehearsal.observed, 1000 * experiment.seed + part
     stream = arrange(pool, lambda case: case.label, experiment.arrival, seed)
@@ -126,7 +126,7 @@ def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[di
 def _held_against(
     truth: HoldoutOutcome, found: OperatingPoint | None, risk_target: RiskTarget, n: int
 ) -> dict[str, Any]:
-    """What a calibration with `n` requests of C chose, and what became of the requests that it served."""
+    """Return the limit chosen with `n` requests of C, and the true rates at that limit."""
     served = np.isneginf(truth.risk) if found is None else truth.risk <= found.limit
     changed = float(np.where(served, truth.loss, 0.0).mean())
     return {
@@ -142,7 +142,7 @@ def _held_against(
 
 
 def _of_claim(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What became of all calibrations with one claim; where none was turned on, only repeats were hits."""
+    """Return the figures of all calibrations of one claim; a calibration without a limit serves only repeats."""
     rates: NDArray[np.float64] = np.array([row["hit_rate"] for row in rows])
     return {
         "max_drop": rows[0]["max_drop"],

@@ -1,14 +1,14 @@
-"""Measure `compiled`: what one call costs with and without `torch.compile`, with and without a cache, interleaved.
+"""Measure `compiled`: the cost of one call with and without `torch.compile`, with and without a cache, interleaved.
 
 | kind | model | cache |
 |---|---|---|
-| `nocache` | as it is | none |
-| `nocache_compiled` | `torch.compile(model, dynamic=False)`, as a user would, for the very shape | none |
-| `miss`, `hit` | as it is | a request that is not stored; one that is |
-| `miss_compiled`, `hit_compiled` | graphs of `cache.compile()` | likewise |
+| `nocache` | eager | none |
+| `nocache_compiled` | `torch.compile(model, dynamic=False)`, as a user would, for this exact shape | none |
+| `miss`, `hit` | eager | a request that is not stored; a stored request |
+| `miss_compiled`, `hit_compiled` | graphs of `cache.compile()` | as `miss`, `hit` |
 
-A graph of the cache is padded to its bucket, so a length that is no bucket's shows what padding costs. After each call,
-outside the timer, it is checked to have been what it is counted as.
+A graph of the cache is padded to its bucket, so lengths between buckets show the cost of padding. After each call,
+outside the timer, its kind is checked.
 """
 
 import copy
@@ -35,20 +35,20 @@ from llmcache import ConfigError, LLMCache
 
 WARM_UP = 5  # rounds
 KINDS = ("nocache", "nocache_compiled", "miss", "hit", "miss_compiled", "hit_compiled")
-#: What a row tells; empty where it was not run.
+#: Figures of a row; empty if not run.
 FIGURES = ("bucket", *(f"{kind}_ms" for kind in KINDS), *(f"{kind}_ratio" for kind in KINDS[1:]), "compile_s", "detail")
 
 
 class Compiled(DeviceExperiment):
     """Settings of the measure; models are classifiers."""
 
-    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)  # rows a call
-    seq_lens: tuple[int, ...] = Field(default=(24, 32, 128), min_length=1)  # tokens a row, 8 or more
-    buckets: tuple[PositiveInt, ...] = Field(default=(32, 128), min_length=1)  # lengths that graphs are made for
-    entries: int = Field(default=1000, ge=64)  # that the cache may hold
+    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)  # rows per call
+    seq_lens: tuple[int, ...] = Field(default=(24, 32, 128), min_length=1)  # tokens per row, 8 or more
+    buckets: tuple[PositiveInt, ...] = Field(default=(32, 128), min_length=1)  # lengths to make graphs for
+    entries: int = Field(default=1000, ge=64)  # capacity of the cache
     rounds: int = Field(default=100, ge=10)  # calls of each kind; p90 and p99 take 200 or more
     mode: str | None = None  # of torch.compile
-    backend: str = "inductor"  # likewise
+    backend: str = "inductor"  # of torch.compile
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -59,7 +59,7 @@ class Compiled(DeviceExperiment):
 
 
 def run(experiment: Compiled, folders: Folders) -> Outcome:
-    """Measure every model and shape, once all are known to be there and to suit the settings."""
+    """Measure every model and shape, after checking that all models exist and suit the settings."""
     for dtype in experiment.dtypes:
         check_target(experiment.device, dtype)
     sources = {model: find(model, folders.models) for model in experiment.models}
@@ -75,7 +75,7 @@ def run(experiment: Compiled, folders: Folders) -> Outcome:
 
 
 def _row(experiment: Compiled, model: str, source: str, shape: "Shape") -> dict[str, Any]:
-    """Figures of one model and shape; without any where it cannot be compiled, or there is no room for it."""
+    """Return the figures of one model and shape; none if it cannot be compiled or memory is too small."""
     about = {"model": model, **shape._asdict(), "clock": Clock(experiment.device).name, **dict.fromkeys(FIGURES)}
     try:
         return about | Bench(experiment, source, shape).measure() | {"not_run": ""}
@@ -91,10 +91,10 @@ class Shape(NamedTuple):
 
 
 class Bench:
-    """Four copies of a model, two of them with a cache, one of each compiled; for calls of one shape."""
+    """Four copies of a model, with and without a cache, each eager and compiled; for calls of one shape."""
 
     def __init__(self, experiment: Compiled, source: str, shape: Shape) -> None:
-        torch._dynamo.reset()  # graphs of other shapes
+        torch._dynamo.reset()  # drop graphs of other shapes
         self._experiment = experiment
         self._shape = shape
         self._clock = Clock(experiment.device)
@@ -126,7 +126,7 @@ class Bench:
     def measure(self) -> dict[str, Any]:
         spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
         with torch.inference_mode():
-            for _, kind in product(range(WARM_UP), KINDS):  # a hit is of what the miss before it stored
+            for _, kind in product(range(WARM_UP), KINDS):  # a hit is of the request the preceding miss stored
                 self._call(kind)
             for number in range(WARM_UP, WARM_UP + self._experiment.rounds):
                 for kind in rotated(KINDS, number):
@@ -143,7 +143,7 @@ class Bench:
         }
 
     def _call(self, kind: str) -> Spent:
-        """What one call took; it was what it is counted as."""
+        """Return the time of one call, after checking that it was of that kind."""
         end = "_compiled" if kind.endswith("_compiled") else ""
         ids = self._stored[end] if kind.startswith("hit") else self._requests.fresh()
         inputs, model = self._requests.inputs(ids), self._models[kind]
@@ -156,7 +156,7 @@ class Bench:
                 self._shape.rows if kind.startswith("hit") else 0,
                 self._shape.rows if kind == "miss_compiled" else 0,
             )
-            is_first = end not in self._stored  # which shows how the model packs its output
+            is_first = end not in self._stored  # the first call shows how the model packs its output
             if (n_hits, n_compiled) != wanted and not is_first:
                 raise RuntimeError(
                     f"a {kind} call had {n_hits} hits and {n_compiled} rows run by a graph, not {wanted}"
@@ -166,6 +166,6 @@ class Bench:
         return spent
 
     def _done(self, cache: LLMCache) -> tuple[int, int]:
-        """Hits, and rows that graphs computed, so far."""
+        """Return the numbers of hits and of rows computed by graphs so far."""
         stats = cache.stats()
         return stats.n_hits, 0 if stats.compiled is None else stats.compiled.n_requests

@@ -1,6 +1,6 @@
-"""Measure `decode`: what a generation takes, to its first token and after, in each way that one would serve it.
+"""Measure `decode`: time of a generation to its first token and after, in each way of serving it.
 
-See `experiments.measures.bench.generation`, which measures it, for ways, kinds and times.
+See `experiments.measures.bench.generation` for ways, kinds and times.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from experiments.measures.bench import generation
 from experiments.support.files import Folders
 from llmcache.lab import PrefixOptions
 
-#: Kinds as they are shown.
+#: Kinds, with their titles.
 KINDS = {
     "nocache": "no cache",
     "kv_cache": "K/V cache",
@@ -23,16 +23,16 @@ KINDS = {
     "exact_hit": "K/V cache and llmcache, known prompt",
 }
 
-#: What a table on the screen has of each row; the files have all.
+#: Columns of the table on the screen; the files have all.
 SHOWN = ("model", "generation", "dtype", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "kv_cache_ratio")
 
 
 class Decode(DeviceExperiment):
     """Settings of the measure; models are causal."""
 
-    prompt_tokens: int = Field(default=128, ge=2)  # tokens of a prompt
-    new_tokens: int = Field(default=64, ge=2)  # tokens generated, always as many
-    # First tokens that a prompt with a known beginning has of a known one.
+    prompt_tokens: int = Field(default=128, ge=2)  # tokens per prompt
+    new_tokens: int = Field(default=64, ge=2)  # tokens generated, a fixed number
+    # Length of the known prefix of a `prefix_hit` prompt, in tokens.
     shared_tokens: int = Field(default=96, ge=PrefixOptions().block)
     rounds: int = Field(default=20, ge=3)  # generations of each kind
 
@@ -52,7 +52,7 @@ def run(experiment: Decode, folders: Folders) -> Outcome:
 
 
 def _rows(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Medians, one row a kind; `kv_cache_ratio`: whole generations over those with a K/V cache, of the same round."""
+    """Return medians, one row per kind; `kv_cache_ratio`: a generation's time over that with a K/V cache, by round."""
     return [
         {
             **{name: figures[name] for name in ("model", "weights", "dtype", "banks", "clock")},

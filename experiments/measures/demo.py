@@ -1,17 +1,17 @@
-"""The first act of the demo: what reuse saves and what it costs, on the support desk's stream with all-MiniLM-L6-v2.
+"""The first act of the demo: savings and cost of reuse, on the support desk's stream with all-MiniLM-L6-v2.
 
-The stream is shuffled: a bound is for requests that are drawn like those it was measured on. Its first requests fit a
-linear head on mean-pooled states, the others are served in whole passes, one after another and with nothing between
-them, each cache from cold and with default settings (`experiments.measures.service`):
+The stream is shuffled: a bound holds for requests drawn like those it was measured on. The first requests fit a linear
+head on mean-pooled states. The others are served in whole passes, one after another and back to back, each cache cold
+at the start and with default settings (`experiments.measures.service`):
 
     the model alone, exact repeats, tau, calibrated at each `max_drop`, the model alone
 
-All settings stand here in advance: tau is the paper's. Calibrated reuse learns in its own pass, from the first `LEARN`
-requests that it computes, and calibrates in a thread beside those that follow. Figures of every way are of the requests
-after these, so that all are compared on the same ones; `whole` is of the stream with its beginning. Speed-ups are held
-against both passes of the model alone: their mean, and each of them.
+All settings are fixed here in advance: tau is the paper's. Calibrated reuse learns in its own pass from the first
+`LEARN` requests that it computes, and calibrates in a thread while later requests are served. Figures cover the
+requests after these, the same for every setting; `whole` covers the stream from its start. Speed-ups are relative to
+both passes of the model alone: to their mean, and to each of them.
 
-Sizes: N requests that are served.
+Sizes: N served requests.
 """
 
 import random
@@ -34,13 +34,13 @@ from llmcache import CacheConfig, Calibration, ConfigError
 
 PAPER_TAU = 0.85
 MAX_DROPS = (0.005, 0.01, 0.02)
-LEARN = 1200  # the least `max_drop` takes 1,196
+LEARN = 1200  # the smallest `max_drop` needs 1,196
 N_FIT = 600
 MAX_LENGTH = 128
 
 
 def ways() -> dict[str, dict[str, Any]]:
-    """Settings of each cache by what its row is called, in the order of the passes."""
+    """Return the settings of each cache by row name, in the order of the passes."""
     found: dict[str, dict[str, Any]] = {"exact repeats": {}, f"tau {PAPER_TAU}": {"tau": PAPER_TAU, "layers": "last"}}
     for drop in MAX_DROPS:
         found[f"calibrated, {100 * drop:.1f} %"] = {"answer": "class", "learn": LEARN, "max_drop": drop}
@@ -48,7 +48,7 @@ def ways() -> dict[str, dict[str, Any]]:
 
 
 def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
-    """Measure every way on `n` requests: `settings` has one mapping a row, the model alone first."""
+    """Measure every setting on `n` requests: `settings` has one mapping per row, the model alone first."""
     if n <= LEARN:
         raise ConfigError(f"n={n}: the first {LEARN} requests are learned from; give more")
     environment = describe(seed)  # before any work, which would count as load
@@ -72,7 +72,7 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _passes(workload: Workload) -> tuple[list[Pass], list[tuple[str, Pass, Calibration | None]]]:
-    """Both of the model alone; and one of each way, with what was calibrated in it."""
+    """Return both passes of the model alone, and one pass per setting with the calibration made in it."""
     base, taken = [], []
     for number, (name, options) in enumerate(ways().items()):
         server = Server(workload, options, learn=0)
@@ -85,7 +85,7 @@ def _passes(workload: Workload) -> tuple[list[Pass], list[tuple[str, Pass, Calib
 
 
 def _learned_at(taken: Pass) -> int:
-    """How many requests had come when it had computed as many as it learns from; repeats are served meanwhile."""
+    """Return the number of requests after which `LEARN` were computed; repeats are served meanwhile."""
     computed = np.flatnonzero(taken.served == COMPUTED)
     if len(computed) < LEARN or computed[LEARN - 1] + 1 == len(taken.served):
         raise ConfigError(
@@ -112,11 +112,11 @@ def _row(
     first: int,
     seed: int,
 ) -> dict[str, Any]:
-    """One row with a cache; `bound` is what the calibration showed of its changed answers, None without one."""
+    """Return one row with a cache; `bound` is the calibration's bound on changed answers, None without one."""
     chosen = None if calibration is None else calibration.chosen
     saved = np.cumsum(np.mean([one.ms for one in base], axis=0) - taken.ms)
     owed = np.flatnonzero(saved < 0)
-    after = owed[-1] + 2 if len(owed) else 0  # the first request from which on the whole pass has saved time
+    after = owed[-1] + 2 if len(owed) else 0  # from this request on, the whole pass has saved time
     return {
         "name": name,
         "options": ways()[name],
@@ -133,7 +133,7 @@ def _row(
 
 
 def _speedup(base: Sequence[Pass], taken: Pass, first: int) -> dict[str, float]:
-    """How many times faster the requests from `first` on went than in the passes of the model alone."""
+    """Return the speed-up over the passes of the model alone, for requests from `first` on."""
     alone, own = [_seconds(one, first) for one in base], _seconds(taken, first)
     return {
         "speedup": float(np.mean(alone)) / own,
@@ -143,12 +143,12 @@ def _speedup(base: Sequence[Pass], taken: Pass, first: int) -> dict[str, float]:
 
 
 def _seconds(one: Pass, first: int) -> float:
-    """Of the requests from `first` on, and until nothing waits."""
+    """Return the seconds for requests from `first` on, including the time to drain the queues."""
     return float(one.ms[first:].sum()) / 1e3 + one.drained_s
 
 
 def conclude(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the rows with a cache mean, in sentences: the default claim first."""
+    """Summarise the rows with a cache in sentences, the default claim first."""
     default = CacheConfig.make(None).max_drop
     said = []
     for row in rows:

@@ -1,6 +1,7 @@
-"""Measure `latency`: what one request costs, by what happens to it; and generation with and without K/V caching.
+"""Measure `latency`: the cost of one request by its outcome, and generation with and without K/V caching.
 
-Real architectures with random weights, or trained models from folders. What entries keep, and how they are searched:
+Models: real architectures with random weights, or trained models from folders. What entries keep, and how they are
+searched:
 
 | name | keeps | searches |
 |---|---|---|
@@ -31,11 +32,11 @@ KEPT = {
     "pooled": {"payload": "auto", "layers": "last"},
 }
 
-#: Those that a head which answers at every token can do with.
+#: Settings that suit a head with an output at every token.
 OF_TOKENS = tuple(kept for kept, settings in KEPT.items() if settings["payload"] == "sequence")
 
 
-#: What a table on the screen has of each row; the files have all.
+#: Columns of the table on the screen; the files have all.
 SHOWN = (
     *("model", "head", "kept", "batch_size", "dtype", "nocache_ms", "miss_ms", "hit_ms", "floor_ms", "hit_speedup"),
     *("service_nocache_ms", "service_miss_ms", "service_hit_ms", "service_exact_hit_ms", "service_floor_ms"),
@@ -43,22 +44,22 @@ SHOWN = (
 
 
 class Latency(DeviceExperiment):
-    # Causal models that are measured with their language-model head, too. It answers at every token, so entries are
-    # kept in the ways `OF_TOKENS`, all else being refused.
+    # Causal models that are also measured with their language-model head. It answers at every token, so entries are
+    # kept only as in `OF_TOKENS`; the cache refuses the others.
     token_heads: tuple[str, ...] = ()
     kept: tuple[str, ...] = Field(default=tuple(KEPT), min_length=1)  # what entries of classifiers keep: keys of `KEPT`
-    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)  # rows a call
-    seq_len: int = Field(default=128, ge=8)  # tokens a row
-    # Entries that fill each bank, by what is kept, at least four a row of the largest batch. Whole sequences are large:
-    # of BERT-base, 128 tokens of all layers in float32 take 4.7 MB.
+    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)  # rows per call
+    seq_len: int = Field(default=128, ge=8)  # tokens per row
+    # Entries that fill each bank, by what is kept; at least four per row of the largest batch. Whole sequences are
+    # large: for BERT-base, 128 tokens of all layers in float32 take 4.7 MB.
     entries: dict[str, int] = {"as the paper": 200, "all tokens": 200, "pooled": 10_000}  # noqa: RUF012 - pydantic copies it
-    # Threshold between requests that were made up anew and those with one token changed; fewer tokens take a lower one.
+    # Threshold between new random requests and those with one token changed; fewer tokens need a lower threshold.
     tau: float = Field(default=0.98, gt=0.0, le=1.0)
-    rounds: int = Field(default=100, ge=10)  # interleaved calls of each kind; p90 and p99 take 200 or more
-    # Rounds of whole blocks, each of calls of one kind, as a service meets them; 0: calls are interleaved only.
+    rounds: int = Field(default=100, ge=10)  # interleaved calls of each kind; p90 and p99 need 200 or more
+    # Rounds of whole blocks of one kind of call, as in a service; 0: only interleaved calls.
     service_rounds: int = Field(default=0, ge=0)
-    block: int = Field(default=200, ge=10)  # calls of a block; 200 or more, or it is a try
-    generate: tuple[str, ...] = ()  # models that also generate: prompt and new tokens together are `seq_len` long
+    block: int = Field(default=200, ge=10)  # calls per block; below 200, for trial runs only
+    generate: tuple[str, ...] = ()  # models that also generate; prompt and new tokens together are `seq_len` long
     new_tokens: int = Field(default=16, ge=1)  # tokens generated
     generate_rounds: int = Field(default=20, ge=3)  # generations of each kind
 
@@ -111,7 +112,7 @@ def _ways(experiment: Latency) -> Iterator[tuple[str, str, str]]:
 def _row(
     experiment: Latency, folders: Folders, model: str, head: str, kept: str, batch_size: int, dtype: str, banks: str
 ) -> dict[str, Any]:
-    """Figures of one model and way to keep entries."""
+    """Return the figures of one model and one way to keep entries."""
     figures = latency.measure(
         latency.Settings(
             model=find(model, folders.models),
@@ -159,5 +160,5 @@ def _row(
 
 
 def _medians(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """Median milliseconds of each kind of call; None where it was not measured."""
+    """Return the median ms of each kind of call; None if not measured."""
     return {key: value and value["median"] for key, value in figures.items() if key.endswith("_ms")}

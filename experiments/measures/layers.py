@@ -1,9 +1,9 @@
-"""Measure `layers`: where, layer by layer, a causal model's states could be reused, and what reusing them costs.
+"""Measure `layers`: at which layers a causal model's states could be reused, and what reuse costs.
 
-Three runs of the paper's cache: as written (one fingerprint of the embeddings, one tau), with the fingerprint
-of the states that enter each layer and the same tau, and with a tau of its own for each layer, chosen on the first half
-of the requests. All are counted on the second half. Beside them, how alike the states really are: the share of requests
-for which the output of layer l has a cosine of at least `alike` with that of the nearest earlier request.
+Three runs of the paper's cache: as written (one fingerprint of the embeddings, one tau); with the fingerprint of the
+states that enter each layer and the same tau; and with a separate tau for each layer, chosen on the first half of the
+requests. All are counted on the second half. Also measured: the share of requests for which the output of layer l has
+a cosine of at least `alike` with that of the nearest earlier request.
 
 Sizes: N requests, L layers, T tokens, D hidden width.
 """
@@ -29,13 +29,13 @@ from llmcache import ConfigError, Stats
 from llmcache.lab import Floats, locate, unpack
 
 PER_LAYER = {"name": "mean", "per_layer": True}
-FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it
+FEWEST = 4  # fewest requests: the first half, on which tau is chosen, then has a request with an earlier one
 
 
 class Layers(TaskExperiment):
     tau: float = Field(default=0.85, ge=-1.0, le=1.0)  # threshold of all layers
-    alike: float = Field(default=0.95, ge=-1.0, le=1.0)  # cosine of two layer outputs from which on they count as alike
-    # Share of hits whose states must be alike, by which a layer's own tau is chosen.
+    alike: float = Field(default=0.95, ge=-1.0, le=1.0)  # least cosine at which two layer outputs count as alike
+    # Share of hits that must have alike states, for choosing a layer's tau.
     purity: float = Field(default=0.95, gt=0.0, le=1.0)
 
 
@@ -69,7 +69,7 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
 
 
 def _check(workload: Workload) -> None:
-    """Refuse what has no states that could be compared place by place, or too few of them."""
+    """Raise `ConfigError` if states cannot be compared position by position, or if requests are too few."""
     shapes = {tuple(request.inputs["input_ids"].shape) for request in workload.requests}
     if not locate(workload.module).makes_kv or len(shapes) > 1 or shapes.pop()[:-1] != (1,):
         raise ConfigError(
@@ -80,7 +80,7 @@ def _check(workload: Workload) -> None:
 
 
 def _record(workload: Workload) -> tuple[Recording, list[Floats], list[NDArray[np.float16]]]:
-    """A recording; and for each layer, means of the states that enter it (N, D), and what leaves it (N, T * D)."""
+    """Return a recording, and for each layer the means of its input states (N, D) and its outputs (N, T * D)."""
     layers = locate(workload.module).layers
     entering: list[list[Any]] = [[] for _ in layers]
     leaving: list[list[Any]] = [[] for _ in layers]
@@ -102,18 +102,18 @@ def _record(workload: Workload) -> tuple[Recording, list[Floats], list[NDArray[n
 
 
 def _nearest_earlier(entering: list[Floats]) -> tuple[NDArray[np.int64], Floats]:
-    """By layer and request (L, N): the earlier request whose entering states are nearest, and how near; at first -1."""
+    """Return by layer and request (L, N) the earlier request with the nearest input states, and its cosine (or -1)."""
     nearest, similarity = [], []
     for states in entering:
         unit = states / np.linalg.norm(states, axis=1, keepdims=True)
-        alike = np.tril(unit @ unit.T + 2, k=-1) - 2  # what is not earlier is at -2
+        alike = np.tril(unit @ unit.T + 2, k=-1) - 2  # later requests and the request itself get -2
         nearest.append(alike.argmax(axis=1))
         similarity.append(np.maximum(alike.max(axis=1), -1))
     return np.stack(nearest), np.stack(similarity)
 
 
 def _cosines(states: NDArray[np.float16], others: NDArray[np.int64]) -> Floats:
-    """Cosine of each request's state (N, T * D) with that of another one (N,), (N,)."""
+    """Return the cosines (N,) between each request's state (N, T * D) and that of request `others[i]`, (N,)."""
     found = [
         float(np.dot(one, two) / max(float(np.linalg.norm(one) * np.linalg.norm(two)), 1e-12))
         for one, two in ((states[i].astype(np.float32), states[j].astype(np.float32)) for i, j in enumerate(others))
@@ -122,7 +122,7 @@ def _cosines(states: NDArray[np.float16], others: NDArray[np.int64]) -> Floats:
 
 
 def choose_taus(similarity: Floats, likeness: Floats, alike: float, purity: float) -> dict[int, float]:
-    """The lowest tau of each layer at which enough hits of the first half have alike states (L, N); else 1."""
+    """Return by layer the lowest tau at which a share `purity` of first-half hits has alike states (L, N), else 1."""
     half = similarity.shape[1] // 2
     taus = {}
     for layer in range(len(similarity)):
@@ -135,7 +135,7 @@ def choose_taus(similarity: Floats, likeness: Floats, alike: float, purity: floa
 
 
 def _serve(experiment: Layers, recording: Recording, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Hit rate of each layer, and what became of the answers, in the second half; the first fills the banks."""
+    """Return hit rates by layer and answer quality on the second half; the first half fills the banks."""
     workload = recording.workload
     n = len(workload.requests)
     half = n // 2

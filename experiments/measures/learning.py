@@ -1,4 +1,4 @@
-"""What measures of calibrated reuse have in common: the first requests are learned from, the later ones are counted."""
+"""Base of the measures of calibrated reuse: the first requests are learned from, the later ones are counted."""
 
 from typing import Annotated, Any, Self
 
@@ -17,18 +17,18 @@ from llmcache.lab import RiskTarget, Sources, check_size
 
 
 class LearningExperiment(CacheExperiment):
-    """Settings of such a measure. Those of `cache` for the bound, `delta` for instance, are what calibrations go by."""
+    """Settings of such a measure. Settings in `cache` for the bound, such as `delta`, apply to its calibrations."""
 
-    learn: int = Field(default=2500, ge=1)  # requests that are learned from, the first ones; all of them are computed
-    # Losses that calibrations may leave, a fraction of 1.
+    learn: int = Field(default=2500, ge=1)  # first requests, which are computed and learned from
+    # Losses that calibrations may allow, fractions of 1.
     max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.005, 0.01, 0.02), min_length=1)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, and that the first requests can carry the claims; see `Section.make`."""
+        """Check all settings, and that the first requests are enough for the claims; see `Section.make`."""
         made = super().make(values, name)
         try:
-            if made.learn:  # 0: there is no claim; else the least loss takes most requests
+            if made.learn:  # 0: there is no claim; else the smallest loss needs most requests
                 check_size(made.learn, min(made.max_drops), made.config.delta)
         except CalibrationError as error:
             raise ConfigError(f"learn={made.learn}: {error}") from error
@@ -43,24 +43,24 @@ class LearningExperiment(CacheExperiment):
 
     @property
     def frozen_claims(self) -> list[RiskTarget]:
-        """What calibrations with frozen sources are to show, one for each loss."""
+        """Targets of calibrations with frozen sources, one per loss."""
         return [self.risk_target(drop) for drop in self.max_drops]
 
     def stream(self, folders: Folders) -> Workload:
-        """The task's requests, unless they are over before anything could be served."""
+        """Build the task; raise if no requests would be left to serve."""
         workload = build(self.task, folders, self.seed)
         if (n := len(workload.requests)) <= self.learn:
             raise ConfigError(f"learn={self.learn}: the stream has {n} requests; learn from fewer, or raise task.limit")
         return workload
 
     def rehearse(self, folders: Folders) -> Rehearsal:
-        """The same, observed once; see `stream`."""
+        """Build the task and observe it once; see `stream`."""
         return Rehearsal(self.stream(folders), self.cache)
 
 
 def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:
-    """Wrap the model of an experiment that learns, and calibrate it for each of `max_drops`, in their order."""
-    # The cache that is returned serves as it was calibrated last.
+    """Wrap the model of an experiment that learns, and calibrate it for each of `max_drops`, in order."""
+    # The returned cache serves with the last calibration.
     if not isinstance(experiment, LearningExperiment):
         raise ConfigError(
             f"measure: {experiment.measure!r} learns from no requests; give the file of one that does: "
@@ -75,7 +75,7 @@ def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[
     n = min(experiment.learn, experiment.task.limit or experiment.learn)
     check_size(n, min(drops), settings.delta)  # before minutes of computing
     workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
-    # It may be kept, to serve with: then its settings say what it was calibrated for.
+    # The cache may be saved for serving, so its settings name the target of its calibration.
     config = configure(workload, {"auto_bypass": True, **experiment.cache, "max_drop": drops[-1]})
     cache = LLMCache.wrap(workload.module, config=config, tokenizer=workload.tokenizer)
     requests = tracked(workload.requests, "Calibrating")

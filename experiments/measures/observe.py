@@ -1,6 +1,6 @@
-"""Measure `observe`: one llmcache setting serves the task once, untimed: hits, quality, bytes and its counters.
+"""Measure `observe`: one llmcache setting serves the task once, untimed: hits, quality, bytes and counters.
 
-For questions that need the real banks, codecs and policies, but no clock.
+For questions that need the real banks, codecs and policies, but no timing.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from llmcache import POLICIES, CacheConfig
 
 
 class Observe(CacheExperiment):
-    # The clock of policies that look at one moves by that much a request; None: the real one.
+    # Seconds the clock of time-based policies advances per request; None: the real clock.
     seconds_per_request: float | None = Field(default=None, gt=0.0)
 
     @classmethod
@@ -35,11 +35,12 @@ class Observe(CacheExperiment):
 
 
 def run(experiment: Observe, folders: Folders) -> Outcome:
-    # `seconds_preparing` is of data, model and its answers without a cache, which the next run on the same task finds.
+    # `seconds_preparing` covers the data, the model and its answers without a cache, which the next run on the same
+    # task reuses.
     started, task = perf_counter(), (experiment.task, experiment.seed, folders)
     workload = _load(*task)
     clock = _Clock(experiment.seconds_per_request)
-    method = Cached(workload, clock.given_to(experiment.cache))  # what does not fit is refused before the model runs
+    method = Cached(workload, clock.given_to(experiment.cache))  # refuses unsuitable settings before the model runs
     base = _alone(*task)
     seconds_preparing = perf_counter() - started
     n = len(workload.requests)
@@ -71,7 +72,7 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
 
 
 class _Clock:
-    """Seconds that pass with requests, so that a run does not depend on how fast the machine is."""
+    """A clock driven by requests, so that a run does not depend on the machine's speed."""
 
     def __init__(self, seconds_per_request: float | None) -> None:
         self._seconds = seconds_per_request
@@ -81,12 +82,12 @@ class _Clock:
         return self._number * (self._seconds or 0.0)
 
     def following(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Hand on the numbers of requests; the clock moves with them."""
+        """Yield request numbers, and advance the clock with them."""
         for self._number in numbers:
             yield self._number
 
     def given_to(self, cache: Mapping[str, Any]) -> dict[str, Any]:
-        """The cache's settings, with this clock for a policy that takes one."""
+        """Return the cache's settings, with this clock if its policy takes one."""
         policy = CacheConfig.make(cache).policy
         if self._seconds is None or "now" not in inspect.signature(POLICIES[policy.name]).parameters:
             return dict(cache)
@@ -95,18 +96,18 @@ class _Clock:
 
 @lru_cache(maxsize=1)  # runs of a grid differ in their caches, not in their tasks
 def _load(task: Any, seed: int, folders: Folders) -> Workload:
-    """The task; the latest is kept."""
+    """Build the task, or return it if it was the last one built."""
     return build(task, folders, seed)
 
 
 @lru_cache(maxsize=1)
 def _alone(task: Any, seed: int, folders: Folders) -> list[Answer]:
-    """What the model alone answers, N; likewise."""
+    """Return the N answers of the model alone, or reuse the last ones."""
     return _load(task, seed, folders).answer_all("The model alone")
 
 
 def _mean(by_layer: Mapping[int, float | None]) -> float | None:
-    """Mean over the layers where it was measured."""
+    """Return the mean over the layers with a value; None without any."""
     known = [value for value in by_layer.values() if value is not None]
     return sum(known) / len(known) if known else None
 

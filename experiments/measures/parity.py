@@ -1,12 +1,12 @@
-"""Measure `parity`: whether generation with llmcache gives the tokens that the model gives alone, and what it holds.
+"""Measure `parity`: whether generation with llmcache gives the same tokens as the model alone, and memory held.
 
-Each prompt is gone on with twice, greedily, by transformers' own loop with a K/V cache: by the model alone, and by a
-copy that is wrapped. Where the tokens differ, what counts is the first that does: later ones follow from it. A prefix
-is served with another split of the same sums, so in low precision two logits that are all but equal may change
-places. Such a *near tie* is told apart: the reference's two best logits there are no further from each other than
-`ulps` roundings of the better one, |best| times the dtype's epsilon each. Anything else is wrong.
+Each prompt is continued twice, greedily, by transformers' own loop with a K/V cache: by the model alone, and by a
+wrapped copy. Only the first differing token counts, since later ones follow from it. A prefix hit splits the same sums
+differently, so in low precision two nearly equal logits may change places. Such a *near tie* is counted apart: the
+reference's two best logits there differ by at most `ulps` roundings of the best one (|best| times the dtype's epsilon
+each). Any other difference is wrong.
 
-Under a budget, `memory` shows at every tenth of the stream what is held, and how large the process is.
+Under a budget, `memory` shows the bytes held and the size of the process at every tenth of the stream.
 """
 
 from collections import Counter
@@ -30,26 +30,26 @@ from experiments.tasks import prompts
 from experiments.tasks.prompts import Prompts
 from llmcache import LLMCache, Stats
 
-#: Parts of the stream after each of which memory is read.
+#: Parts of the stream; memory is read after each.
 PARTS = 10
 
 
 class Parity(CacheExperiment):
-    new_tokens: int = Field(default=16, ge=1)  # tokens generated for each prompt, always as many
-    ulps: float = Field(default=4.0, ge=0.0)  # how near a near tie is, in roundings of the best logit
+    new_tokens: int = Field(default=16, ge=1)  # tokens generated for each prompt, a fixed number
+    ulps: float = Field(default=4.0, ge=0.0)  # largest gap of a near tie, in roundings of the best logit
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two continuations part."""
+    """The first difference between two continuations."""
 
     step: int  # the first new token that differs, from 0
-    gap: float  # the reference's best logit there less its second best
-    tolerance: float  # the largest gap of a near tie
+    gap: float  # difference of the reference's two best logits there
+    tolerance: float  # largest gap of a near tie
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding may have turned it."""
+        """Whether rounding may explain the difference."""
         return self.gap <= self.tolerance
 
 
@@ -112,7 +112,7 @@ def _row(experiment: Parity, workload: Prompts, number: int, module: Any, cache:
 def difference(
     told: Tensor, tokens: Tensor, scores: Sequence[Tensor], ulps: float, dtype: torch.dtype
 ) -> Difference | None:
-    """Where a continuation (1, T + n) parts from the reference, with logits n times (1, V); None if nowhere."""
+    """Return the first difference from the reference (1, T + n) with its logits, n times (1, V); None if equal."""
     n = len(scores)
     places = (told[0, -n:] != tokens[0, -n:]).nonzero()
     if not len(places):

@@ -1,6 +1,6 @@
-"""Measure `policies`: what each policy finds of a stream of keys, by size of the cache, beside the most that any could.
+"""Measure `policies`: hits of each policy on a stream of keys by cache size, beside the most that any policy can get.
 
-Banks and blocks are the library's own; no model is run, and nothing is timed. Hits are counted from an empty cache on.
+Banks and blocks are the library's own; no model runs, and nothing is timed. Hits count from an empty cache on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ class Policies(Experiment):
     stream: KeyStream
     shares: tuple[Share, ...] = Field(
         default=(0.02, 0.1, 0.3), min_length=1
-    )  # sizes of the cache, of the popular keys asked
+    )  # cache sizes, as shares of the popular keys
     policies: tuple[Component, ...] = Field(min_length=1)
 
     @classmethod
@@ -44,7 +44,7 @@ def run(experiment: Policies, folders: Folders) -> Outcome:
     stream = experiment.stream
     requests = asked(stream, folders.data, experiment.seed)
     size_of = {one.key: one.nbytes for request in requests for one in request}
-    # Of a scan nothing is to be held, so a size is a share of the other keys.
+    # Keys of a scan are not worth holding, so sizes are shares of the other keys.
     sizes = (
         list(size_of.values()) if stream.name == "mooncake" else [size_of.get(str(i), 0) for i in range(stream.keys)]
     )
@@ -74,5 +74,5 @@ def _figures(found: Found) -> dict[str, float]:
 
 
 def _known() -> Registry[Policy]:
-    """The library's policies, registered ones included, and what they are held against."""
+    """Return the library's policies, including registered ones, and the reference policies."""
     return Registry("policy", Policy, {**POLICIES, "w_tinylfu": WTinyLFU})

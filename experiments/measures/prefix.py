@@ -1,12 +1,12 @@
-"""Measure `prefix`: how much sooner the first token is there when beginnings of prompts are known.
+"""Measure `prefix`: speed-up of the time to first token when prefixes of prompts are known.
 
-Time to first token (TTFT) is taken from the prompt's tokens to the first new token's id, storing included. `recompute`
-is the model alone with a K/V cache for each request, transformers' `DynamicCache`: what methods are held against. They
-answer in turns, as in `experiments.measures.serve`.
+Time to first token (TTFT) runs from the prompt's tokens to the first new token's id, storing included. `recompute` is
+the model alone with a K/V cache per request, transformers' `DynamicCache`: the baseline of all methods. Methods answer
+in turns, as in `experiments.measures.serve`.
 
-If a share s of all tokens is known and cost nothing, prefill would take 1 - s of its time: 1 / (1 - s) is the ceiling
-of the ratio of sums. It is no bound on one request, and attention to known tokens is still paid for. A ratio over
-some of the requests has the ceiling of the same ones: `known` and `known_ceiling` leave out those that know nothing.
+If a share s of all tokens is known and free, prefill takes 1 - s of its time: 1 / (1 - s) is the ceiling of the ratio
+of sums. It bounds no single request, and attention to known tokens is still paid for. A ratio over a subset of
+requests has the ceiling of that subset: `known` and `known_ceiling` leave out requests without known tokens.
 
 Sizes: R rounds, N requests.
 """
@@ -26,15 +26,15 @@ from experiments.support.files import Folders
 from experiments.tasks import prompts
 from experiments.tasks.prompts import Prompts
 
-#: What results call the model alone: it computes each prompt again.
+#: Name of the model alone in results: it computes each prompt again.
 RECOMPUTE = "recompute"
 
-#: The share of the ceiling that the ratio of sums is asked to reach where beginnings repeat as in Mooncake's trace.
+#: Target for the ratio of sums as a share of the ceiling, where prefixes repeat as in Mooncake's trace.
 ASKED = 0.9
 
 
 class Prefix(Serve):
-    # What is compared, beside the model alone.
+    # Methods to compare, besides the model alone.
     methods: tuple[MethodSettings, ...] = (MethodSettings.make({"method": "llmcache"}),)
 
 
@@ -81,9 +81,9 @@ def _figures(workload: Prompts, base: Trace, trace: Trace, seed: int) -> dict[st
 
 
 def ceiling_of_known(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | int | None]:
-    """`known_n`, `known_share` and `known_ceiling` of the prompts that know anything; None where none does."""
-    # Known are whole blocks that came before; where the cache serves tokens of the block that follows, too, these were
-    # known as well.
+    """Return `known_n`, `known_share` and `known_ceiling` over prompts with known tokens; None without such prompts."""
+    # Known tokens are whole blocks that came before. If the cache also serves tokens of the next block, those count as
+    # known, too.
     told = [
         (int(row["n_tokens"]), max(int(row["n_known"]), int(row["n_reused"]))) for row in rows if int(row["n_known"])
     ]
@@ -96,7 +96,7 @@ def ceiling_of_known(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | int
 
 
 def _tokens(workload: Prompts, trace: Trace) -> Iterator[dict[str, int]]:
-    """Tokens of each request, those that were known, and those that no layer was run for."""
+    """Yield for each request its tokens, its known tokens, and those served without running a layer."""
     for number, note in enumerate(trace.notes):
         n_tokens = workload.requests[number].inputs["input_ids"].shape[1]
         yield {
@@ -107,19 +107,19 @@ def _tokens(workload: Prompts, trace: Trace) -> Iterator[dict[str, int]]:
 
 
 def _sums(base_ms: NDArray[np.float64], ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ratio of the sums of times (R, n) in each round (R,); none where n is 0."""
+    """Return the ratios of summed times (R, n) by round (R,); empty if n is 0."""
     return base_ms.sum(axis=1) / ms.sum(axis=1) if ms.shape[1] else np.array([])
 
 
 def _over_rounds(values: NDArray[np.float64]) -> dict[str, float] | None:
-    """Median and range over rounds (R,); None without any."""
+    """Return median and range over rounds (R,); None without values."""
     if not len(values):
         return None
     return {"median": float(np.median(values)), "min": float(values.min()), "max": float(values.max())}
 
 
 def _reused(workload: Prompts, number: int, note: Served) -> int:
-    """Tokens of a request that no layer was run for."""
+    """Return the number of a request's tokens that were served without running a layer."""
     return workload.requests[number].inputs["input_ids"].shape[1] if note.by == "exact" else note.n_prefix
 
 
@@ -141,7 +141,7 @@ def _shown(workload: Prompts, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(workload: Prompts, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """One row a request and method, of the first round."""
+    """Return one row per request and method, from the first round."""
     base = traces[RECOMPUTE].answers
     return [
         {

@@ -1,14 +1,14 @@
-"""Measure `prefix_limit`: time to first token where a share of the prompt is known, beside the least that it can take.
+"""Measure `prefix_limit`: time to first token with a share of the prompt known, beside the least possible time.
 
 | way | what it does with a prompt |
 |---|---|
 | `plain` | computes all of it |
 | `llmcache` | computes what its blocks do not serve, and stores that |
-| `limit` | computes the rest on a ready `DynamicCache` of the known tokens, that nobody has to find or lay out |
-| `batching` | transformers' continuous batching with prefix sharing, one request at a time; None where it fails |
+| `limit` | computes the rest on a ready `DynamicCache` of the known tokens, without lookup or copying |
+| `batching` | transformers' continuous batching with prefix sharing, one request at a time; None if it fails |
 
-A round asks each way a prompt that nobody asked before, in an order that rotates. `copy_ms` is what a copy of the ready
-cache takes, which is no part of the limit. Prompts are made of random tokens: time does not hang on what they say.
+In each round, every way gets a new prompt, in rotating order. `copy_ms` is the time to copy the ready cache; the limit
+does not include it. Prompts are random tokens, since time does not depend on their content.
 """
 
 import copy
@@ -35,19 +35,19 @@ from llmcache.lab import PrefixOptions
 BLOCK = PrefixOptions().block
 MAX_BYTES = 4_000_000_000
 
-#: What is timed, by the name of its figure.
+#: Names of the timed ways, by the prefix of their figures.
 WAYS = {"plain": "plain", "cache": "llmcache", "limit": "limit", "batching": "batching", "copy": "copy"}
 
-Way = Callable[[Tensor], tuple[int, Tensor | None]]  # from ids (1, T) to the first token, and its logits (V,) if told
+Way = Callable[[Tensor], tuple[int, Tensor | None]]  # ids (1, T) -> first token, and its logits (V,) if available
 
 
 class PrefixLimit(Experiment):
-    # Causal architectures of the benchmark, with random weights, or prepared models and folders.
+    # Causal models: architectures of the benchmark with random weights, prepared models, or folders.
     models: tuple[str, ...] = Field(min_length=1)
     lengths: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(512, 2048), min_length=1)
     shares: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.5, 0.75, 0.9, 0.97), min_length=1)
-    rounds: int = Field(default=5, ge=1)  # prompts that each way is asked, after one that is not counted
-    batching: bool = True  # transformers' continuous batching, too
+    rounds: int = Field(default=5, ge=1)  # prompts for each way, after one that is not counted
+    batching: bool = True  # also measure transformers' continuous batching
 
     @model_validator(mode="after")
     def _leaves_something_new(self) -> Self:
@@ -86,7 +86,7 @@ def _row(model: str, length: int, share: float | None) -> dict[str, Any]:
 
 
 def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) -> dict[str, Any]:
-    """Figures of one length and share; times are milliseconds, `of_limit` a median over rounds."""
+    """Return the figures for one length and share; times in ms, `of_limit` is a median over rounds."""
     known = n_known(length, share)
     requests = Requests(module.config, 1, length, experiment.seed, "cpu")
     first = requests.fresh()[:, :known]
@@ -103,7 +103,7 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
         }
         if batching is not None:
             ways["batching"] = batching
-        for number in range(experiment.rounds + 1):  # the first makes the beginning known
+        for number in range(experiment.rounds + 1):  # the first round stores the shared prefix
             ids = torch.cat([first, requests.fresh()[:, known:]], dim=1)
             told = {}
             for way in rotated(list(ways), number):
@@ -142,7 +142,7 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
 
 
 class _NotServed(RuntimeError):
-    """Continuous batching has failed: it needs room for a token more than the prompt, which some models have not."""
+    """Continuous batching failed: it needs room for one token more than the prompt, which some models lack."""
 
 
 def _first(output: Any) -> tuple[int, Tensor]:
@@ -151,7 +151,7 @@ def _first(output: Any) -> tuple[int, Tensor]:
 
 
 def _hand(ready: Any) -> Any:
-    """A cache that holds the tensors of another one, which stay as they are: it grows by making new ones."""
+    """Return a cache over the tensors of another one. They stay unchanged: a cache grows by making new tensors."""
     handed = copy.copy(ready)
     handed.layers = [copy.copy(layer) for layer in ready.layers]
     return handed
@@ -159,13 +159,13 @@ def _hand(ready: Any) -> Any:
 
 @contextmanager
 def _batching(module: Any, length: int, is_asked: bool) -> Iterator[tuple[Way | None, str]]:
-    """Within: transformers' continuous batching on a copy of the model, or why there is none."""
+    """Yield continuous batching on a copy of the model and "", or None and the reason it is unavailable."""
     if not is_asked:
         yield None, ""
         return
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    # As many tokens a page as llmcache has a block, and room for eight prompts.
+    # Page size as llmcache's block size, and room for eight prompts.
     options: Mapping[str, Any] = {
         "page_size": BLOCK,
         "num_blocks": 8 * (length // BLOCK + 2),
@@ -184,7 +184,7 @@ def _batching(module: Any, length: int, is_asked: bool) -> Iterator[tuple[Way | 
         yield None, f"continuous batching: {error}"
         return
 
-    new_tokens = [2]  # of the first prompt: blocks of a request that ends with its prefill are not shared
+    new_tokens = [2]  # for the first prompt: blocks of a request that ends with its prefill are not shared
 
     def ask(ids: Tensor) -> tuple[int, None]:
         number = manager.add_request(ids[0].tolist(), max_new_tokens=new_tokens.pop() if new_tokens else 1)

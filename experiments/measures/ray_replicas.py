@@ -1,14 +1,14 @@
-"""Measure `ray_replicas`: replicas on Ray Serve that share a Redis; some are killed during load, with SIGKILL.
+"""Measure `ray_replicas`: replicas on Ray Serve that share a Redis; some are killed under load, with SIGKILL.
 
-Texts are asked for in bursts at a steady rate, new ones and repeats, by a number of sessions, each of which goes to one
-replica. After `span_s`, amid a burst, a replica that is drawn is killed; Ray starts another one; after `span_s` with
-all of them the next kill follows. At the end a new version of the application replaces all of them. A client asks
-again, twice at most, as OpenAI's clients do by default. Every answer is held against the model alone.
+Texts, new ones and repeats, are requested in bursts at a steady rate, by a number of sessions; each session goes to one
+replica. After `span_s`, during a burst, a random replica is killed; Ray starts another one; after `span_s` with all of
+them the next kill follows. At the end, a new version of the application replaces all replicas. A client retries at most
+twice, the default of OpenAI's clients. Every answer is compared with the model alone.
 
 | first tries that failed | |
 |---|---|
 | in its hands | sent before a kill, and not answered by then |
-| others | all others: none is to fail |
+| others | all others: none should fail |
 """
 
 import asyncio
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 class RayReplicas(Experiment):
     model: str = MINILM  # an embedding model
-    replicas: int = Field(default=2, ge=2)  # that run at once
+    replicas: int = Field(default=2, ge=2)  # replicas at a time
     kills: int = Field(default=10, ge=1)  # one after the other
-    rate: float = Field(default=20.0, gt=0)  # requests that are due a second
-    # Requests that are due at once. A replica is killed within 50 ms from when half of them are under way.
+    rate: float = Field(default=20.0, gt=0)  # requests due per second
+    # Requests due at the same time. A replica is killed within 50 ms after half of them are under way.
     at_once: int = Field(default=8, ge=1)
-    texts: int = Field(default=500, ge=1)  # different ones; each request draws one of them
-    sessions: int = Field(default=32, ge=1)  # that ask; each request draws one
-    span_s: float = Field(default=10.0, gt=0)  # with all replicas before each kill, and after the last one
+    texts: int = Field(default=500, ge=1)  # distinct texts; each request draws one
+    sessions: int = Field(default=32, ge=1)  # client sessions; each request draws one
+    span_s: float = Field(default=10.0, gt=0)  # with all replicas, before each kill and after the last one
     start_s: float = Field(default=180.0, gt=0)  # longest time until a replica is replaced
-    # Settings of llmcache beside the store. By default nothing is bypassed, and all may be read from Redis.
+    # Settings of llmcache besides the store. By default, no call is bypassed and every entry may be read from Redis.
     cache: dict[str, Any] = Field(default_factory=lambda: {"auto_bypass": False})
 
 
@@ -73,7 +73,7 @@ def run(experiment: RayReplicas, folders: Folders) -> Outcome:
 
 
 def wrong(asked: Sequence[Asked], settings: "ReplicaSettings") -> list[bool]:
-    """Of each request: whether it was answered, and not as the model alone answers."""
+    """Return for each request whether it was answered, and differently from the model alone."""
     from llmcache.lab import load_served
 
     served = load_served(settings.model)

@@ -1,10 +1,10 @@
-"""Measure `second_pass`: texts that sentence-transformers' `encode` embeds, and embeds again, under a cache as it is.
+"""Measure `second_pass`: texts embedded twice by sentence-transformers' `encode`, under a cache with default settings.
 
     plain    by the model alone
-    first    with a new cache, `LLMCache.wrap(model)`, which knows no text yet
+    first    with a new, empty cache, `LLMCache.wrap(model)`
     second   the same texts again
 
-Each text is asked once a pass: what the second one hits was computed, and stored, in the first.
+Each text occurs once per pass: hits of the second pass were computed and stored in the first.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,13 +23,13 @@ from llmcache import ConfigError, LLMCache
 
 
 class SecondPass(Experiment):
-    data: Data  # where texts come from: the first different ones, in its order
-    model: str = MINILM  # of sentence-transformers: a folder, or a name that `experiments.models.loading.find` knows
-    # How many texts are embedded.
+    data: Data  # source of texts: the first distinct ones, in its order
+    model: str = MINILM  # sentence-transformers model: a folder, or a name for `experiments.models.loading.find`
+    # Numbers of texts to embed.
     sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(300, 5000), min_length=1)
-    # Of `encode`, whose default is 32.
+    # Batch sizes of `encode`, whose default is 32.
     batch_sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(32, 1), min_length=1)
-    rounds: int = Field(default=2, ge=1)  # of three passes each, with a new cache
+    rounds: int = Field(default=2, ge=1)  # three passes each, with a new cache
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ def run(experiment: SecondPass, folders: Folders) -> Outcome:
 
 
 def _round(model: Any, texts: list[str], batch: int) -> dict[str, Any]:
-    """Times of the three passes, and what the second one hit and gave."""
+    """Return the times of the three passes, and the second pass's hits and differences."""
 
     def encode() -> Any:
         return model.encode(texts, batch_size=batch, show_progress_bar=False)
@@ -93,7 +93,7 @@ def _timed(encode: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _of_way(rows: list[dict[str, Any]]) -> Mapping[str, Any]:
-    """Medians over rounds; of hits the fewest, of differences the largest."""
+    """Return medians over rounds; of hits the minimum, of differences the maximum."""
     speedups = [row["plain_s"] / row["second_s"] for row in rows]
     return {
         "n": rows[0]["n"],

@@ -1,8 +1,8 @@
-"""Measure `serve`: several methods answer the same requests, interleaved: all answer one before any sees the next.
+"""Measure `serve`: several methods answer the same requests, interleaved: all answer a request before the next one.
 
-The order of the methods is drawn for each request and turned round in every other round. Each has its own copy of the
-layers, whose weights are shared, and its own store, which is cold when a round begins. The model alone is always among
-them.
+The order of methods is drawn for each request, and reversed in every other round. Each method has its own copy of the
+layers, with shared weights, and its own store, which is cold at the start of a round. The model alone is always one of
+the methods.
 
 Sizes: R rounds, N requests.
 """
@@ -29,11 +29,11 @@ from experiments.tasks.workload import Answer, Workload
 
 
 class Serve(TaskExperiment):
-    # What is compared, beside the model alone: a list of mappings, each with `method` and its options.
+    # Methods to compare, besides the model alone: a list of mappings, each with `method` and its options.
     methods: tuple[MethodSettings, ...]
-    rounds: int = Field(default=5, ge=1)  # how often the stream is run; each round begins cold
-    warmup: int = Field(default=20, ge=0)  # requests that each method answers, unmeasured, before each round
-    keeps_rows: bool = True  # write a row a request and method
+    rounds: int = Field(default=5, ge=1)  # passes over the stream; each begins cold
+    warmup: int = Field(default=20, ge=0)  # unmeasured requests for each method before each round
+    keeps_rows: bool = True  # write one row per request and method
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -43,27 +43,27 @@ class Serve(TaskExperiment):
         return super().make(parts, name)
 
     def at_work(self, workload: Workload) -> dict[str, Method]:
-        """All methods by label, the model alone first."""
+        """Return all methods by label, the model alone first."""
         return {label: method.build(workload) for label, method in self.all_methods.items()}
 
     @property
     def all_methods(self) -> dict[str, MethodSettings]:
-        """By label, the model alone first."""
+        """Settings of all methods by label, the model alone first."""
         alone = MethodSettings.make({"method": NOCACHE})
         return {NOCACHE: alone} | {method.label: method for method in self.methods}
 
 
 @dataclass(slots=True)
 class _Log:
-    """What a method did so far."""
+    """Measurements of a method so far."""
 
     method: Method
     ms: list[float] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)  # of the first round
+    answers: list[Answer] = field(default_factory=list)  # answers of the first round
     notes: list[Served] = field(default_factory=list)
 
     def ask(self, request: int, keeps_answer: bool) -> None:
-        """Ask the method, timed from a request's tokens to its answer, storing included."""
+        """Run the method on a request, timed from its tokens to its answer, storing included."""
         started = perf_counter()
         answer = self.method.ask(request)
         self.ms.append((perf_counter() - started) * 1e3)
@@ -102,7 +102,7 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
 
 
 def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warmup: int) -> dict[str, Trace]:
-    """Run every method over the stream `rounds` times, each after `warmup` unmeasured requests: its trace by label."""
+    """Run every method over the stream `rounds` times, each after `warmup` unmeasured requests; traces by label."""
     logs = {name: _Log(method) for name, method in methods.items()}
     n = len(workload.requests)
     with torch.inference_mode():
@@ -123,14 +123,14 @@ def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warm
 
 
 def order_of(names: Sequence[str], request: int, number: int) -> list[str]:
-    """Order of the methods at one request: drawn anew for each, and turned round in every other round."""
-    # In a rotation each would nearly always follow the same one, and find the processor's caches as that one left them.
+    """Return the order of methods for a request: drawn per request, and reversed in every other round."""
+    # In a rotation, each method would nearly always follow the same one, and inherit the processor caches it left.
     order = random.Random(f"{number // 2} {request}").sample(names, len(names))
     return order[::-1] if number % 2 else order
 
 
 def rows(workload: Workload, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """One row a request and method, of the first round."""
+    """Return one row per request and method, from the first round."""
     base = traces[NOCACHE].answers
     found = []
     for label, trace in traces.items():

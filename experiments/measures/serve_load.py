@@ -1,12 +1,12 @@
-"""Measure `serve_load`: requests a second that servers answer in time, in an open loop over HTTP.
+"""Measure `serve_load`: requests per second that servers answer in time, in an open loop over HTTP.
 
-`llmcache serve` with a calibrated cache, the same without, and the server that people write themselves get the same
-requests at the same times. Goodput is the largest rate at which the limit is held: 99 % of all requests answered with
-200 within `slo_ms` of when they were due; refused and failed ones do not keep to it. It is searched by doubling and by
-halving the distance, each rate held for `hold_s` by a server that was started anew, from the same calibrated cache. A
-rate that is broken is cut as soon as that is known.
+`llmcache serve` with a calibrated cache, the same without a cache, and a typical hand-written server get the same
+requests at the same times. Goodput is the largest rate that holds the limit: 99 % of all requests answered with 200
+within `slo_ms` of their due time; refused and failed requests count as late. It is found by doubling the rate, then
+bisecting. Each rate is held for `hold_s` by a newly started server, from the same calibrated cache, and cut short as
+soon as the limit is certainly broken.
 
-With `rates` nothing is searched: these are held, to their end.
+With `rates`, these rates are held to the end instead of a search.
 """
 
 import math
@@ -32,23 +32,23 @@ from experiments.support.section import ONE_OR_MORE
 from llmcache import ConfigError
 
 CACHE = "cache"  # the server that others are compared with
-N_WARM = 30  # requests before each load, which are none of the stream
-LEAST = 200  # requests of a load
+N_WARM = 30  # requests before each load, not from the stream
+LEAST = 200  # fewest requests of a load
 
 
 class ServeLoad(ServingExperiment):
-    # How requests arrive: at equal distances, by a Poisson law, or as in the trace of a service.
+    # Arrivals of requests: evenly spaced, Poisson, or from the trace of a service.
     arrivals: Annotated[tuple[Literal["fixed", "poisson", "azure", "mooncake"], ...], ONE_OR_MORE] = Field(
         default=("poisson",), min_length=1
     )
-    rates: Annotated[tuple[PositiveFloat, ...], ONE_OR_MORE] = ()  # requests a second; none: goodput is searched
-    first_rate: float = Field(default=40.0, gt=0)  # requests a second that a search begins with
-    # A search ends where the least rate that broke is at most 1 + precision times the largest held.
+    rates: Annotated[tuple[PositiveFloat, ...], ONE_OR_MORE] = ()  # requests per second; empty: goodput is searched
+    first_rate: float = Field(default=40.0, gt=0)  # requests per second at the start of a search
+    # A search ends when the lowest broken rate is at most 1 + precision times the highest held rate.
     precision: float = Field(default=0.05, gt=0)
-    slo_ms: float = Field(default=100.0, gt=0)  # longest time of an answer, from when its request was due
-    # Seconds that a rate is held for; no less than `LEAST` requests, no more than the stream has.
+    slo_ms: float = Field(default=100.0, gt=0)  # longest latency, from when the request was due
+    # Seconds that a rate is held; at least `LEAST` requests, at most those of the stream.
     hold_s: float = Field(default=15.0, gt=0)
-    rounds: int = Field(default=2, ge=1)  # each with arrivals of its own; the order of the servers alternates
+    rounds: int = Field(default=2, ge=1)  # each with new arrivals; the order of the servers alternates
 
     @property
     def limit(self) -> Limit:
@@ -57,7 +57,7 @@ class ServeLoad(ServingExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One rate, held by one server or not."""
+    """One rate at one server, and whether the server held it."""
 
     at: Mapping[str, Any]  # server, arrivals, round, rate
     load: Load
@@ -71,7 +71,7 @@ class Trial:
 
 class Trials:
     def __init__(self, experiment: ServeLoad, folders: Folders, made: Made, labels: Sequence[str]) -> None:
-        """`labels` are what the model alone answers the stream's requests."""
+        """`labels` are the model's own answers to the stream's requests."""
         self._experiment, self._folders, self._made, self._labels = experiment, folders, made, labels
         self._requests = [post(PREDICT, {"inputs": request.text}) for request in made.stream]
         self._warm = [post(PREDICT, {"inputs": request.text}) for request in made.known[:N_WARM]]
@@ -79,7 +79,7 @@ class Trials:
         self._progress = Progress()
 
     def hold(self, server: str, arrivals: str, number: int, rate: float) -> bool:
-        """Whether a new server holds the rate; see `Trial`."""
+        """Whether a newly started server holds the rate; see `Trial`."""
         experiment = self._experiment
         at = {"server": server, "arrivals": arrivals, "round": number, "rate": rate}
         self._progress.advance(f"{server}, {arrivals}, round {number + 1}: {rate:.1f} a second", len(self.done), 0)
@@ -146,7 +146,7 @@ def run(experiment: ServeLoad, folders: Folders) -> Outcome:
 
 
 def check_any(server: str, load: Load) -> None:
-    """Refuse to search on where no request was answered: that is no question of the rate."""
+    """Raise if no request was answered at all, since no lower rate would help."""
     if not (load.status == OK).any():
         told = next((reply for reply in load.replies if reply is not None), None)
         last = "" if told is None else f"; {told.status}: {told.body[:300].decode(errors='replace')}"
@@ -154,7 +154,7 @@ def check_any(server: str, load: Load) -> None:
 
 
 def goodput_points(done: Sequence[Trial], goodputs: Mapping[tuple[str, str], Sequence[float]]) -> list[dict[str, Any]]:
-    """A row for each server and way of arriving: its goodput over rounds, and figures of the largest rate held."""
+    """Return one row per server and arrival process: goodput over rounds, and figures of the largest rate held."""
     points = []
     for (arrivals, server), found in goodputs.items():
         held = [one for one in done if (one.at["arrivals"], one.at["server"]) == (arrivals, server)]
@@ -176,6 +176,6 @@ SHOWN = ("p50_ms", "p90_ms", "p99_ms", "kept", "throughput", "hit_rate", "change
 
 
 def _cpu(one: Trial) -> dict[str, float]:
-    """CPU time of a request, on both sides of the socket."""
+    """Return the CPU time per request, of the server and of the load generator."""
     n = one.figures["n_ok"] or 1
     return {f"{who}_cpu_ms": 1e3 * one.figures[f"{who}_cpu_s"] / n for who in ("server", "generator")}

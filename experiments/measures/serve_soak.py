@@ -1,9 +1,9 @@
-"""Measure `serve_soak`: `llmcache serve` under more than it can answer, for minutes.
+"""Measure `serve_soak`: `llmcache serve` under overload, for minutes.
 
-Traffic of the support desk is mixed: single texts, longer ones, and several in one request. What the server answers a
-second when many clients wait for it is its capacity; `load` times that arrives in an open loop. Of every hundredth
-answer all texts are held against the model alone: those that no approximate rung served have to be equal, the others
-may have another label as often as was allowed. Memory and queue are looked at while it runs.
+Support desk traffic is mixed: single texts, longer ones, and several texts in one request. Capacity is the number of
+requests per second answered while many clients wait; then `load` times the capacity arrives in an open loop. In every
+hundredth answer, all texts are compared with the model alone: those not served by an approximate rung must be equal,
+the others may have another label as often as `max_drops` allows. Memory and queue are sampled meanwhile.
 """
 
 import math
@@ -29,24 +29,24 @@ from llmcache import ConfigError
 
 STREAM = "support_desk"
 SERVERS: Mapping[str, str] = {CACHE: f"{ALL_SERVERS[CACHE]} --reveal-hits --max-queue {{max_queue}}"}
-KEEP = 100  # of the answers every hundredth is held against the model
-EQUAL = 1e-4  # of a probability: rows that are computed with others round otherwise
+KEEP = 100  # every hundredth answer is compared with the model alone
+EQUAL = 1e-4  # tolerance of probabilities: rows computed in other batches round differently
 APPROXIMATE = ("semantic", "paper")  # rungs whose answers may differ
 
 
 class ServeSoak(ServingExperiment):
-    """Settings of the measure. The task's data are `support_desk`; traffic is what follows there."""
+    """Settings of the measure. The task's data are `support_desk`; the traffic is the stream after them."""
 
-    seconds: float = Field(default=600.0, gt=0)  # of the open loop
-    load: float = Field(default=1.2, gt=0)  # requests a second over what the server can answer
-    capacity_s: float = Field(default=15.0, gt=0)  # in which capacity is measured
-    at_once: int = Field(default=64, ge=1)  # clients that measure it
-    # Longest wait before a request is refused, seconds; `{max_queue}` in the command.
+    seconds: float = Field(default=600.0, gt=0)  # duration of the open loop
+    load: float = Field(default=1.2, gt=0)  # request rate over the server's capacity
+    capacity_s: float = Field(default=15.0, gt=0)  # time to measure capacity
+    at_once: int = Field(default=64, ge=1)  # clients to measure capacity with
+    # Longest wait before a request is refused, in seconds; `{max_queue}` in the command.
     max_queue_s: float = Field(default=1.0, gt=0)
     servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1, max_length=1)
 
     def learned_texts(self, requests: Sequence[Labelled]) -> list[str]:
-        """Inputs as they are in the traffic: on others a calibration does not hold."""
+        """Mix inputs as in the traffic, since a calibration holds only for such inputs."""
         return mixed([one.text for one in requests], self.seed)
 
     @classmethod
@@ -106,14 +106,14 @@ def run(experiment: ServeSoak, folders: Folders) -> Outcome:
 
 
 def _capacity(experiment: ServeSoak, process: Running, traffic: Traffic) -> float:
-    """Requests a second that are answered while clients always wait."""
+    """Return the requests per second answered while clients are always waiting."""
     asked = [one.request for one in traffic.take(math.ceil(2000 * experiment.capacity_s))]
     load = closed_loop(process.port, asked, experiment.at_once, seconds=experiment.capacity_s, keep=0)
     return int((load.status == OK).sum()) / load.wall_s
 
 
 def check(made: Made, load: Load, asked: Sequence[Asked]) -> dict[str, Any]:
-    """What the kept answers are beside the model's own."""
+    """Compare the kept answers with the model's own."""
     kept = [(one, asked[i]) for i, one in enumerate(load.replies) if one is not None and one.status == OK]
     texts = list(dict.fromkeys(text for _, some in kept for text in some.texts))
     own = dict(zip(texts, labels_of(made.classifier(), texts), strict=True))
@@ -128,12 +128,12 @@ def check(made: Made, load: Load, asked: Sequence[Asked]) -> dict[str, Any]:
     return {
         "n_checked": n,
         "n_approximate": n_approximate,
-        "n_unequal": n_unequal,  # of answers that no approximate rung served
+        "n_unequal": n_unequal,  # among answers that no approximate rung served
         "n_changed": n_changed,
         "changed_answers": n_changed / n if n else None,
     }
 
 
 def _is_equal(one: Best, other: Best) -> bool:
-    """The same label; or, where two are as likely, the same probability."""
+    """Whether labels are the same; for equally likely labels, whether probabilities are the same."""
     return abs(one[1] - other[1]) <= EQUAL

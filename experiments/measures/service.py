@@ -1,14 +1,14 @@
-"""Measure `service`: whole passes of a stream, as a service meets it: the model alone, the cache, the model.
+"""Measure `service`: whole passes over a stream, as in a service: the model alone, the cache, the model alone.
 
-    learning     the first `learn` requests are computed and calibrated on, apart; that is done anew before each pass
-                 with the cache, so that it begins with what was learned and nothing else. 0: it begins empty
+    learning     the first `learn` requests are computed and calibrated on, outside the passes. Calibration is repeated
+                 before each pass with the cache, so each pass starts from the same state. 0: starts empty
     even rounds  the model alone, the cache, the model alone
     odd rounds   the cache, the model alone, the cache
 
-Requests of a pass follow one another, with nobody between them; audit and storing are as by default.
-The clock of a pass runs until nothing waits to be audited. All of that for each number of torch's threads.
+Requests of a pass run back to back; audit and storing use the defaults. A pass is timed until the audit queue is
+empty. Everything is measured for each number of torch threads.
 
-Sizes: N requests that are served.
+Sizes: N served requests.
 """
 
 import gc
@@ -37,21 +37,21 @@ from llmcache import Calibration, LLMCache
 from llmcache.lab import Observation, RiskTarget
 
 CACHE = "llmcache"
-AS_BY_DEFAULT = {"auto_bypass": True}  # elsewhere experiments turn it off
+AS_BY_DEFAULT = {"auto_bypass": True}  # other experiments turn it off
 
 
 class Service(LearningExperiment):
-    """Settings of the measure. `cache.sources` is that of the calibration."""
+    """Settings of the measure. `cache.sources` sets the sources of the calibration."""
 
-    learn: int = Field(default=2500, ge=0)  # as for others; 0: nothing is calibrated, and repeats alone are served
+    learn: int = Field(default=2500, ge=0)  # as in other measures; 0: no calibration, only exact repeats are served
     max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.01,), min_length=1)
-    rounds: int = Field(default=2, ge=1)  # of three passes each
-    # Numbers of threads that torch computes with.
+    rounds: int = Field(default=2, ge=1)  # three passes each
+    # Numbers of torch threads.
     threads: Annotated[tuple[int, ...], ONE_OR_MORE] = Field(default=(2, 1), min_length=1)
 
     @property
     def risk_targets(self) -> list[RiskTarget | None]:
-        """One for each loss; None where nothing is learned."""
+        """One risk target for each loss; [None] without learning."""
         if not self.learn:
             return [None]
         return [self.risk_target(max_drop, self.config.sources) for max_drop in self.max_drops]
@@ -61,19 +61,19 @@ class Service(LearningExperiment):
 class Pass:
     who: str  # `NOCACHE` or `CACHE`
     number: int
-    seconds: float  # from the first request to the last answer, and until nothing waits
-    drained_s: float  # of these, those after the last answer
-    ms: NDArray[np.float64]  # of each request (N,), milliseconds, from its call to its answer
-    served: NDArray[np.str_]  # what served it (N,)
+    seconds: float  # from the first request to the last answer, and until the queues are empty
+    drained_s: float  # the part of it after the last answer
+    ms: NDArray[np.float64]  # time of each request from call to answer, ms (N,)
+    served: NDArray[np.str_]  # rung that served each request, or computed or bypassed (N,)
     answers: Sequence[Answer]  # N
 
 
 class Server:
-    """The model alone and a copy with the cache, which answer the later requests in whole passes."""
+    """The model alone and a copy with the cache; both answer the later requests in whole passes."""
 
     def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int) -> None:
-        """Take two copies of the model, and compute what is learned from; requests have one row each."""
-        self.stream = workload.after(learn)  # what is answered
+        """Copy the model twice and compute the requests to learn from. Each request has one row."""
+        self.stream = workload.after(learn)  # requests to answer
         self._plain = twin(workload.module)
         by_default = {} if "tau" in options else AS_BY_DEFAULT
         config = configure(workload, {**by_default, **options}, audits_in_background=True)
@@ -82,7 +82,7 @@ class Server:
         self._observed: list[Observation] = self.cache.observe(first) if first else []
 
     def begin(self, risk_target: RiskTarget | None) -> None:
-        """Forget all that was held, and learn anew where a claim is to be kept."""
+        """Clear the cache, and calibrate again if there is a risk target."""
         empty(self.cache, self._observed)
         if risk_target is not None:
             self.learned(risk_target)
@@ -92,7 +92,7 @@ class Server:
         return self.cache.calibrated.calibrate(self._observed, risk_target)
 
     def go(self, who: str, number: int, what: str) -> Pass:
-        """Answer the stream's requests, in order and without a break."""
+        """Answer all requests of the stream in order, back to back."""
         is_cached = who == CACHE
         module = self.cache.model if is_cached else self._plain
         ms, served, answers = [], [], []
@@ -133,7 +133,7 @@ def run(experiment: Service, folders: Folders) -> Outcome:
 def serve(
     experiment: Service, server: Server, risk_target: RiskTarget | None, threads: int, **more: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """All rounds of the server's stream: their figures, and a row a pass; `more` is told with both."""
+    """Run all rounds and return their figures and one row per pass; `more` is added to both."""
     at = {"max_drop": None if risk_target is None else risk_target.max_drop, "threads": threads, **more}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -145,7 +145,7 @@ def serve(
 
 
 def about(experiment: Service, workload: Workload, n_counted: int, ways: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The metrics of a run, given those of its ways, each over so many requests."""
+    """Return the metrics of a run from the figures of its settings, each measured over `n_counted` requests."""
     return {
         **experiment.about(workload),
         "learn": experiment.learn,
@@ -162,7 +162,7 @@ def order_of_passes(number: int) -> tuple[str, str, str]:
 
 
 def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> dict[str, Any]:
-    """Speed over rounds, each pass by itself, and what the first pass with the cache did to the answers."""
+    """Return the speed over all rounds, times by kind of request, and the answer quality of the first cached pass."""
     plain, cached = ([one for one in passes if one.who == who] for who in (NOCACHE, CACHE))
     seconds = [
         [np.mean([one.seconds for one in some if one.number == number]) for some in (plain, cached)]
@@ -188,14 +188,14 @@ def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> di
 
 
 def share_of_bound(speedup: float, hit_rate: float) -> float | None:
-    """A speed-up over 1 / (1 - hit rate), which free hits and misses without overhead would give; None at all hits."""
+    """Return speed-up / (1 / (1 - hit rate)); the bound assumes free hits and no miss overhead. None if all hit."""
     return None if hit_rate == 1 else speedup * (1 - hit_rate)
 
 
 def _passes(
     experiment: Service, server: Server, risk_target: RiskTarget | None, what: str
 ) -> tuple[list[Pass], dict[str, Any]]:
-    """All passes of all rounds; and what the cache tells of itself after the last one of its own."""
+    """Run all passes of all rounds; also return the cache's own figures after its last pass."""
     passes: list[Pass] = []
     told: dict[str, Any] = {}
     for number in range(experiment.rounds):
@@ -219,7 +219,7 @@ def _told(cache: LLMCache) -> dict[str, Any]:
 
 
 def _times(ms: NDArray[np.float64]) -> dict[str, Any] | None:
-    """Percentiles and mean; None without any."""
+    """Return percentiles and mean; None without values."""
     known = percentiles(ms)
     return None if known is None else known | {"mean": float(ms.mean())}
 
@@ -243,5 +243,5 @@ def _shown(way: Mapping[str, Any]) -> dict[str, Any]:
         *("bypassed", "changed_answers"),
     )
     times = {name: None if way[name] is None else way[name]["mean"] for name in ("plain_ms", "hit_ms", "miss_ms")}
-    asked = {name: way[name] for name in ("hit_rate_set",) if name in way}  # of streams that are made to hit so often
+    asked = {name: way[name] for name in ("hit_rate_set",) if name in way}  # streams made with a set hit rate
     return asked | {name: way[name] for name in names} | times | {"accuracy_drop": way["accuracy_drop"]}

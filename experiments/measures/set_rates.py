@@ -1,12 +1,12 @@
-"""Measure `set_rates`: whole passes, as `service` makes them, at hit rates that are set.
+"""Measure `set_rates`: whole passes, as in `service`, at given hit rates.
 
-With `learn`, the stream is as it came, and the claim is chosen: of `max_drops`, the one at which the calibration serves
-nearest to such a share. (Were requests chosen by whether they hit, the cache would rightly find them unlike those of
-its calibration.) Without, repeats alone are served, and the stream is made: such a share of its requests came before.
-What is told is the hit rate that was measured.
+With `learn`, the stream is unchanged and the claim is chosen: of `max_drops`, the one whose calibration serves the
+share nearest to the given rate. (If requests were selected by whether they hit, the cache would rightly find them
+unlike those of its calibration.) Without `learn`, only repeats are served, and the stream is made with this share of
+repeats. The hit rate reported is the measured one.
 
-A cache whose hits cost nothing and whose misses cost no more than the model is 1 / (1 - hit rate) times as fast; what
-is reached of that bound is `share_of_bound`.
+With free hits and misses at the model's own cost, the speed-up is 1 / (1 - hit rate); `share_of_bound` is the measured
+share of it.
 """
 
 import random
@@ -25,7 +25,7 @@ from llmcache.lab import RiskTarget
 
 class SetRates(service.Service):
     hit_rates: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.52, 0.87, 0.92), min_length=1)
-    n: int = Field(default=800, ge=200)  # requests of each pass
+    n: int = Field(default=800, ge=200)  # requests per pass
 
     @classmethod
     def make(cls, values: object, name: str = "") -> Self:
@@ -55,19 +55,19 @@ def run(experiment: SetRates, folders: Folders) -> Outcome:
 
 
 def _share_served(server: service.Server, risk_target: RiskTarget) -> float:
-    """What a calibration expects to serve; 0 where it found no limit."""
+    """Return the hit rate a calibration expects; 0 if it found no limit."""
     chosen = server.learned(risk_target).chosen
     return 0.0 if chosen is None else chosen.hit_rate
 
 
 def _repeating(pool: Workload, rate: float, n: int, seed: int) -> list[Request]:
-    """Such a share of the requests came before."""
+    """Return `n` requests of which a share `rate` are repeats."""
     different = list({request.text: request for request in pool.requests}.values())
     return [different[i] for i in with_repeats(len(different), rate, n, random.Random(seed))]
 
 
 def with_repeats(n_pool: int, hit_rate: float, n: int, rng: random.Random) -> list[int]:
-    """`n` requests, of which the share `hit_rate` came before, drawn alike; the others are the pool's, in its order."""
+    """Return `n` request numbers: a share `hit_rate` are uniform repeats, the others the pool's, in its order."""
     n_new = n - round(hit_rate * n)
     if not 1 <= n_new <= n_pool:
         raise ConfigError(f"hit_rates: {hit_rate:g} of {n} takes {n_new} different requests; the stream has {n_pool}")

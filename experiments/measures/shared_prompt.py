@@ -1,7 +1,7 @@
-"""The second act of the demo: a decoder, users behind one system prompt, and when each has the first token.
+"""The second act of the demo: a decoder, users with one system prompt, and the time to each user's first token.
 
-Whole passes over the users: the model alone, the model with the cache as `wrap` makes it, the model alone. Time to
-first token is taken from the prompt's token ids, storing included. Answers are greedy.
+Whole passes over the users: the model alone, the model with `wrap`'s default cache, the model alone. Time to first
+token runs from the prompt's token ids, storing included. Decoding is greedy.
 """
 
 from typing import Any
@@ -40,12 +40,12 @@ MAX_NEW_TOKENS = 12
 
 
 def run_shared_prompt(loaded: Loaded) -> dict[str, Any]:
-    """Put every question to the model, without and with the cache; the `speedup` is of users after the first."""
+    """Put every question to the model, without and with the cache; `speedup` covers the users after the first."""
     prompts = PromptCache(loaded.tokenizer)
     system = {"role": "system", "content": SYSTEM}
     chats = [[system, {"role": "user", "content": question}] for question in QUESTIONS]
     asked = [torch.tensor([prompts.encode(chat).ids]) for chat in chats]
-    generate(loaded.model, asked[0][:, :16], Sampling(max_new_tokens=2))  # the first call of all makes room for itself
+    generate(loaded.model, asked[0][:, :16], Sampling(max_new_tokens=2))  # the first call allocates memory
     before = _answers(loaded, asked)
     with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer):
         cached = _answers(loaded, asked)

@@ -1,8 +1,8 @@
-"""Measure `store_faults`: faults of a Redis, and of workers, injected while caches that share it are asked.
+"""Measure `store_faults`: faults of Redis and of workers, injected while caches that share the Redis serve requests.
 
-After each fault, both caches are asked requests that one of them may know, in some namespaces, and some are purged.
-Counted are answers that are not the model's (`wrong`), hits of what was computed before a purge of its namespace that
-has returned (`stale`), and calls that raised (`crashed`).
+After each fault, both caches get requests that either may have stored, in several namespaces, some of which are purged.
+Counted are answers that differ from the model's (`wrong`), hits on entries computed before a completed purge of their
+namespace (`stale`), and calls that raised (`crashed`).
 """
 
 import shutil
@@ -25,7 +25,7 @@ from experiments.support.progress import tracked
 from experiments.support.redis_server import RedisServer, check_installed, redis_server
 from llmcache import LLMCache, StoreError
 
-N_ASKED = 5  # after each fault
+N_ASKED = 5  # requests after each fault
 _DAY_S = 86_400
 
 
@@ -53,7 +53,7 @@ def run(experiment: StoreFaults, folders: Folders) -> Outcome:
 
 
 class _Faults(Pair):
-    """What is done to two caches, their server and its values."""
+    """Injects faults into two caches, their server and its values."""
 
     def __init__(self, server: RedisServer, saves: Path, seed: int) -> None:
         super().__init__(server, saves, seed)
@@ -119,7 +119,7 @@ class _Faults(Pair):
             self.server.do("SET", name, found[i - 1][1], "EX", 1000)
 
     def _put_those_of_another_model(self) -> None:
-        """Under our names; by itself it would never write there."""
+        """Store another model's values under this model's keys, which that model would never do."""
         with LLMCache.wrap(model(seed=1), **settings(self.server.url, prefix="another")) as cache:
             for ids in self.requests:
                 cache(ids)
@@ -141,7 +141,7 @@ class _Faults(Pair):
             self.maybe_purge()
 
     def _jump(self) -> None:
-        """Of the workers; and what is in Redis has passed its time."""
+        """Set the workers' clock a day ahead, and expire everything in Redis."""
         real = time.time
         with patch("time.time", lambda: real() + _DAY_S):
             for name in self.server.names():
@@ -156,7 +156,7 @@ class _Faults(Pair):
         self.computed[namespace].add(number)
 
     def _purge_while_writing(self) -> None:
-        """What was asked since the purge began may stay, as it may have come after it."""
+        """Purge a namespace while the other cache serves it. Entries computed meanwhile may stay: they may be later."""
         one, other = self.caches
         namespace = self.chance.choice(NAMESPACES)
         asked: set[int] = set()
@@ -177,7 +177,7 @@ class _Faults(Pair):
         self.caches.append(self.start())
 
     def _load(self) -> None:
-        """It was saved when this came last; what was purged since is not to be served from it."""
+        """Load a cache saved at the last call of this fault; entries purged since must not be served."""
         cache = self.caches.pop(self.chance.randrange(2))
         latest, former = self.saves / "latest", self.saves / "former"
         if latest.exists():
@@ -189,5 +189,5 @@ class _Faults(Pair):
 
     def _kill_worker(self) -> None:
         kill_worker(self.server.url, self.chance)
-        for computed in self.computed.values():  # whatever it was
+        for computed in self.computed.values():  # the worker may have computed any request
             computed |= set(range(N_REQUESTS))

@@ -1,4 +1,4 @@
-"""Two caches that share a Redis, asked requests whose answers are known."""
+"""Two caches that share a Redis, and requests with known answers."""
 
 import multiprocessing
 import os
@@ -21,12 +21,12 @@ from llmcache import LLMCache, StoreError
 
 NAMESPACES = "abc"
 N_REQUESTS = 6
-_PURGED = 0.3  # share of the times at which a purge may come
+_PURGED = 0.3  # probability of a purge at each opportunity
 _VOCABULARY = 96
 
 
 class Pair:
-    """Two caches, their server, and what they were asked."""
+    """Two caches, their server, and the requests they served."""
 
     def __init__(self, server: RedisServer, saves: Path, seed: int) -> None:
         self.server = server
@@ -39,11 +39,11 @@ class Pair:
         self.caches = [self.start() for _ in range(2)]
         with self.caches[0].disabled():
             self._expected = [self.caches[0](ids).logits for ids in self.requests]
-        # Who computed which request since a namespace was purged: anybody's hit before that would be stale.
+        # Requests computed by either cache since their namespace was purged: a hit on any other is stale.
         self.computed: dict[str, set[int]] = {name: set() for name in NAMESPACES}
 
     def close(self) -> dict[str, int]:
-        """What the caches read from the store, and found to be no values of theirs."""
+        """Close the caches; return the numbers of values read from the store and of mismatched values."""
         for cache in self.caches:
             self.stop(cache)
         return self.told
@@ -70,11 +70,11 @@ class Pair:
         return is_hit
 
     def maybe_purge(self) -> bool:
-        """Purge a namespace now and then; whether that was done."""
+        """Purge a namespace with probability `_PURGED`; return whether a purge was tried."""
         if self.chance.random() >= _PURGED:
             return False
         namespace = self.chance.choice(NAMESPACES)
-        with suppress(StoreError):  # that it failed was told
+        with suppress(StoreError):  # the failure was reported
             self.chance.choice(self.caches).purge(namespace=namespace)
             self.seen["purges"] += 1
             self.computed[namespace].clear()
@@ -115,7 +115,7 @@ def settings(url: str, prefix: str = "llmcache") -> dict[str, Any]:
 
 
 def kill_worker(url: str, chance: random.Random) -> None:
-    """Have a process compute and write, and kill it in the middle of that."""
+    """Start a process that computes and stores requests, and kill it while it works."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     listen, say = context.Pipe(duplex=False)

@@ -1,7 +1,7 @@
-"""Measure `sweep`: hit rate and quality at many thresholds, replayed from one pass; speed live at a few of them.
+"""Measure `sweep`: hit rate and quality at many thresholds, replayed from one pass; live speed at a few of them.
 
-One curve a method: llmcache with each fingerprint, DocCache, the semantic response cache. `precision` is the share of
-hits that leave the answer as it was: against the hit rate it tells more than either alone.
+One curve per method: llmcache with each fingerprint, DocCache, the semantic response cache. `precision` is the share
+of hits that keep the answer. Precision against hit rate says more than either alone.
 """
 
 import math
@@ -25,22 +25,22 @@ from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 
 WARMUP = 20
-SAME = 0.9999  # cosine of requests that are the same, but for rounding: what exact repeats alone are to llmcache
+SAME = 0.9999  # cosine of equal requests up to rounding: at this tau, llmcache serves only exact repeats
 
 
-AHEAD = {"layers": "last"}  # one search a call, which is replayed
+AHEAD = {"layers": "last"}  # one search per call, as in the replay
 
 
 class Sweep(TaskExperiment):
     taus: tuple[float, ...] = Field(min_length=1)  # thresholds
     methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)  # curves to draw
-    # Of llmcache, one curve each: names, or mappings with `name` and settings.
+    # Fingerprints of llmcache, one curve each: names, or mappings with `name` and settings.
     fingerprints: tuple[Any, ...] = ("mean",)
     encoder: str = "minilm"  # sentence encoder of the semantic response cache
-    live_taus: tuple[float, ...] = ()  # thresholds of llmcache that are also run, for their speed
-    live_limit: int = Field(default=300, ge=1)  # requests of those runs, from the beginning
-    rounds: int = Field(default=3, ge=1)  # of those runs
-    # Further settings of llmcache, for those runs; its payload decides which lengths fit each other.
+    live_taus: tuple[float, ...] = ()  # thresholds at which llmcache also runs live, for its speed
+    live_limit: int = Field(default=300, ge=1)  # requests of live runs, from the beginning of the stream
+    rounds: int = Field(default=3, ge=1)  # rounds of live runs
+    # Further llmcache settings for live runs; its payload decides whether requests of other lengths can be served.
     cache: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
@@ -55,7 +55,7 @@ class Sweep(TaskExperiment):
 
 def run(experiment: Sweep, folders: Folders) -> Outcome:
     workload = build(experiment.task, folders, experiment.seed)
-    # Told first: it refuses what does not suit the model.
+    # First: it refuses settings that do not suit the model.
     fits_any_length = "llmcache" in experiment.methods and _fits_any_length(experiment, workload)
     live = _live(experiment, folders)
     recording = Recording(workload)
@@ -108,7 +108,7 @@ def _points(
 
 
 def _label(fingerprint: str | Mapping[str, Any]) -> str:
-    """Its name and then its settings: `pca dim=128`."""
+    """Return the fingerprint's name followed by its settings: `pca dim=128`."""
     if isinstance(fingerprint, str):
         return fingerprint
     settings = (f"{key}={value}" for key, value in fingerprint.items() if key != "name")
@@ -116,7 +116,7 @@ def _label(fingerprint: str | Mapping[str, Any]) -> str:
 
 
 def _fits_any_length(experiment: Sweep, workload: Workload) -> bool:
-    """Whether what llmcache would keep for this model serves requests of other lengths."""
+    """Whether llmcache's entries for this model can serve requests of other lengths."""
     method = Cached(workload, {**AHEAD, **experiment.cache, "tau": max(experiment.taus)})
     method.begin()
     payload = method.payload
@@ -142,8 +142,8 @@ def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
 def _at_length(
     row: Mapping[str, Any], fingerprint: str, points: Sequence[Mapping[str, Any]]
 ) -> dict[str, float | None]:
-    """What a live run comes to on the whole stream, whose later requests find more than its first ones."""
-    # With the stream's replayed hit rate h, and the costs o of a miss and c of a hit as they were live.
+    """Return hit rate and speed-up on the whole stream, whose later requests hit more often than the first ones."""
+    # Uses the stream's replayed hit rate h, and the live costs of a miss (o) and a hit (c).
     whole = at_tau(points, (row["method"], fingerprint), row["tau"])
     rate = None if whole is None else whole["hit_rate"]
     speedup = expected_speedup(rate, row["miss_overhead"], row["hit_cost"])

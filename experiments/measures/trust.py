@@ -1,12 +1,12 @@
-"""Measure `trust`: calibrated reuse on one stream: what could be had, and what is had with a bound.
+"""Measure `trust`: hits and changed answers of calibrated reuse on one stream, in hindsight and with a bound.
 
-    first `learn` requests   computed and learned from; stored by every way that is compared
-    the later ones           counted: in hindsight at many limits, replayed; with a limit chosen in advance, live
+    first `learn` requests   computed and learned from; every method under comparison stores them
+    later requests           counted: replayed at many limits (hindsight), and served live at a limit chosen in advance
 
-Curves: llmcache with sources that grow and with those of a calibration alone, what its forecast does without neighbours
-(`student`), the paper's way (mean embedding, nearest one above tau), DocCache, the response caches. `precision`, the
-share of hits that leave the answer as it was, against the hit rate tells them apart. All that has a threshold is
-calibrated as well, by the same tests on the same requests.
+Curves: llmcache with growing and with frozen sources, its forecast without neighbours (`student`), the paper's method
+(mean embedding, nearest neighbour above tau), DocCache, and the response caches. They are compared by `precision` (the
+share of hits that keep the answer) against hit rate. Every method with a threshold is also calibrated, by the same
+tests on the same requests.
 """
 
 import math
@@ -38,21 +38,21 @@ from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
 from llmcache.lab import CalibratedReuse, Doubles, Observation, OperatingPoint, RiskTarget, Sources, split
 
-#: Losses that a frontier is told for.
+#: Losses at which a frontier is reported.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
-N_TIMED = 200  # lookups of the semantic response cache
+N_TIMED = 200  # lookups of the semantic response cache that are timed
 
 Reading = Callable[[Units, Replay], list[Answer]]
 Figures = dict[str, Any]
 
 
 class Trust(LearningExperiment):
-    # Who serves then: the calibration's requests alone, or later misses as well.
+    # Sources after calibration: the calibration's requests only, or later misses as well.
     sources: tuple[Sources, ...] = ("frozen", "growing")
-    n_limits: int = Field(default=16, ge=2)  # limits of risk at which reuse is replayed
-    student: bool = True  # show what the forecast alone does, without neighbours, with frozen sources
-    taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other ways
-    # The other ways.
+    n_limits: int = Field(default=16, ge=2)  # risk limits at which reuse is replayed
+    student: bool = True  # also measure the forecast alone, without neighbours, with frozen sources
+    taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other methods
+    # Other methods to compare with.
     baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
         "paper",
         "doccache",
@@ -87,20 +87,20 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
 
 
 class _Ways:
-    """A stream that was observed, and what each way makes of its later requests."""
+    """Runs each method on the later requests of one observed stream, and collects the figures."""
 
     def __init__(self, experiment: Trust, folders: Folders) -> None:
         self.rehearsal = experiment.rehearse(folders)
         self.counted = self.rehearsal.workload.after(experiment.learn)
         self.base = self.rehearsal.answers[experiment.learn :]
-        self.points: list[Figures] = []  # of curves
-        self.calibrated: list[Figures] = []  # limits that were chosen in advance
+        self.points: list[Figures] = []  # points of the curves
+        self.calibrated: list[Figures] = []  # figures at limits chosen in advance
         self._experiment, self._learn = experiment, experiment.learn
 
     def add_llmcache(self) -> None:
-        """Curves of both kinds of sources; and for each claim, calibrate anew and serve the later requests live."""
+        """Add curves for both kinds of sources; for each claim, calibrate again and serve the later requests live."""
         rehearsal, learn = self.rehearsal, self._learn
-        if "growing" in self._experiment.sources:  # which begin with all that was learned from
+        if "growing" in self._experiment.sources:  # growing sources start with everything that was learned from
             first, rest = rehearsal.observed[:learn], rehearsal.observed[learn:]
             limits = self._some(rehearsal.calibrated.learn(first))
             for limit in tracked(limits, "Replaying growing sources"):
@@ -108,26 +108,26 @@ class _Ways:
                 self._add_point("llmcache", "growing", rehearsal.answers_from(learn, sources), served, limit=limit)
         self._add_frozen_points("llmcache", rehearsal.calibrated)
         for claim in self._experiment.claims:
-            empty(rehearsal.cache, rehearsal.observed)  # what an earlier claim's misses left would serve repeats
+            empty(rehearsal.cache, rehearsal.observed)  # misses stored under an earlier claim would serve repeats
             found = rehearsal.calibrate(rehearsal.calibrated, learn, claim)
             told, served = self._serve(f"Live: {claim.sources}, {claim.max_drop:g}")
             self._add_calibration("llmcache", claim, found, told, served)
 
     def add_student(self) -> None:
-        """What the forecast does alone: a curve and calibrations, replayed, which tests hold to serving."""
+        """Add the forecast alone: a curve and calibrations, replayed. Tests check that replay equals serving."""
         cache, reuse = self.rehearsal.beside(self._experiment.cache)
         student = Student(reuse)
         self._add_frozen_points("student", student)
         for claim in self._experiment.frozen_claims:
             found = self.rehearsal.calibrate(student, self._learn, claim)
-            limit = -math.inf if found.chosen is None else found.chosen.limit  # then repeats alone are served
+            limit = -math.inf if found.chosen is None else found.chosen.limit  # no limit: only exact repeats are served
             served, sources = self._frozen(student, claim).serve(limit)
             told = self.rehearsal.answers_from(self._learn, sources)
             self._add_calibration("student", claim, found, told, served)
         cache.unwrap()
 
     def add_others(self) -> None:
-        """The other ways, which store what llmcache learns from: curves, and a calibration of each threshold."""
+        """Add the other methods, storing the requests llmcache learns from: curves, and a calibrated threshold each."""
         recording = Recording(self.rehearsal.workload, self.rehearsal.outputs, self.rehearsal.put_out)
         for name in self._experiment.baselines:
             units, answers_of = _way(name, self._experiment.encoder, recording)
@@ -140,7 +140,7 @@ class _Ways:
                 self._calibrate_other(name, units, answers_of)
 
     def _calibrate_other(self, name: str, units: Units, answers_of: Reading) -> None:
-        """Choose its threshold as a calibration of llmcache chooses its limit, and serve the later requests."""
+        """Choose the threshold by the tests that choose llmcache's limit, and serve the later requests."""
         answers, is_changed, learn = self.rehearsal.answers, self.rehearsal.workload.is_changed, self._learn
         lookup_ms = self._encoder_ms() if name == "semantic_response" else None
         for claim in self._experiment.claims:
@@ -153,7 +153,7 @@ class _Ways:
             self.calibrated.append(row | self._figures(told, served))
 
     def _add_frozen_points(self, name: str, calibrated: CalibratedReuse | Student) -> None:
-        """A curve with the sources of a calibration alone: A and B of what is learned from."""
+        """Add a curve with frozen sources: parts A and B of the requests that are learned from."""
         claim = self._experiment.risk_target(min(self._experiment.max_drops))
         limits = self._some(calibrated.learn(self._sources(claim)))
         frozen = self._frozen(calibrated, claim)
@@ -168,7 +168,7 @@ class _Ways:
         return [self.rehearsal.observed[i] for i in split(self._learn, claim)[0]]
 
     def _some(self, limits: Doubles) -> list[float]:
-        """At most `n_limits` of the limits, evenly spread, the first and the last among them."""
+        """Return at most `n_limits` of the limits, evenly spaced, including the first and the last."""
         n = min(self._experiment.n_limits, len(limits))
         places = np.linspace(0, len(limits) - 1, n).round().astype(int)
         return [float(limit) for limit in limits[places]]
@@ -182,7 +182,7 @@ class _Ways:
         return told, np.array(served)
 
     def _encoder_ms(self) -> float:
-        """Median time in which the sentence encoder embeds one text: what each lookup of the semantic cache costs."""
+        """Return the median time to embed one text, ms: the cost of each lookup in the semantic response cache."""
         encode, times = Encoder(self._experiment.encoder), []
         with torch.inference_mode():
             for request in self.rehearsal.workload.requests[:N_TIMED]:
@@ -216,7 +216,7 @@ class _Ways:
 
 
 def _way(name: str, encoder: str, recording: Recording) -> tuple[Units, Reading]:
-    """What a way looks up, and how its answers are read."""
+    """Return the lookup units of a method, and the function that reads its answers."""
     if name == "doccache":
         return recording.documents(), recording.handed
     if name == "semantic_response":
@@ -226,7 +226,7 @@ def _way(name: str, encoder: str, recording: Recording) -> tuple[Units, Reading]
 
 
 def _in_advance(name: str, claim: RiskTarget, setting: OperatingPoint | None, n_sources: int, n_tested: int) -> Figures:
-    """What was chosen in advance, with the same tests for every way."""
+    """Return the operating point chosen in advance; every method uses the same tests."""
     return {
         "method": name,
         "sources": claim.sources,
@@ -245,11 +245,11 @@ def _in_advance(name: str, claim: RiskTarget, setting: OperatingPoint | None, n_
 def by_intent(
     counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_]
 ) -> dict[str, Any] | None:
-    """Share of changed answers of each intent's requests: the worst one's with its interval, and the median."""
-    # An intent is a request's reference; `n_over` counts those with more than twice the rate of all requests. The
-    # interval is of the worst intent alone: of many intents one is bad by chance.
+    """Return the share of changed answers by intent: the median, and the worst intent with its interval."""
+    # The intent is the request's reference. `n_over` counts intents with more than twice the overall rate. The interval
+    # covers the worst intent by itself: among many intents, one is bad by chance.
     if not all(isinstance(request.reference, int) for request in counted.requests):
-        return None  # the task knows no intents
+        return None  # the task has no intents
     names = np.array([request.reference for request in counted.requests])
     changed = np.array([counted.is_changed(one, other) for one, other in zip(base, told, strict=True)], dtype=bool)
     hits = is_hit(served)
@@ -273,7 +273,7 @@ def by_intent(
 
 
 def _hindsight(points: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Most hits of each curve, by what may be lost: what nobody could have chosen in advance."""
+    """Yield the most hits of each curve within each loss. Hindsight: it could not have been chosen in advance."""
     for loss, within in LOSSES.items():
         for curve in curves(points):
             point = best(points, curve, loss)
@@ -286,7 +286,7 @@ def _told_in_advance(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(way: str, within: str, column: str, figures: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a table on the screen has of a setting. Hindsight and what was chosen in advance never share a column."""
+    """Return one row of the screen's table. Hindsight and figures chosen in advance never share a column."""
     got = figures or {}
     row = {"way": way, "at most": within, "hindsight hits": None, "calibrated hits": None}
     row[column] = got.get("hit_rate")

@@ -1,12 +1,12 @@
-"""Ways to answer requests: the model alone, llmcache, and what else one would do. One interface, none a straw man.
+"""Methods: the model alone, llmcache, and alternatives to it, each at its best. One interface.
 
 | method | what it keeps | when it serves |
 |---|---|---|
 | `nocache` | nothing | never: SDPA attention, eval mode, inference mode |
-| `llmcache` | hidden states, layer by layer | as its settings say |
-| `doccache` | final hidden states | the nearest stored document is at least `threshold` alike |
-| `exact_response` | answers | the same tokens were asked before |
-| `semantic_response` | answers | the nearest stored request is at least `threshold` alike, says a sentence encoder |
+| `llmcache` | hidden states, layer by layer | depends on its settings |
+| `doccache` | final hidden states | the nearest stored document has a cosine of at least `threshold` |
+| `exact_response` | answers | an earlier request had the same tokens |
+| `semantic_response` | answers | the nearest stored request has a sentence embedding cosine of at least `threshold` |
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,18 +32,18 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class MethodSettings(Section):
-    method: str  # A key of `METHODS`
-    label: str  # what results call it; by default the method's name and its settings
-    options: dict[str, Any]  # what its class takes
+    method: str  # a key of `METHODS`
+    label: str  # name in results; by default the method's name and settings
+    options: dict[str, Any]  # arguments of its class
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> "MethodSettings":
-        """Check a method's settings, as flat as YAML gives them: `{method: doccache, threshold: 0.9}`."""
+        """Check a method's settings, flat as in YAML: `{method: doccache, threshold: 0.9}`."""
         if isinstance(values, MethodSettings):
             return values
         kind, rest = choose(METHODS, values, "method", name)
         label = rest.pop("label", None)
-        nested = rest.pop("options", {})  # as they are kept beside results
+        nested = rest.pop("options", {})  # the form in which results store them
         if not isinstance(nested, Mapping):
             raise ConfigError(f"{name}.options: expected a mapping of settings (got {nested!r})")
         options = {**nested, **rest}

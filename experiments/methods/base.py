@@ -17,21 +17,21 @@ COMPUTED, BYPASSED = "computed", "bypassed"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    by: str = COMPUTED  # the rung or the kind of match that served it, else `COMPUTED` or `BYPASSED`
-    # Number of the request that it was served from; None where it is not known or there was none
+    by: str = COMPUTED  # rung or kind of match that served it, else `COMPUTED` or `BYPASSED`
+    # Number of the source's request; None if unknown or without a source
     source: int | None = None
-    # To that request, or to the nearest one where none served; None where nothing was compared
+    # To the source, or to the nearest stored request if none served; None without a comparison
     similarity: float | None = None
-    is_evicting: bool = False  # an entry had to leave for it
-    share: float = 1.0  # of its rows, where any was served, those that were: one of four may be
-    n_prefix: int = 0  # first tokens that a stored prefix served
+    is_evicting: bool = False  # storing it evicted an entry
+    share: float = 1.0  # share of its rows that were served: one of four, for instance
+    n_prefix: int = 0  # leading tokens served from a stored prefix
 
     @property
     def is_hit(self) -> bool:
         return bool(is_hit(self.by))
 
     def cells(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """What rows of results say of it, given the requests of the workload."""
+        """Return the outcome's columns for the rows of results, given the workload's requests."""
         return {
             "served": self.by,
             "source": None if self.source is None else requests[self.source].id,
@@ -40,26 +40,26 @@ class Served:
 
 
 def is_hit(served: NDArray[np.str_] | str) -> NDArray[np.bool_]:
-    """Whether something stored served each request, same shape, told from what served it."""
+    """Whether each request was a hit, given what served it (any shape)."""
     hit: NDArray[np.bool_] = ~np.isin(served, (COMPUTED, BYPASSED))
     return hit
 
 
 class Method:
-    """One way to answer the requests of a workload, on a copy of its model. Made once; each round begins cold.
+    """A way to answer the requests of a workload, on a copy of its model. Made once; each round begins cold.
 
     Attributes:
         Settings: Options of the method.
-        nbytes: Bytes held; None where nothing is ever held.
-        n_entries: Entries held; likewise.
+        nbytes: Bytes held; None if the method stores nothing.
+        n_entries: Entries held; None if the method stores nothing.
     """
 
-    Settings: ClassVar[type[Section]] = Section  # which has none
+    Settings: ClassVar[type[Section]] = Section  # no options
     nbytes: Any = None
     n_entries: Any = None
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model that shares its weights, so that methods do not meet."""
+        """Copy the model, sharing its weights, so that methods do not affect each other."""
         self._workload = workload
         self._settings: Any = self.Settings.make(options)
         self._module = twin(workload.module)
@@ -67,29 +67,29 @@ class Method:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Raise `ConfigError` for options that are wrong, naming them below `name`."""
+        """Raise `ConfigError` for wrong options, naming them below `name`."""
         cls.Settings.make(options, name)
 
     def begin(self) -> None:
-        """Forget everything; called inside inference mode."""
+        """Drop all stored values; called in inference mode."""
         self._last = Served()
 
     def ask(self, number: int) -> Answer:
-        """Answer a request of the workload, lookup and storing included. This is what is timed."""
+        """Answer a request of the workload, including lookup and storing. This call is timed."""
         return self._workload.answer(self._module(**self._workload.requests[number].inputs), number)
 
     def last(self) -> Served:
-        """What happened to the latest request; called outside the timed region, after each."""
+        """Return the outcome of the latest request; called after each, outside the timed region."""
         return self._last
 
     def end(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
 
 
 class NoCache(Method):
-    """Computes every request, as one would serve it: scaled dot-product attention, eval mode, inference mode."""
+    """Computes every request as in service: scaled dot-product attention, eval mode, inference mode."""
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A copy of an unwrapped model that shares its parameters, so that a method more costs no memory."""
+    """Return a copy of an unwrapped model that shares its parameters, so another method costs no memory."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})

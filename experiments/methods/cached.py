@@ -7,19 +7,19 @@ from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig, ConfigError, LLMCache, Stats
 
-_IDLE_EVERY = 500  # some two seconds of a small model's requests; looks wait for five at most
+_IDLE_EVERY = 500  # requests: about two seconds with a small model; looks wait at most five
 
 
 class Cached(Method):
     """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
 
-    No call is bypassed for its cost unless options say so: what the cache does is measured, worthwhile or not. What the
-    audit drew is recomputed after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last
-    one; never while another method is asked. The time counts as that of the request before.
+    Auto-bypass is off unless set in the options: the cache is measured whether or not it pays. Audited requests are
+    recomputed after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last one, never while
+    another method answers. The time is added to the preceding request.
     """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model; what does not fit it is refused."""
+        """Copy the model; options that do not suit it are refused."""
         self._config = configure(workload, options)
         self._workload = workload
         self._module = twin(workload.module)
@@ -27,13 +27,13 @@ class Cached(Method):
         self._seen = Stats()
         self._asked = 0
         self._evicted = 0
-        self._numbers: dict[str, int] = {}  # request by key, so that a source can be told
-        self.begin()  # what does not fit the model is refused before anything is measured
+        self._numbers: dict[str, int] = {}  # request number by key, to identify sources
+        self.begin()  # refuses unsuitable options before anything is measured
         self.end()
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Raise `ConfigError` for settings of llmcache that are wrong, naming them below `name`."""
+        """Raise `ConfigError` for wrong llmcache settings, naming them below `name`."""
         try:
             CacheConfig.make(dict(options))
         except ConfigError as error:
@@ -46,7 +46,7 @@ class Cached(Method):
         self._numbers.clear()
 
     def ask(self, number: int) -> Answer:
-        """Ask the wrapped model; now and then, do what answers left to be done."""
+        """Run the wrapped model on a request; now and then, also do the pending recomputations."""
         assert self._cache is not None
         self._asked = number
         answer = super().ask(number)
@@ -55,13 +55,13 @@ class Cached(Method):
         return answer
 
     def last(self) -> Served:
-        """Of the request's rows, the one that was served least exactly says what happened."""
+        """Return the outcome of the request's row that was served least exactly."""
         assert self._cache is not None
         evicted = self._cache.stats().n_evicted_total
         is_evicting, self._evicted = evicted > self._evicted, evicted
         outcomes = self._cache.last
         for outcome in outcomes:
-            if outcome.source != outcome.key:  # else it repeats that request
+            if outcome.source != outcome.key:  # else the request repeats the source
                 self._numbers[outcome.key] = self._asked
         served = [outcome for outcome in outcomes if outcome.rung is not None]
         if not served:
@@ -82,18 +82,18 @@ class Cached(Method):
 
     @property
     def stats(self) -> Stats:
-        """The cache's own counters, also after the end."""
+        """The cache's own counters, also after `end`."""
         return self._seen if self._cache is None else self._cache.stats()
 
     @property
     def payload(self) -> str:
-        """What the entries keep; known between `begin` and `end`."""
+        """What entries keep; known between `begin` and `end`."""
         assert self._cache is not None
         return self._cache.payload
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries, of the fingerprints that they are found by, and of blocks of prefixes."""
+        """Bytes of entries, of their fingerprints, and of prefix blocks."""
         return self.stats.held_nbytes
 
     @property
@@ -102,7 +102,7 @@ class Cached(Method):
 
 
 def configure(workload: Workload, options: Mapping[str, Any], audits_in_background: bool = False) -> CacheConfig:
-    """Settings of a cache on a workload's model, whose payload has to be what the head reads."""
+    """Return a cache's settings for a workload's model; its payload must be what the head reads."""
     keeps_tokens = options.get("tau") is not None and options.get("layers") != "last"
     if workload.payload is not None and not keeps_tokens:
         options = {"payload": workload.payload, **options}

@@ -1,8 +1,8 @@
-"""DocCache, the document-level baseline of the paper: the final state of the nearest stored document.
+"""DocCache, the paper's document-level baseline: the final state of the nearest stored document.
 
-The paper names it without describing it. Here: a document is the whole request; its embedding is the mean of the
-model's own word embeddings, special tokens left out; the final hidden states of the nearest document, if it is at least
-`threshold` alike, are what the head reads. The documents may be of different lengths.
+The paper names it without describing it. Here, a document is the whole request. Its embedding is the mean of the
+model's own word embeddings, without special tokens. If the nearest stored document has a cosine of at least
+`threshold`, the head reads that document's final hidden states. Documents may differ in length.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ class _Document:
 
 
 class Recall(nn.Module):
-    """Stands where the trunk was: runs it, or hands out what it returned before."""
+    """Replaces the trunk: runs it, or returns an earlier output of it."""
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
-        self.output: Any = None  # what to hand out instead of running; afterwards what the run returned
+        self.output: Any = None  # output to return instead of running; after a run, its output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.output is None:
@@ -43,7 +43,7 @@ class Recall(nn.Module):
         return self.output
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the trunk, its config for instance, which heads look at."""
+        """Return an attribute of the trunk, such as the config that heads read."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -51,7 +51,7 @@ class Recall(nn.Module):
 
 
 class DocCache(Method):
-    """Reuses final states of whole documents."""
+    """Reuses the final states of whole documents."""
 
     class Settings(Section):
         threshold: float = Field(default=0.9, ge=-1.0, le=1.0)  # least cosine between document embeddings
@@ -69,7 +69,7 @@ class DocCache(Method):
         super().begin()
 
     def ask(self, number: int) -> Answer:
-        """Let the head read the nearest document's final states, or compute and keep them."""
+        """Run the head on the nearest document's final states, or compute and store them."""
         inputs = self._workload.requests[number].inputs
         vector = self.embed(inputs)
         found, alike = self._documents.find(vector, self._settings.threshold)
@@ -91,7 +91,7 @@ class DocCache(Method):
         return len(self._documents.kept)
 
     def embed(self, inputs: Inputs) -> Any:
-        """Mean word embedding of all rows' content, float32 (D,) of L2 norm 1."""
+        """Return the mean word embedding of all rows' content, float32 (D,) of L2 norm 1."""
         ids, valid = token_rows(inputs)
         kept = ids[valid & ~torch.isin(ids, self._specials)]
         mean = self._words(kept).mean(dim=0) if len(kept) else torch.zeros(self._words.weight.shape[1])
@@ -99,7 +99,7 @@ class DocCache(Method):
 
 
 def _tensors(output: Any) -> list[Any]:
-    """The tensors that an output of the trunk holds, K/V left out: the head does not read them."""
+    """Return the tensors of a trunk output without K/V, which the head does not read."""
     return [value for value in output.values() if isinstance(value, torch.Tensor)]
 
 

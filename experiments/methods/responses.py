@@ -1,4 +1,4 @@
-"""Caches in front of the model: they keep answers, and give them again word for word."""
+"""Caches in front of the model: they store answers and return them unchanged."""
 
 from collections.abc import Mapping
 from dataclasses import fields as fields_of
@@ -17,18 +17,18 @@ from experiments.support.section import Section
 from experiments.tasks.workload import Answer, Workload
 
 NUMBER_BYTES = 8
-ENCODED_TOKENS = 256  # all-MiniLM-L6-v2 was trained on no more
+ENCODED_TOKENS = 256  # all-MiniLM-L6-v2 was trained on at most this many
 
 
 class ExactResponse(Method):
-    """Answers again what was asked with the very same tokens."""
+    """Returns the stored answer to a request with the same tokens."""
 
     def begin(self) -> None:
         self._kept: dict[bytes, tuple[int, Answer]] = {}
         super().begin()
 
     def ask(self, number: int) -> Answer:
-        """Look the tokens up, or compute and keep the answer."""
+        """Look the tokens up, or compute and store the answer."""
         key = self._workload.requests[number].inputs["input_ids"].numpy().tobytes()
         found = self._kept.get(key)
         if found is not None:
@@ -49,15 +49,15 @@ class ExactResponse(Method):
 
 
 class SemanticResponse(Method):
-    """Answers again what was asked in other words, as GPTCache does.
+    """Returns the stored answer to a similar text, as GPTCache does.
 
-    The request's text is embedded with all-MiniLM-L6-v2 (mean pooling), the nearest stored request is searched with
-    FAISS, and its answer given if the cosine is at least `threshold`. The encoder's time is part of every answer.
+    The request's text is embedded with all-MiniLM-L6-v2 (mean pooling). FAISS finds the nearest stored request, whose
+    answer is returned if the cosine is at least `threshold`. Every request is charged for the encoder's time.
     """
 
     class Settings(Section):
         threshold: float = Field(default=0.8, ge=-1.0, le=1.0)  # least cosine; 0.8 is GPTCache's default
-        encoder: str = MINILM  # the sentence encoder: a name that `experiments.models.loading.load` takes
+        encoder: str = MINILM  # sentence encoder: a name for `experiments.models.loading.load`
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         super().__init__(workload, options)
@@ -68,7 +68,7 @@ class SemanticResponse(Method):
         super().begin()
 
     def ask(self, number: int) -> Answer:
-        """Embed, search, and give the neighbour's answer, or compute and keep it."""
+        """Embed, search, and return the neighbour's answer, or compute and store it."""
         request = self._workload.requests[number]
         vector = self._encode(request.text)
         found, alike = self._answers.find(vector, self._settings.threshold)
@@ -90,7 +90,7 @@ class SemanticResponse(Method):
 
 
 def size_of(answer: Answer) -> int:
-    """Bytes of an answer: its text, its arrays, or one number."""
+    """Return the bytes of an answer: a text, arrays, or one number."""
     if isinstance(answer, str):
         return len(answer.encode())
     fields = [getattr(answer, field.name) for field in fields_of(answer)] if is_dataclass(answer) else []
@@ -105,7 +105,7 @@ class Encoder:
         self.module, self._tokenizer = loaded.model, loaded.tokenizer
 
     def __call__(self, text: str) -> NDArray[np.float32]:
-        """Embedding float32 (D,) of L2 norm 1."""
+        """Return the embedding, float32 (D,) of L2 norm 1."""
         inputs = encode(self._tokenizer, text, ENCODED_TOKENS)
         hidden = self.module(**inputs).last_hidden_state
         return unit(pool_mean(hidden, inputs["attention_mask"])[0].float().numpy())

@@ -1,6 +1,6 @@
-"""Figures, their intervals, best points of curves, and the numbers that the paper claims. Pure functions.
+"""Figures, their intervals, best points of curves, and the paper's figures. Pure functions.
 
 answers and times of one method -> metrics    hit rate, changed answers, quality, speed-up, intervals
                                 -> frontier   the best threshold in hindsight
-paper: what LLMCache (Bansal 2025) claims, to compare with
+paper: figures claimed by LLMCache (Bansal 2025), for comparison
 """

@@ -1,4 +1,4 @@
-"""The best point of a curve in hindsight: an upper limit, which nobody could have chosen in advance."""
+"""The best point of a curve in hindsight: an upper limit on any choice in advance."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from experiments.metrics import paper
 #: Figures of a curve at one threshold.
 Point = Mapping[str, Any]
 
-#: Method and fingerprint; None for methods that have no choice of one.
+#: Method and fingerprint; None for methods without fingerprints to choose from.
 Curve = tuple[str, str | None]
 
 
@@ -21,11 +21,11 @@ def of_curve(points: Sequence[Point], curve: Curve) -> list[Point]:
 
 
 def best(points: Sequence[Point], curve: Curve, loss: str = "accuracy_drop", limit: float = paper.DROP) -> Point | None:
-    """The point with most hits of a curve that loses `limit` at most; None where there is none."""
+    """Return the curve's point with most hits that loses at most `limit`; None if there is none."""
     allowed = [point for point in of_curve(points, curve) if point[loss] <= limit]
     return max(allowed, key=lambda point: point["hit_rate"], default=None)
 
 
 def at_tau(points: Sequence[Point], curve: Curve, tau: float) -> Point | None:
-    """The point at a threshold, if the curve has it."""
+    """Return the point at a threshold, if the curve has one."""
     return next((point for point in of_curve(points, curve) if point["tau"] == tau), None)

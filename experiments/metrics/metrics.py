@@ -1,9 +1,9 @@
-"""What a method did on a stream, and figures from that: pure functions. Terms mean what docs and results say.
+"""Traces of a method on a stream, and figures computed from them by pure functions. Terms are those of the docs.
 
-A share or rate is a fraction of 1. Missing is None, never 0. Intervals cover 95 %: of shares that of Clopper and
-Pearson, of means and of differences a paired bootstrap over requests. Where requests come in clusters (one text asked
-again and again, questions on one passage), all are a bootstrap over clusters: one text can hold many of the answers.
-Where a bootstrap has nothing to draw from, there is no interval, rather than one without width.
+A share or rate is a fraction of 1. Missing is None, never 0. Intervals cover 95 %: Clopper-Pearson for shares, a paired
+bootstrap over requests for means and differences. If requests come in clusters (one text asked many times, questions
+on one passage), all intervals are a bootstrap over clusters, since one text can account for many answers. If a
+bootstrap has too little variation, the interval is None rather than one without width.
 
 Sizes: R rounds, N requests.
 """
@@ -24,21 +24,22 @@ from llmcache.generation import QUOTABLE
 Bools = NDArray[np.bool_]
 Times = NDArray[np.float64]
 N_RESAMPLES = 2000
-#: Fewest values that span where they come from with 95 %: of n, all fall on one side of its median in 2 of 2**n cases.
+#: Fewest values whose range covers the median of their distribution with 95 %: n values all fall on one side of it in 2
+#: of 2**n cases.
 FEWEST = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one method did on a stream."""
+    """Times and outcomes of one method on a stream."""
 
     ms: NDArray[np.float64]  # wall time of each request, milliseconds, (R, N)
-    served: NDArray[np.str_]  # what served each request, (R, N): a rung or kind of match, `computed` or `bypassed`
-    evicting: NDArray[np.bool_]  # whether an entry had to leave for it, (R, N)
-    answers: Sequence[Answer]  # those of the first round, N
-    notes: Sequence[Served]  # what happened to each request of the first round, N
-    nbytes: int | None = None  # bytes held after the last round; None where nothing is ever held
-    n_entries: int | None = None  # entries held then; likewise
+    served: NDArray[np.str_]  # what served each request (R, N): a rung or kind of match, `computed` or `bypassed`
+    evicting: NDArray[np.bool_]  # whether storing the request evicted an entry (R, N)
+    answers: Sequence[Answer]  # answers of the first round, N
+    notes: Sequence[Served]  # outcome of each request of the first round, N
+    nbytes: int | None = None  # bytes held after the last round; None if the method stores nothing
+    n_entries: int | None = None  # entries held after the last round; None if the method stores nothing
 
     @property
     def is_hit(self) -> NDArray[np.bool_]:
@@ -48,7 +49,7 @@ class Trace:
 def quality(
     workload: Workload, base: Sequence[Answer], answers: Sequence[Answer], hits: Bools, seed: int = 0
 ) -> dict[str, Any]:
-    """What reuse did to the answers, N, of which some are `hits` (N,); `accuracy` is the mean of the task's score."""
+    """Compare N answers with those of the model alone, given `hits` (N,). `accuracy` is the task's mean score."""
     pairs = zip(base, answers, strict=True)
     changed = np.array([workload.is_changed(one, other) for one, other in pairs], dtype=np.float64)
     before, after = workload.scores(base), workload.scores(answers)
@@ -58,7 +59,7 @@ def quality(
         "accuracy_nocache": float(before.mean()),
         "accuracy_ci": interval(after, groups, seed),
         "accuracy_drop": float(drops.mean()),
-        # Where no score changed, a bootstrap would call that certain.
+        # If no score changed, a bootstrap would claim certainty.
         "accuracy_drop_ci": interval(drops, groups, seed) if drops.any() else _open(hits, groups),
         "changed_answers": float(changed.mean()),
         "changed_answers_ci": _of_share(changed, groups, seed),
@@ -74,7 +75,7 @@ def alone(workload: Workload, base: Sequence[Answer], seed: int = 0) -> dict[str
 def figures_of(
     workload: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_], seed: int
 ) -> dict[str, Any]:
-    """Hits and quality of requests, N, and `precision`: the share of hits that leave the answer as it was."""
+    """Return hits and quality of N requests, and `precision`: the share of hits that keep the answer."""
     figures = quality(workload, base, told, is_hit(served), seed)
     per_hit = figures["changed_per_hit"]
     return {
@@ -85,7 +86,7 @@ def figures_of(
 
 
 def _open(hits: Bools, groups: NDArray[np.int64]) -> list[float] | None:
-    """What hits (N,) that changed no score leave open, given their clusters (N,); None without any."""
+    """Return the interval left open by hits (N,) that changed no score, given clusters (N,); None without hits."""
     if not hits.any():
         return None
     most = share_interval(0, len(set(groups[hits])))[1] * float(hits.mean())
@@ -93,14 +94,14 @@ def _open(hits: Bools, groups: NDArray[np.int64]) -> list[float] | None:
 
 
 def clusters(workload: Workload) -> NDArray[np.int64]:
-    """Number of each request's cluster (N,)."""
+    """Return the cluster number of each request (N,)."""
     names = np.array([request.cluster or request.id for request in workload.requests])
     numbers: NDArray[np.int64] = np.unique(names, return_inverse=True)[1]
     return numbers
 
 
 def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int = 0) -> list[float] | None:
-    """Where the mean (N,) lies in 95 % of bootstrap resamples of the clusters (N,); None if they say nothing."""
+    """Return the 95 % bootstrap interval of the mean of `values` (N,), by clusters (N,); None if too little varies."""
     sums, sizes = np.bincount(groups, values), np.bincount(groups)
     if len(sums) < FEWEST or np.ptp(values) == 0:
         return None
@@ -108,15 +109,15 @@ def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int =
     return [float(bound) for bound in np.percentile(drawn @ sums / (drawn @ sizes), (2.5, 97.5))]
 
 
-@lru_cache(maxsize=1)  # many figures are of the same requests
+@lru_cache(maxsize=1)  # many figures are computed from the same requests
 def _resamples(n: int, seed: int) -> NDArray[np.float64]:
-    """How often each of `n` clusters is in each resample (`N_RESAMPLES`, n)."""
+    """Return how often each of `n` clusters occurs in each resample, (`N_RESAMPLES`, n)."""
     rng = np.random.default_rng(seed)
     return np.array([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(N_RESAMPLES)], np.float64)
 
 
 def _of_share(is_counted: NDArray[Any], groups: NDArray[np.int64], seed: int) -> list[float] | None:
-    """Interval of a share, given what counts (N,): exact where each stands for itself, or all clusters agree."""
+    """Return the interval of a share (N,): exact if requests are independent or all agree, else bootstrap."""
     n_clusters = len(set(groups))
     if n_clusters == len(groups):
         return share_interval(int(is_counted.sum()), len(groups))
@@ -126,13 +127,13 @@ def _of_share(is_counted: NDArray[Any], groups: NDArray[np.int64], seed: int) ->
 
 
 def share_interval(k: int, n: int) -> list[float]:
-    """Where a share lies with 95 % confidence if `k` of `n` were seen (Clopper and Pearson 1934)."""
+    """Return the 95 % interval of a share of which `k` of `n` were observed (Clopper and Pearson 1934)."""
     bounds = binomtest(k, n).proportion_ci(0.95, method="exact")
     return [float(bounds.low), float(bounds.high)]
 
 
 def hit_rates(served: NDArray[np.str_], groups: NDArray[np.int64], seed: int = 0) -> dict[str, Any]:
-    """`hit_rate` with its interval, and `hits_by_rung`: shares of all requests (N,), bypasses included."""
+    """Return `hit_rate` with its interval, and `hits_by_rung`: shares of all requests (N,), bypasses included."""
     hits = is_hit(served)
     rungs, counts = np.unique(served[hits], return_counts=True)
     by_rung = {str(rung): int(count) / len(served) for rung, count in zip(rungs, counts, strict=True)}
@@ -144,10 +145,10 @@ def hit_rates(served: NDArray[np.str_], groups: NDArray[np.int64], seed: int = 0
 
 
 def speed(base: Trace, trace: Trace) -> dict[str, Any]:
-    """How much faster the stream went; costs of a miss and of a hit are over the request's time without a cache."""
+    """Return the speed-up of the stream, and the costs of a miss and a hit relative to the time without a cache."""
     computed = trace.served == COMPUTED
     cost_of_computed = _ratio(trace.ms, base.ms, computed)
-    ratios = base.ms.sum(axis=1) / trace.ms.sum(axis=1)  # of sums, round by round
+    ratios = base.ms.sum(axis=1) / trace.ms.sum(axis=1)  # ratios of sums, by round
     return {
         "speedup": float(np.median(ratios)),
         "speedup_min": float(ratios.min()),
@@ -158,7 +159,7 @@ def speed(base: Trace, trace: Trace) -> dict[str, Any]:
 
 
 def expected_speedup(h: float | None, o: float | None, c: float | None) -> float | None:
-    """Speed-up that a hit rate, the overhead of a miss and the cost of a hit come to; None where one is not known."""
+    """Return the speed-up that hit rate h, miss overhead o and hit cost c imply; None if one of them is None."""
     return None if h is None or o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
 
 
@@ -167,20 +168,20 @@ def _ratio(ms: Times, base_ms: Times, where: Bools) -> float | None:
 
 
 def latencies(base: Trace, trace: Trace) -> dict[str, dict[str, float | int | None] | None]:
-    """Percentiles of wall time over all rounds, by what happened to the request."""
+    """Return percentiles of wall time over all rounds, by the request's outcome."""
     computed = trace.served == COMPUTED
     return {
         "nocache_ms": percentiles(base.ms.ravel()),
         "cache_ms": percentiles(trace.ms.ravel()),
         "hit_ms": percentiles(trace.ms[trace.is_hit & (trace.served != "exact")]),
         "exact_hit_ms": percentiles(trace.ms[trace.served == "exact"]),
-        "miss_ms": percentiles(trace.ms[computed & trace.evicting]),  # banks full, so it also evicted
+        "miss_ms": percentiles(trace.ms[computed & trace.evicting]),  # banks full, so it also evicts
         "filling_miss_ms": percentiles(trace.ms[computed & ~trace.evicting]),
     }
 
 
 def percentiles(ms: Sequence[float] | Times) -> dict[str, float | int | None] | None:
-    """Median, 90th and 99th percentile (None below `QUOTABLE` times), and number of times; None without any."""
+    """Return median, p90 and p99 (None below `QUOTABLE` times), and the count; None without times."""
     if len(ms) == 0:
         return None
     median, *tails = (float(value) for value in np.percentile(ms, (50, 90, 99)))
@@ -189,7 +190,7 @@ def percentiles(ms: Sequence[float] | Times) -> dict[str, float | int | None] | 
 
 
 def summary(workload: Workload, base: Trace, trace: Trace, seed: int = 0) -> dict[str, Any]:
-    """All figures of one method against the model alone. Answers are those of the first round."""
+    """Return all figures of one method against the model alone. Answers are those of the first round."""
     return {
         **hit_rates(trace.served[0], clusters(workload), seed),
         "rows_served": float(np.mean([note.share * note.is_hit for note in trace.notes])),

@@ -16,9 +16,9 @@ from llmcache.lab import asking, cause, locate, quiet
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 
-#: Shapes by name: transformers' model type, and what differs from its defaults. `gpt2-2048` is GPT-2 small with more
-#: positions. `qwen3-small` stands for families with a rotation, a norm of queries and keys, and four query heads for
-#: each K/V head; it has GPT-2's vocabulary.
+#: Shapes by name: transformers' model type, and settings that differ from its defaults. `gpt2-2048` is GPT-2 small with
+#: more positions. `qwen3-small` represents families with rotary embeddings, a norm on queries and keys, and four query
+#: heads per K/V head; it has GPT-2's vocabulary.
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "bert-base": {"model_type": "bert"},
     "distilbert": {"model_type": "distilbert"},
@@ -55,13 +55,13 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-#: Of weights and states.
+#: Dtypes of weights and states.
 Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(slots=True)
 class Pair:
-    """A model, its twin without layers, and where the weights came from."""
+    """A model, the same model without layers, and the source of its weights."""
 
     model: nn.Module
     floor: nn.Module
@@ -69,17 +69,17 @@ class Pair:
 
 
 def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "float32") -> Pair:
-    """A model with a head (`class` or `token`), and the same one with zero layers: embeddings and head only."""
+    """Return a model with a head (`class` or `token`), and a copy with zero layers: embeddings and head only."""
     import transformers
 
     check_target(device, dtype)
     auto = getattr(transformers, HEADS[head])
     is_random = name in ARCHITECTURES
-    torch.manual_seed(seed)  # a head that the weights lack is made new
+    torch.manual_seed(seed)  # for a head that is missing from the weights
     with _explained(name):
         model = random_model(name, seed, head) if is_random else auto.from_pretrained(name)
-    # One call reads no K/V: to make them would slow the plain model, and layers that pass their input make none.
-    model.config.use_cache = False  # generation asks for it itself
+    # One call reads no K/V. Making it would slow the plain model, and layers that pass their input through make none.
+    model.config.use_cache = False  # generation turns it on itself
     weights = "random" if is_random else Path(name).name
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 0
@@ -88,7 +88,7 @@ def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "
 
 
 def random_model(name: str, seed: int, head: str) -> nn.Module:
-    """A model of a known architecture that nobody trained, in eval mode."""
+    """Return a randomly initialised model of a known architecture, in eval mode."""
     import transformers
 
     torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def random_model(name: str, seed: int, head: str) -> nn.Module:
 
 
 def check(name: str, seq_len: int, head: str = "class") -> None:
-    """Refuse, without loading weights, a model that cannot be measured; the head `token` asks for a causal one."""
+    """Raise `ConfigError`, before loading weights, if a model cannot be measured. Head `token` needs a causal model."""
     import transformers
 
     config = _configure(name)
@@ -106,7 +106,7 @@ def check(name: str, seq_len: int, head: str = "class") -> None:
         raise ConfigError(f"seq_len: {name} takes at most {most} tokens (got {seq_len})")
     with _explained(name), torch.device("meta"):
         model = getattr(transformers, HEADS[head]).from_config(config)
-    # transformers puts a language-model head on an encoder, too; what comes out is no generation.
+    # transformers also puts a language-model head on an encoder; its output is no generation.
     if head == "token" and not locate(model).makes_kv:
         raise ConfigError(f"{name} is no causal language model; give one, gpt2 for instance")
 
@@ -122,7 +122,7 @@ def _configure(name: str) -> Any:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Within: what transformers cannot load is a `ConfigError`."""
+    """Turn errors of transformers while loading a model into `ConfigError`."""
     try:
         with quiet() if Path(name).is_dir() else asking(name):
             yield
@@ -134,7 +134,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def check_target(device: str, dtype: str) -> None:
-    """Raise `ConfigError` unless a tensor of a dtype that is measured can be made there."""
+    """Raise `ConfigError` unless the dtype is supported and the device exists."""
     if dtype not in get_args(Dtype):
         raise ConfigError(f"dtype: give {' or '.join(get_args(Dtype))} (got {dtype!r})")
     try:
@@ -146,10 +146,10 @@ def check_target(device: str, dtype: str) -> None:
 
 @dataclass(slots=True)
 class Shortcut:
-    """Layers that can be told to pass their input through, so that a cache is filled without computing.
+    """Lets layers pass their input through, so that a cache is filled without computing.
 
-    The stored states are then wrong, which costs the clock nothing: this is for measuring only. Install before
-    wrapping; the cache keeps what it finds.
+    The stored states are then wrong; this does not affect timing. For measuring only. Install before wrapping: the
+    cache keeps the forwards it finds.
     """
 
     is_open: bool = field(default=False)
@@ -168,7 +168,7 @@ class Shortcut:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within: layers compute nothing."""
+        """Make layers return their input within the context."""
         self.is_open = True
         try:
             yield
@@ -177,7 +177,7 @@ class Shortcut:
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's list of layers: the longest list of modules in it."""
+    """Return the model's list of layers: its longest `ModuleList`."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of layers to measure")
@@ -185,16 +185,16 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 
 
 class Requests:
-    """Random requests, all tokens valid, each of its own few words.
+    """Draws random requests, all tokens valid, each made of `WORDS` words of its own.
 
-    Means over many random tokens are all alike; means over `WORDS` different ones are about as unlike as those of real
-    requests, so that a fresh request misses and one with a single token changed hits.
+    Means over many random tokens are all alike. Means over `WORDS` different tokens differ about as much as those of
+    real requests, so a fresh request misses and one with a single token changed hits.
     """
 
     WORDS = 8
 
     def __init__(self, config: Any, batch_size: int, seq_len: int, seed: int, device: str) -> None:
-        """Requests (batch_size, seq_len) of ids from 1000 up, where the vocabulary has room."""
+        """Draw requests (batch_size, seq_len) with ids from 1000 up, or lower if the vocabulary is small."""
         self._low = min(1000, config.vocab_size // 4)
         self._high = config.vocab_size
         self._shape = (batch_size, seq_len)
@@ -202,14 +202,14 @@ class Requests:
         self._generator = torch.Generator().manual_seed(seed)
 
     def fresh(self, n_rows: int | None = None) -> Tensor:
-        """Ids (B, T) never asked before, int64."""
+        """Return new random ids (B, T), int64."""
         n_rows = n_rows or self._shape[0]
         words = torch.randint(self._low, self._high, (n_rows, self.WORDS), generator=self._generator)
         order = torch.randint(self.WORDS, (n_rows, self._shape[1]), generator=self._generator)
         return words.gather(1, order)
 
     def near(self, ids: Tensor) -> Tensor:
-        """The same ids with one token of each row replaced."""
+        """Return the ids with one token of each row replaced."""
         changed = ids.clone()
         place = torch.randint(1, ids.shape[1] - 1, (ids.shape[0], 1), generator=self._generator)
         return changed.scatter_(1, place, self.fresh(ids.shape[0])[:, :1])

@@ -1,4 +1,4 @@
-"""Heads: a model that answers each request with logits, one column a label.
+"""Heads: models that answer each request with logits, one column per label.
 
 Sizes: B rows, T tokens, D hidden width, C labels, N labelled requests.
 """
@@ -22,17 +22,17 @@ from llmcache import ConfigError
 from llmcache.lab import quiet
 
 _BATCH = 32
-_MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely those of something else
+_MOST_UNANSWERABLE = 0.1  # share of a stream; above it, the labels are probably of another data set
 
 
 class Head(Section):
     # `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`: the
     # model is a sequence classifier.
     kind: Literal["logistic", "ready"] = "logistic"
-    # How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
+    # Pooling for `logistic`: `mean` over valid tokens, or `cls`, the first token.
     pool: Literal["mean", "cls"] = "mean"
     # Share of the labelled data that is not streamed: `logistic` is fitted on it, a `ready` model was trained on it
-    # (`llmcache prepare` takes the same seeded half), 0 if it was trained on something else.
+    # (`llmcache prepare` takes the same seeded half). 0 if the model was trained on other data.
     fit_share: float = Field(default=0.5, ge=0.0, lt=1.0)
 
     @model_validator(mode="after")
@@ -44,12 +44,12 @@ class Head(Section):
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    # `module(**inputs)` gives logits (B, C), or an output that has them. Wrapping it wraps the trunk inside.
+    # `module(**inputs)` returns logits (B, C), or an output that has them. Wrapping it wraps the trunk inside.
     module: nn.Module
     labels: tuple[str, ...]  # name of each column
     tokenizer: Any
-    n_fit: int = 0  # labelled requests that its head was fitted on here
-    unanswerable: tuple[str, ...] = ()  # labels of the stream that it has no column for
+    n_fit: int = 0  # labelled requests the head was fitted on here
+    unanswerable: tuple[str, ...] = ()  # labels of the stream without a column
 
 
 def pool_mean(hidden: Tensor, mask: Tensor) -> Tensor:
@@ -62,10 +62,10 @@ POOLS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": pool_mean, "c
 
 
 class PooledClassifier(nn.Module):
-    """Trunk, pooling, linear layer. The trunk's own pooler is taken out: nothing here reads it."""
+    """Trunk, pooling, linear layer. The trunk's own pooler is removed, since nothing reads it."""
 
     def __init__(self, trunk: nn.Module, pool: str, linear: nn.Linear | None = None) -> None:
-        """Put the parts together; the trunk loses its pooler, and without `linear` the pooled vector is the answer."""
+        """Join the parts and remove the trunk's pooler; without `linear`, the output is the pooled vector."""
         super().__init__()
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class PooledClassifier(nn.Module):
         self.linear = linear or nn.Identity()
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        """Logits (B, C) of tokenised requests."""
+        """Return logits (B, C) of tokenised requests."""
         hidden = self.trunk(**inputs).last_hidden_state
         mask = inputs.get("attention_mask")
         logits: Tensor = self.linear(self.pool(hidden, torch.ones_like(hidden[..., 0]) if mask is None else mask))
@@ -82,19 +82,19 @@ class PooledClassifier(nn.Module):
 
 
 def ready(loaded: Loaded, stream: Sequence[Labelled]) -> Classifier:
-    """Use the model's own head, which has to know every label of the stream."""
+    """Use the model's own head, which must have a column for every label of the stream."""
     names: dict[int, str] = loaded.model.config.id2label  # type: ignore[union-attr, assignment]
     labels = tuple(names[i] for i in range(len(names)))
     if strange := sorted({request.label for request in stream} - set(labels)):
         raise ConfigError(f"data.label: the model does not know {_some(strange)}; it answers with {_some(labels)}")
-    # As it is: of a module around it the library cannot see what the head reads, and keeps every token.
+    # Not wrapped in a module: the library could not see what the head reads, and would keep every token.
     return Classifier(loaded.model, labels, loaded.tokenizer)
 
 
 def fit_logistic(
     loaded: Loaded, pool: str, fit: Sequence[Labelled], stream: Sequence[Labelled], max_length: int
 ) -> Classifier:
-    """Fit a logistic regression on pooled states; what the head never saw of the stream's labels, it answers wrong."""
+    """Fit a logistic regression on pooled states. Labels of the stream that are not in `fit` are answered wrong."""
     labels = tuple(sorted({request.label for request in fit}))
     strange = tuple(sorted({request.label for request in stream} - set(labels)))
     n_strange = sum(request.label in strange for request in stream)
@@ -117,9 +117,9 @@ def fit_logistic(
 
 
 def as_sentence_model(whole: Loaded, classifier: Classifier, pool: str, max_length: int) -> Any:
-    """A fitted classifier as sentence-transformers has it, with the same logits: trunk, pooling, `Dense`.
+    """Return a fitted classifier as a sentence-transformers model with the same logits: trunk, pooling, `Dense`.
 
-    `whole` is the trunk with the pooler that nobody reads: a cache is of all weights.
+    `whole` is the trunk with its unused pooler: a cache's keys cover all weights.
     """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
@@ -138,7 +138,7 @@ def as_sentence_model(whole: Loaded, classifier: Classifier, pool: str, max_leng
 
 
 def pooled_states(loaded: Loaded, pool: str, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
-    """Pooled last states (N, D) of texts, computed in batches of about equal length."""
+    """Return the pooled last states (N, D) of texts, computed in batches of similar length."""
     model = PooledClassifier(loaded.model, pool).eval()
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     batches = [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
@@ -154,7 +154,7 @@ def pooled_states(loaded: Loaded, pool: str, texts: Sequence[str], max_length: i
 
 
 def _fit_linear(features: NDArray[np.float32], numbers: NDArray[np.int64]) -> nn.Linear:
-    """Logistic regression on standardised features (N, D), as one linear layer on the features as they are."""
+    """Fit a logistic regression on standardised features (N, D); return it as a linear layer on the raw features."""
     from sklearn.linear_model import LogisticRegression
 
     mean, scale = features.mean(axis=0), np.maximum(features.std(axis=0), 1e-6)

@@ -1,4 +1,4 @@
-"""Tokenizer and model by name: the packaged MiniLM, a folder, a name on the hub, or a tiny one that nobody trained."""
+"""Tokenizer and model by name: the packaged MiniLM, a folder, a name on the hub, or a tiny untrained model."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from llmcache.lab import MINILM, Loaded, check_causal, find_folder, load_pretrai
 
 UNTRAINED = "untrained"
 SMOLLM2 = "smollm2"
-FIGURES = "metrics.json"  # beside a prepared model: how good it is
-#: Models that `llmcache prepare` makes: the file of each recipe in `experiments.prepare`, and what it is told.
+FIGURES = "metrics.json"  # quality figures, beside a prepared model
+#: Models made by `llmcache prepare`: the recipe's file in `experiments.prepare`, and its arguments.
 PREPARED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "minilm-squad_v2": ("squad_v2", {}),
     "minilm-openbookqa": ("openbookqa", {}),
@@ -32,7 +32,7 @@ Inputs = dict[str, torch.Tensor]
 
 
 def check_length(loaded: Loaded, max_length: int) -> None:
-    """Refuse requests longer than the model has positions for."""
+    """Raise `ConfigError` if `max_length` exceeds the model's positions."""
     config: Any = loaded.model.config
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
@@ -40,17 +40,17 @@ def check_length(loaded: Loaded, max_length: int) -> None:
 
 
 def encode(tokenizer: Any, text: str, max_length: int) -> Inputs:
-    """One request as a model takes it: each tensor (1, T), T at most `max_length`, no padding."""
+    """Tokenise one request: each tensor (1, T), T at most `max_length`, no padding."""
     return dict(tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
 
 
 def token_rows(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (rows, T) of a request, which may have several choices, and which of them are not padding (bool)."""
+    """Return the token ids (rows, T) of a request, which may have several choices, and a bool mask of valid tokens."""
     ids = inputs["input_ids"].flatten(end_dim=-2)
     return ids, inputs.get("attention_mask", torch.ones_like(ids)).reshape(ids.shape).bool()
 
 
-#: Model with a head, by what the head answers; and what it is called in messages.
+#: Models with a head, by kind of head, with the name that messages use.
 KINDS = {
     "states": ("AutoModel", "layers"),
     "class": ("AutoModelForSequenceClassification", "classifier"),
@@ -63,7 +63,7 @@ KINDS = {
 def load(
     name: str, kind: str = "states", models_dir: Path | None = None, is_new_head: bool = False, **config: Any
 ) -> Loaded:
-    """Load a model with a head of `KINDS`; with `is_new_head` one that the weights lack is made new."""
+    """Load a model with a head of `KINDS`; with `is_new_head`, a head missing from the weights is initialised."""
     auto, head = KINDS[kind]
     if name == UNTRAINED:
         return _make_untrained(auto, **config)
@@ -83,7 +83,7 @@ def load(
 
 
 def _make_untrained(auto: str, **config: Any) -> Loaded:
-    """Random weights, the same ones each time, and all-MiniLM's tokenizer: to try the chain out, not for figures."""
+    """Return a model with fixed random weights and all-MiniLM's tokenizer: for trial runs, not for figures."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(packaged_minilm())
@@ -98,7 +98,7 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
 
 
 def find(name: str, models_dir: Path | None) -> str:
-    """Folder or hub name that stands for a model; one that `llmcache prepare` makes has to be there."""
+    """Return the folder or hub name of a model; raise if a model of `llmcache prepare` was not prepared."""
     if name == MINILM:
         _check_minilm(folder := packaged_minilm())
         return str(folder)
@@ -114,7 +114,7 @@ def find(name: str, models_dir: Path | None) -> str:
 
 
 def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | None:
-    """What `llmcache prepare` measured of a model when it was made; None of other models."""
+    """Return the figures `llmcache prepare` measured for a model; None for other models."""
     path = Path(find(name, models_dir)) / FIGURES
     if not path.is_file():
         return None
@@ -125,9 +125,9 @@ def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | Non
     return {key: value for key, value in figures.items() if key != "environment"}
 
 
-@cache  # 90 MB are read
+@cache  # reads 90 MB
 def _check_minilm(folder: Path) -> None:
-    """Refuse other weights than those that figures are of."""
+    """Raise unless the weights are those the figures were measured with."""
     with (folder / "model.safetensors").open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != MINILM_SHA256:

@@ -1,8 +1,8 @@
-"""Real, small models for the experiments: one file a recipe, trained here or, where one can be had, fetched.
+"""Small real models for the experiments: one file per recipe, trained here or fetched where available.
 
 Order -> squad_v2, openbookqa, intent, wikitext   data and head; training, trainer: seeded, resumable
       -> smollm2                                  fetched, and checked
-      -> a folder with the model and its figures, which `models.loading` finds by its name
+      -> a folder with the model and its figures, which `models.loading` finds by name
 """
 
 import json
@@ -30,7 +30,7 @@ def prepare(
     limit: int | None = None,
     epochs: float | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Train or fetch a model, unless it is there: its figures, and whether it was made now. A training resumes."""
+    """Train or fetch a model unless it exists; return its figures, and whether it was made now. Training resumes."""
     check(recipe)
     if epochs is not None and epochs <= 0:
         raise ConfigError(f"epochs: must be more than 0 (got {epochs})")
@@ -38,7 +38,7 @@ def prepare(
     options = {"base": base, "seed": seed, "limit": limit, "epochs": epochs}
     if not (folder / FIGURES).is_file():
         with held(models_dir / f".{recipe}.lock"):
-            if not (folder / FIGURES).is_file():  # another process may have finished it just now
+            if not (folder / FIGURES).is_file():  # another process may have finished it meanwhile
                 return _make(recipe, Order(base, folder, data_dir, seed, limit, epochs), options), True
     return _there(folder, options), False
 
@@ -47,7 +47,7 @@ def _make(recipe: str, order: Order, options: Mapping[str, Any]) -> dict[str, An
     begin(order.folder, options)
     with quiet():
         module, told = PREPARED[recipe]
-        # A recipe is imported when it is used: most who ask want the names.
+        # Recipes are imported on use: most callers only need the names.
         made: tuple[Loaded, dict[str, Any]] = import_module(f"{__name__}.{module}").prepare(order, **told)
         loaded, figures = made
         with written_by_others(order.folder):

@@ -1,9 +1,9 @@
-"""Questions made from text alone, to learn span selection from before real questions come.
+"""Questions made from plain text, to pretrain span selection before real questions.
 
-A name or number that a passage mentions in several sentences is hidden in one of them; that sentence is the question,
-the rest of the passage holds the answer (the idea of recurring span selection, Ram et al. 2021, section 3, with the
-wh-word of Lewis et al. 2019 in place of the hidden span). For a share of them the answer's sentences are left out too:
-then there is none.
+A name or number that a passage mentions in several sentences is hidden in one of them. That sentence is the question;
+the rest of the passage has the answer (recurring span selection, Ram et al. 2021, section 3, with the wh-word of Lewis
+et al. 2019 in place of the hidden span). For a share of the questions, the sentences with the answer are left out, so
+there is no answer.
 """
 
 import random
@@ -25,7 +25,7 @@ FEWEST_WORDS, MOST_WORDS = 60, 220
 
 
 def make_clozes(passages: Iterable[str], n: int, share_unanswerable: float, seed: int) -> list[Question]:
-    """At most `n` cloze questions, each from a passage of its own as long as there are enough."""
+    """Return at most `n` cloze questions, each from another passage as long as there are enough."""
     rng = random.Random(seed)
     usable = [text for text in passages if FEWEST_WORDS <= len(text.split()) <= MOST_WORDS and UNK not in text]
     rng.shuffle(usable)
@@ -41,7 +41,7 @@ def make_clozes(passages: Iterable[str], n: int, share_unanswerable: float, seed
 
 
 def plain(line: str) -> str:
-    """A line of WikiText as ordinary text: hyphens, punctuation and quotes set as print has them."""
+    """Return a line of WikiText as ordinary text, with hyphens, punctuation and quotes as in print."""
     text = re.sub(r" @(.)@ ", r"\1", line)
     text = re.sub(r" ([.,;:!?)\]%]|'s|n't|'re|'ve|'ll|'d)(?= |$)", r"\1", text)
     text = re.sub(r'" ([^"]*) "', r'"\1"', text)
@@ -49,7 +49,7 @@ def plain(line: str) -> str:
 
 
 def _cloze(passage: str, name: str, is_answerable: bool, rng: random.Random) -> Question | None:
-    """One question on a passage, or None if nothing in it is mentioned twice."""
+    """Return a question on a passage, or None if the passage mentions nothing twice."""
     sentences = _SENTENCE.split(passage)
     mentions: dict[str, list[int]] = {}
     for number, sentence in enumerate(sentences):
@@ -68,7 +68,7 @@ def _cloze(passage: str, name: str, is_answerable: bool, rng: random.Random) -> 
     context = " ".join(rest)
     found = re.finditer(rf"\b{re.escape(span)}\b", context) if is_answerable else ()
     answers = tuple((span, match.start()) for match in found)
-    if is_answerable and not answers:  # found as a part of longer words only
+    if is_answerable and not answers:  # found only inside longer words
         return None
     asked = sentences[hidden].replace(span, "what").rstrip(".") + "?"
     return Question(name, "cloze", asked, context, answers)

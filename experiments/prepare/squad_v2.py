@@ -1,6 +1,6 @@
 """Recipe: all-MiniLM-L6-v2 with a span head, for SQuAD v2.
 
-clozes from the training text -> real questions -> threshold for no answer, tuned on articles that were held out
+clozes from the training text -> real questions -> no-answer threshold, tuned on held-out articles
 """
 
 import random
@@ -26,11 +26,11 @@ STRIDE = 96
 N_CLOZES = 8000
 SHARE_UNANSWERABLE = 0.3
 N_HELD_OUT = 2
-MIXED = (0.3, 0.7)  # share without an answer, of an article whose threshold fits others: over all it is a third
+MIXED = (0.3, 0.7)  # share of unanswerable questions in articles suited to tune the threshold; overall it is a third
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train the model; its figures on held-out articles and the evaluation set stand beside those of no answer ever."""
+    """Train the model. Its figures on held-out articles and the evaluation set come with those of never answering."""
     data_dir, seed, limit = order.data_dir, order.seed, order.limit
     questions = read_squad("train", data_dir)
     held_out = choose_articles(questions, seed)
@@ -60,7 +60,7 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
 
 def choose_articles(questions: Sequence[Question], seed: int) -> set[str]:
-    """Titles of the articles held out to tune the threshold on: such as have both kinds of questions."""
+    """Return the titles of articles held out to tune the threshold; they have both kinds of questions."""
     kinds: dict[str, list[bool]] = {}
     for question in questions:
         kinds.setdefault(question.title, []).append(not question.answers)
@@ -72,9 +72,9 @@ def choose_articles(questions: Sequence[Question], seed: int) -> set[str]:
 
 
 def windows(tokenizer: Any, questions: Sequence[Question]) -> list[dict[str, Any]]:
-    """Training examples: each window of each passage, with the tokens where the first answer begins and ends."""
-    # A window without the whole answer is an example of no answer: both are then 0, the first token. White space
-    # around an answer counts for nothing: no token stands for it.
+    """Return training examples: each window of each passage, with first and last token of the first answer."""
+    # A window without the whole answer is a no-answer example: both are 0, the first token. White space around an
+    # answer is ignored, since no token stands for it.
     examples = []
     for question in questions:
         encoded = encode(tokenizer, question.text, question.context, TRAIN_LENGTH, STRIDE)
@@ -99,22 +99,22 @@ def _find(question: Question, places: Any) -> tuple[int, int]:
 
 
 def evaluate(model: Loaded, questions: Sequence[Question]) -> dict[str, float | None]:
-    """The official figures of the model with its threshold, fractions of 1."""
+    """Return the official figures of the model with its threshold, fractions of 1."""
     threshold: float = getattr(model.model.config, THRESHOLD)
     told = [text if advantage >= threshold else "" for text, advantage in _read(model, questions)]
     return figures(told, [_texts(question) for question in questions])
 
 
 def tune(model: Loaded, questions: Sequence[Question]) -> float:
-    """The advantage over no answer, in logits, from which on answering gives the best F1."""
+    """Return the least advantage over no answer, in logits, at which answering gives the best F1."""
     told = _read(model, questions)
     gains = [f1(text, _texts(question)) for (text, _), question in zip(told, questions, strict=True)]
     return best_threshold([advantage for _, advantage in told], gains, [not question.answers for question in questions])
 
 
 def best_threshold(advantages: Sequence[float], gains: Sequence[float], is_unanswerable: Sequence[bool]) -> float:
-    """The advantage over no answer (N,) from which on giving answers scores most; 0 where there is none."""
-    # Half way between two advantages, or beyond the first or last; an infinite one, without a passage, draws no line.
+    """Return the advantage over no answer (N,) above which answering scores most; 0 without data."""
+    # Half way between two advantages, or beyond the first or last. An infinite one (no passage) is no boundary.
     order = np.argsort(advantages)
     ranked = np.array(advantages)[order]
     withheld = np.concatenate([[0.0], np.cumsum(np.array(is_unanswerable, dtype=float)[order])])
@@ -128,7 +128,7 @@ def best_threshold(advantages: Sequence[float], gains: Sequence[float], is_unans
 
 
 def _read(model: Loaded, questions: Sequence[Question]) -> list[tuple[str, float]]:
-    """The best span for each question, and its advantage over no answer."""
+    """Return the best span for each question, and its advantage over no answer."""
     task = SquadV2(model, questions, MAX_LENGTH)
     with torch.inference_mode():
         return [

@@ -1,6 +1,6 @@
-"""Recipe: all-MiniLM-L6-v2 with a head that tells a support desk's requests apart, as `llmcache serve` loads it.
+"""Recipe: all-MiniLM-L6-v2 with a head that classifies support desk requests, in the format of `llmcache serve`.
 
-The requests are made, so nothing is downloaded. The head is a logistic regression on mean-pooled states, as in `demo`.
+Requests are generated, so nothing is downloaded. The head is a logistic regression on mean-pooled states, as in `demo`.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Transformers' Trainer as recipes use it. Importing it takes seconds: only a training does."""
+"""Transformers' Trainer for the recipes. Importing it takes seconds, so it is imported only to train."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from experiments.support.progress import Progress
 
 
 class SavingTrainer(Trainer):
-    """Tells of a checkpoint that cannot be written as `OSError`, which a user can put right."""
+    """Raises `OSError`, which a user can act on, if a checkpoint cannot be written."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with written_by_others(Path(str(self.args.output_dir))):
@@ -18,7 +18,7 @@ class SavingTrainer(Trainer):
 
 
 class Bar(TrainerCallback):
-    """Shows the steps done; where the Trainer would print its own."""
+    """Shows the steps done, in place of the Trainer's own output."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""Training runs with transformers' Trainer: seeded, resumable, with a progress bar where there is a terminal."""
+"""Training runs with transformers' Trainer: seeded, resumable, with a progress bar on a terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,32 +14,32 @@ from experiments.support.progress import Progress
 from llmcache import ConfigError
 
 CHECKPOINTS = "checkpoints"
-SAVE_EVERY = 200  # steps: little work is lost with an interrupted run, and little time goes into saving
+SAVE_EVERY = 200  # steps: frequent enough to lose little work, rare enough to cost little time
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    base: str  # model to begin with, where the recipe does not begin from nothing
+    base: str  # model to start from, unless the recipe starts from scratch
     folder: Path  # of the new model; checkpoints go below it
     data_dir: Path | None  # data folder, or None for the hub
     seed: int = 0
-    limit: int | None = None  # use that many records only, to try things out
-    epochs: float | None = None  # instead of the recipe's own number
+    limit: int | None = None  # number of records to use, for trial runs
+    epochs: float | None = None  # overrides the recipe's number
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     epochs: float
-    batch_size: int  # examples a step
-    learning_rate: float  # highest; it rises over the first tenth of the steps and falls to 0 in a line
+    batch_size: int  # examples per step
+    learning_rate: float  # peak; it rises over the first tenth of the steps and falls linearly to 0
     weight_decay: float = 0.01
 
 
 def train(
     model: nn.Module, examples: Sequence[Any], collate: Any, schedule: Schedule, folder: Path, seed: int, phase: str
 ) -> None:
-    """Train a model in place, left in eval mode; `phase` names the checkpoints, from the last of which it goes on."""
-    # Not above: they take seconds to import, and whoever only asks for the names of recipes trains nothing.
+    """Train a model in place and leave it in eval mode; resumes from the last checkpoint of `phase`."""
+    # Imported here because it takes seconds, which listing the recipes' names should not cost.
     from transformers import PrinterCallback
 
     from experiments.prepare.trainer import Bar, SavingTrainer
@@ -57,7 +57,7 @@ def train(
     with Progress() as progress:
         trainer.add_callback(Bar(progress, f"Training ({phase})"))
         trainer.train(resume_from_checkpoint=_last(checkpoints))
-    # Mixed precision wraps the model's forward for good; figures and threshold are those of the model as it will serve.
+    # Mixed precision wraps the model's forward permanently; figures and threshold need the model as it will serve.
     trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     model.eval().to("cpu")
 
@@ -92,13 +92,13 @@ def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: 
 
 
 def _last(checkpoints: Path) -> str | None:
-    """Folder of the last checkpoint that is whole: its state is written last."""
+    """Return the folder of the last complete checkpoint; its state is written last."""
     whole = [path.parent for path in checkpoints.glob("checkpoint-*/trainer_state.json")]
     return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
 
 
 class Padding:
-    """Makes a batch of tokenised examples of different lengths: tensors (B, T), and labels (B,)."""
+    """Batches tokenised examples of different lengths: tensors (B, T), and labels (B,)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -108,7 +108,7 @@ class Padding:
 
 
 def begin(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make the folder of a model, and note what its checkpoints will have been made with."""
+    """Create a model's folder, and record the options of its checkpoints."""
     note = folder / CHECKPOINTS / "options.json"
     if note.is_file() and (other := json.loads(note.read_text(encoding="utf-8"))) != options:
         raise ConfigError(
@@ -120,13 +120,13 @@ def begin(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def as_words(options: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """Options that differ from others, as they are typed: `--limit 24, no --epochs`."""
+    """Return the options that differ from `others`, as typed: `--limit 24, no --epochs`."""
     differing = [name for name in options if options[name] != others.get(name)]
     return ", ".join(f"no --{name}" if options[name] is None else f"--{name} {options[name]}" for name in differing)
 
 
 def _has_fast_bf16() -> bool:
-    """Whether bfloat16 products are done in hardware: on a GPU of the kind, or with the CPU's own instructions."""
+    """Whether the hardware computes bfloat16 products: a GPU that supports it, or the CPU's own instructions."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported())
     can = torch.cpu.get_capabilities()

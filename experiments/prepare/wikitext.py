@@ -1,6 +1,6 @@
-"""Recipe: a GPT-2 of 6 layers, 256 wide, with a byte-level BPE of 8,000 tokens, both trained on WikiText-2.
+"""Recipe: a GPT-2 with 6 layers, 256 wide, and a byte-level BPE of 8,000 tokens, both trained on WikiText-2.
 
-`<unk>`, which stands for rare words in the training text, is one token: read as context, never a target.
+`<unk>`, which replaces rare words in the training text, is one token: read as context, never a target.
 
 Sizes: N blocks, T tokens of a block.
 """
@@ -22,11 +22,11 @@ VOCABULARY = 8000
 BLOCK = 128
 SHAPE = {"n_embd": 256, "n_layer": 6, "n_head": 8}
 END = "<|endoftext|>"
-IGNORED = -100  # a target that transformers leaves out of the loss
+IGNORED = -100  # target that transformers leaves out of the loss
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train tokenizer and model; figures on validation and test text stand beside those of a unigram model."""
+    """Train tokenizer and model; return them with figures on validation and test text, beside a unigram model's."""
     lines = read_wikitext("train", order.data_dir)[: order.limit]
     tokenizer = make_tokenizer(lines)
     model = make_model(tokenizer, order.seed)
@@ -45,7 +45,7 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
 
 def make_tokenizer(lines: Sequence[str]) -> Any:
-    """A byte-level BPE, as GPT-2's, trained on the text; `<unk>` and the end of text are tokens of their own."""
+    """Train a byte-level BPE, as GPT-2's, on the text; `<unk>` and the end of text are single tokens."""
     import transformers
     from tokenizers import ByteLevelBPETokenizer
 
@@ -71,7 +71,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
 
 
 class Collator:
-    """Makes batches: ids (B, T), and targets in which `<unk>` is left out."""
+    """Makes batches: ids (B, T), and targets without `<unk>`."""
 
     def __init__(self, unk: int) -> None:
         self._unk = unk
@@ -82,7 +82,7 @@ class Collator:
 
 
 def unigram(ids: NDArray[np.int64], task: WikiText) -> dict[str, float]:
-    """Next-token accuracy and perplexity of a model that knows only how frequent tokens of the training text are."""
+    """Return next-token accuracy and perplexity of a unigram model of the training text."""
     counts = Counter(ids.tolist())
     unk = task.tokenizer.convert_tokens_to_ids(UNK)
     del counts[unk]
@@ -90,7 +90,7 @@ def unigram(ids: NDArray[np.int64], task: WikiText) -> dict[str, float]:
     frequent = counts.most_common(1)[0][0]
     targets = np.concatenate([request.reference[1:] for request in task.requests])
     targets = targets[targets != unk]
-    total = sum(counts.values()) + size  # one more of each, so that none is impossible
+    total = sum(counts.values()) + size  # add-one smoothing, so that no token is impossible
     nll = -np.log([(counts[token] + 1) / total for token in targets.tolist()])
     return {"accuracy": float((targets == frequent).mean()), "perplexity": float(np.exp(nll.mean()))}
 

@@ -1,8 +1,8 @@
-"""A threshold of any way that compares vectors, chosen in advance as a calibration chooses its limit.
+"""Thresholds chosen in advance, as a calibration chooses its limit, for any method that compares vectors.
 
-    A and B   requests that are stored; how like each is to its nearest other gives the thresholds, strictest first
-    C         tests them in that order with an exact bound, the first failure ends it; the last that passed is used
-    later     served from A and B alone (frozen), or from all that was computed as well (growing, without a bound)
+    A and B   requests that are stored; each one's similarity to its nearest other gives the thresholds, strictest first
+    C         tests them in that order with an exact bound until the first fails; the last that passed is used
+    later     served from A and B only (frozen), or from all computed requests as well (growing, without a bound)
 
 So a response cache is held to the same claim as llmcache, by the same tests on the same requests.
 
@@ -28,14 +28,14 @@ from llmcache.lab import (
     try_limits,
 )
 
-#: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
+#: Whether a source's answer differs from the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]
 
 
 def choose_threshold(
     units: Units, n_first: int, risk_target: RiskTarget, is_changed: IsChanged
 ) -> tuple[OperatingPoint | None, NDArray[np.int64]]:
-    """The loosest threshold that keeps the claim, negated as a limit of risk, and the requests that are stored."""
+    """Return the loosest threshold that meets the claim, negated as a risk limit, and the requests that are stored."""
     learned, tested = (np.array(part) for part in split(n_first, risk_target))
     _, among = nearest(units, learned, learned)
     limits = candidate_limits(-among.astype(np.float64))
@@ -47,14 +47,14 @@ def choose_threshold(
 
 
 def choose(seen: HoldoutOutcome, limits: Doubles, risk_target: RiskTarget) -> OperatingPoint | None:
-    """The loosest limit that keeps the claim on requests that were not learned from; None where none does."""
+    """Return the loosest limit that meets the claim on requests not learned from; None if none does."""
     return choose_limit(try_limits(seen, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop)
 
 
 def nearest(
     units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Of each request (M,) the nearest stored one, itself left out, and how alike they are."""
+    """Return for each request (M,) the nearest stored one other than itself, and their similarity."""
     source, similarity = np.zeros(len(numbers), np.int64), np.full(len(numbers), -inf, np.float32)
     vectors = units.vectors[stored]
     for i, number in enumerate(numbers):
@@ -65,7 +65,7 @@ def nearest(
 
 
 def serve(units: Units, n_first: int, setting: OperatingPoint | None, stored: NDArray[np.int64], grows: bool) -> Replay:
-    """What became of all requests; the later ones are served at the threshold, and stored as well if `grows`."""
+    """Replay all requests; later ones are served at the threshold, and computed ones are stored if `grows`."""
     threshold = inf if setting is None else -setting.limit
     asked = replace(units, keys=None, first_searched=n_first, sources=None if grows else stored)
     (again,) = replay(asked, (threshold,))

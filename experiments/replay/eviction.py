@@ -1,4 +1,4 @@
-"""Keys replayed through the library's own banks and blocks, without a model; and the most that any policy could hit."""
+"""Replay of keys through the library's own banks and blocks, without a model, and the most hits any policy can get."""
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +12,13 @@ from experiments.data.streams.keys import Asked
 from llmcache import Policy
 from llmcache.lab import Bank, Block, BlockPool, Entry, Link, Scope
 
-_NOWHERE = torch.device("meta")  # tensors that have a size and hold nothing
+_NOWHERE = torch.device("meta")  # tensors have a size but no data
 _SCOPE = Scope("default", "weights", "float32", "sdpa")
 
 
 @dataclass(slots=True)
 class Found:
-    """What was asked, and what of it was held; sums over requests."""
+    """Lookups and hits, summed over requests."""
 
     n: int = 0
     hits: int = 0
@@ -37,7 +37,7 @@ class Found:
 
 
 def replay_entries(requests: Iterable[Sequence[Asked]], make_policy: Callable[[], Policy], max_bytes: int) -> Found:
-    """Each request is an entry of a bank: used where it is held, else put, and the policy told what it cost."""
+    """Replay requests as bank entries: use an entry that is held, else put it, with its cost for the policy."""
     bank, found = Bank(make_policy, max_bytes), Found()
     for (one,) in requests:
         is_hit = one.key in bank
@@ -50,23 +50,23 @@ def replay_entries(requests: Iterable[Sequence[Asked]], make_policy: Callable[[]
 
 
 def replay_blocks(requests: Iterable[Sequence[Asked]], make_policy: Callable[[], Policy], max_bytes: int) -> Found:
-    """Each request is a chain of blocks: what is held of its beginning is used, the rest put, as the rung does."""
+    """Replay requests as chains of blocks: use the held prefix, and put the rest, as the prefix rung does."""
     pool, found = BlockPool(1, max_bytes, torch.device("cpu"), make_policy), Found()
     for blocks in requests:
         chain = [Link(one.key, b"") for one in blocks]
         n_held = len(pool.match(chain))
         for place, one in enumerate(blocks):
             found.add(one, place < n_held)
-        pool.match(chain)  # once to serve it, once to store what follows
+        pool.match(chain)  # once to serve the request, once to store what follows
         pool.put(chain, {one.key: _block(one.nbytes) for one in blocks[n_held:]})
     return found
 
 
 def most_hits(requests: Iterable[Sequence[Asked]], max_entries: int) -> Found:
-    """What no policy can beat on entries of one size: the one asked again last leaves, the newcomer itself maybe.
+    """Return the most hits of any policy on entries of equal size: evict the key next used last, maybe the new one.
 
-    Belady (1966), MIN, where nothing has to be stored. That a block is of use only with those before it is left out,
-    which makes it more, not less.
+    Belady (1966), MIN, without the obligation to store. Ignores that a block is only useful with the blocks before it,
+    so the figure is an upper bound.
     """
     asked = [one for request in requests for one in request]
     next_at, seen = [inf] * len(asked), dict[str, int]()
@@ -74,7 +74,7 @@ def most_hits(requests: Iterable[Sequence[Asked]], max_entries: int) -> Found:
         next_at[at] = seen.get(asked[at].key, inf)
         seen[asked[at].key] = at
     held: dict[str, float] = {}
-    latest: list[tuple[float, str]] = []  # when held keys are asked again, last first; some out of date
+    latest: list[tuple[float, str]] = []  # times of next use of held keys, last first; some are outdated
     found = Found()
     for at, one in enumerate(asked):
         found.add(one, one.key in held)

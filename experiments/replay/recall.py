@@ -1,9 +1,9 @@
-"""What is computed once in an experiment, and then given again: for figures of quality, never for times.
+"""Memoisation within an experiment: for figures of quality, never for times.
 
-    layers          what a model's layers put out for one request, for other caches on copies of the same model
-    fingerprints    what was learned from some requests, for other caches and claims that learn from the same ones
+    layers          a model's layer outputs for one request, for other caches on copies of the same model
+    fingerprints    fits on a set of requests, for other caches and claims that fit on the same requests
 
-What is given again is what was computed, bit for bit. Hooks, lookups, storing, head and audit of a cache run as ever.
+Recalled values are bit-identical to computed ones. Hooks, lookups, storing, head and audit of a cache run as usual.
 """
 
 import hashlib
@@ -19,24 +19,24 @@ from torch import Tensor, nn
 
 from llmcache.lab import Floats, Learned, locate
 
-_MOST_FITS = 40  # of some 5 MB each
+_MOST_FITS = 40  # of about 5 MB each
 
 Outputs = dict[bytes, Tensor]
 
 
 @dataclass
 class Fits:
-    """What fingerprints of one kind and model learned."""
+    """Known fits of fingerprints of one kind on one model."""
 
-    # What was learned, and the seconds that it took, by what it was learned from
+    # Fitted state and the seconds it took, by digest of the training data
     known: dict[bytes, tuple[dict[str, Floats], float]] = field(default_factory=dict)
     saved_s: float = 0.0
 
 
 def recall_layers(module: nn.Module, known: Outputs) -> nn.Module:
-    """Have an unwrapped model, changed in place, give again what its layers put out for the same single request."""
-    # All layers but the last one then hand on what they are given: a cache on it may keep states of the last one alone,
-    # and no fingerprint may look into a layer. Models with the same weights may share `known`.
+    """Change an unwrapped model in place to recall its layer outputs for known single requests; return it."""
+    # On a recall, all layers but the last return their input: a cache on the model may keep states of the last layer
+    # only, and no fingerprint may read inside a layer. Models with the same weights may share `known`.
     layers = locate(module).layers
     turn = _Turn(known)
     for layer in layers:
@@ -55,11 +55,11 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
 
 
 class _Turn:
-    """One forward of a model after the other."""
+    """State of the model's current forward."""
 
     def __init__(self, known: Outputs) -> None:
         self._known = known
-        self._key: bytes | None = None  # of what entered the first layer; None of batches
+        self._key: bytes | None = None  # digest of the first layer's input; None for batches
 
     def stand_in(self, compute: Callable[..., Any], is_first: bool, is_last: bool) -> Callable[..., Any]:
         @wraps(compute)
@@ -79,7 +79,7 @@ class _Turn:
 
 
 def recall_fits(fingerprint: Learned, fits: Fits) -> None:
-    """Have a fingerprint take over what one of its kind and model learned from the very same requests."""
+    """Make a fingerprint recall a fit by one of its kind on the same model and the same requests."""
     fit = fingerprint.fit
 
     @wraps(fit)
@@ -100,7 +100,7 @@ def recall_fits(fingerprint: Learned, fits: Fits) -> None:
 
 
 def _digest(*groups: Any) -> bytes:
-    """Of the numbers in all tensors and arrays, and of their shapes."""
+    """Return a digest of the values, shapes and dtypes of all tensors and arrays."""
     found = hashlib.blake2b(digest_size=16)
     for value in (value for group in groups for value in group):
         if isinstance(value, Tensor | np.ndarray):

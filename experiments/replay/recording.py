@@ -1,7 +1,7 @@
-"""One pass of the model alone over a task, from which a replay has what it needs, and answers after a replay are read.
+"""One recorded pass of the model alone over a task: the input of a replay, and the answers that follow from it.
 
-Answers come from the model's own outputs: where a request is served from another one, that one's output is read as the
-request's own (or its answer is given word for word, as a response cache does).
+Answers are read from the model's own outputs. A request served from another one gets that one's output, read as its
+own output (or the finished answer itself, as from a response cache).
 
 Sizes: B rows, T tokens, D hidden width; others as in `experiments.replay.replay`.
 """
@@ -23,21 +23,21 @@ from experiments.tasks.workload import Answer, Workload
 from llmcache import FINGERPRINTS, CacheConfig, Fingerprint, View
 from llmcache.lab import Floats, ShingleMinHash, Trunk, first_attention, locate, share_equal, special_ids, unpack
 
-MOST_KEPT = 65_536  # bytes; larger outputs are computed again when they are needed
-N_LARGE = 64  # of those, the latest stay
+MOST_KEPT = 65_536  # bytes; larger outputs are recomputed when needed
+N_LARGE = 64  # number of recent large outputs to keep
 
 
 class Recording:
-    """One pass of the model alone over a workload, from which units of any method can be had."""
+    """One pass of the model alone over a workload, and the lookup units of each method."""
 
     def __init__(self, workload: Workload, outputs: Sequence[Any] = (), put_out: Outputs | None = None) -> None:
-        """Run the model over all requests, unless its outputs are known."""
-        # A sentence encoder with the same layers does not run them again where `put_out`, what they put out, is given.
+        """Run the model over all requests, unless `outputs` are given."""
+        # `put_out` holds known outputs of the layers: a sentence encoder with the same layers then reuses them.
         self._put_out = put_out
         self.workload = workload
         self.trunk = locate(workload.module)
         self.outputs = _Answered(workload, outputs)
-        self._read_before: dict[str, dict[tuple[Any, ...], Answer]] = {}  # by way of reading, then request and sources
+        self._read_before: dict[str, dict[tuple[Any, ...], Answer]] = {}  # by reading method, then request and sources
         with torch.inference_mode():
             numbers = tracked(range(len(workload.requests)), "Recording the model alone")
             self.answers: list[Answer] = [workload.answer(self.outputs[number], number) for number in numbers]
@@ -46,11 +46,11 @@ class Recording:
         self._tokens = [row[kept].numpy() for ids, valid in rows for row, kept in zip(ids, valid, strict=True)]
 
     def rows(self, fingerprint: Fingerprint, fits_any_length: bool) -> Units:
-        """Units of llmcache: rows, served when they are the same or their fingerprints, fitted here, are near."""
+        """Return llmcache's units: rows, served if equal or if their fingerprints, fitted here, are near."""
         features = self._features(fingerprint)
         keys = [tokens.tobytes() for tokens in self._tokens]
         first_searched = self._fit(fingerprint, features, keys) if fingerprint.n_fit else 0
-        is_fitted = first_searched < len(features)  # what has too little to learn from finds nothing
+        is_fitted = first_searched < len(features)  # with too few requests to fit on, nothing is found
         return Units(
             request=self._request,
             vectors=np.concatenate([fingerprint.project(rows) if is_fitted else rows for rows in features]),
@@ -61,7 +61,7 @@ class Recording:
         )
 
     def _fit(self, fingerprint: Fingerprint, features: Sequence[Floats], keys: Sequence[bytes]) -> int:
-        """Fit on the first rows that a cache would store, which repeats are not; number of the next request."""
+        """Fit on the first distinct rows, those a cache would store; return the number of the next request."""
         first = np.sort(np.unique(np.array(keys, dtype=object), return_index=True)[1])[: fingerprint.n_fit]
         if len(first) < fingerprint.n_fit:
             return len(features)
@@ -69,14 +69,14 @@ class Recording:
         return int(self._request[first[-1]]) + 1
 
     def documents(self) -> Units:
-        """Units of DocCache: whole requests by their mean word embedding."""
+        """Return DocCache's units: whole requests by their mean word embedding."""
         with torch.inference_mode():
             embed = DocCache(self.workload, {}).embed
             vectors = [embed(request.inputs) for request in self.workload.requests]
         return Units(np.arange(len(vectors)), np.stack(vectors))
 
     def texts(self, encoder: str = MINILM) -> Units:
-        """Units of the semantic response cache: whole requests by their sentence embedding."""
+        """Return the semantic response cache's units: whole requests by their sentence embedding."""
         encode = Encoder(encoder)
         if self._put_out is not None and have_same_layers(encode.module, self.workload.module):
             recall_layers(encode.module, self._put_out)
@@ -86,7 +86,7 @@ class Recording:
         return Units(np.arange(len(vectors)), np.stack(vectors))
 
     def _features(self, fingerprint: Fingerprint) -> list[Floats]:
-        """What the fingerprint reads of each request's rows, (rows, F0); F0 may follow a request's length."""
+        """Return fingerprint features (rows, F0) for each request; F0 may depend on the request's length."""
         specials = torch.tensor(special_ids(self.trunk, self.workload.tokenizer))
         found: list[Floats] = []
         with torch.inference_mode():
@@ -98,15 +98,15 @@ class Recording:
         return found
 
     def reread(self, units: Units, replay: Replay) -> list[Answer]:
-        """What each request is told when states are reused: outputs of the sources, read as its own."""
+        """Return each request's answer if states are reused: the sources' outputs, read as the request's own."""
         return self._answers(units, replay, self._read)
 
     def handed(self, units: Units, replay: Replay) -> list[Answer]:
-        """What each request is told when the whole output of another one is read as its own."""
+        """Return each request's answer if another request's whole output is read as its own."""
         return self._answers(units, replay, self._read_whole)
 
     def borrowed(self, units: Units, replay: Replay) -> list[Answer]:
-        """What each request is told when answers are given again word for word."""
+        """Return each request's answer if the source's answer is returned unchanged."""
         return self._answers(units, replay, self._borrow)
 
     def _answers(
@@ -123,7 +123,7 @@ class Recording:
                 continue
             owners = units.request[sources]
             rows = list(zip(owners.tolist(), (sources - first[owners]).tolist(), strict=True))
-            if (number, *rows) not in known:  # at many thresholds it is the same
+            if (number, *rows) not in known:  # the same at many thresholds
                 known[number, *rows] = read(number, rows)
             told.append(known[number, *rows])
         return told
@@ -141,7 +141,7 @@ class Recording:
 
 
 class _Answered:
-    """The model's output for each request: kept where it is small, else computed again."""
+    """The model's output for each request: kept if small, else recomputed."""
 
     def __init__(self, workload: Workload, known: Sequence[Any] = ()) -> None:
         self._workload = workload
@@ -149,7 +149,7 @@ class _Answered:
         self._large: OrderedDict[int, Any] = OrderedDict()
 
     def __getitem__(self, number: int) -> Any:
-        """Output of a request; call it in inference mode."""
+        """Return the output of a request; call it in inference mode."""
         if number in self._small:
             return self._small[number]
         if number not in self._large:
@@ -164,12 +164,12 @@ class _Answered:
 
 
 def make_fingerprint(options: Mapping[str, Any] | str) -> Fingerprint:
-    """A fingerprint by name, or by name and settings."""
+    """Build a fingerprint from its name, or from its name and settings."""
     return CacheConfig.make(None, fingerprint=options, tau=1.0).fingerprint.build(FINGERPRINTS)
 
 
 def first_states(workload: Workload, trunk: Trunk, inputs: Inputs, wants_attention: bool) -> tuple[Any, Any]:
-    """States (rows, T, D) that enter layer 0, and its attention's output if wanted; nothing above is computed."""
+    """Return the states (rows, T, D) that enter layer 0, and its attention's output if wanted. Runs no later layer."""
     captured: dict[str, Any] = {}
 
     def enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def first_states(workload: Workload, trunk: Trunk, inputs: Inputs, wants_attenti
 
 
 class _Captured(Exception):
-    """Ends a forward once its first layer was reached."""
+    """Ends a forward after its first layer was captured."""
 
 
 def _nbytes(output: Any) -> int:

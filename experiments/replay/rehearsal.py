@@ -1,7 +1,7 @@
-"""What calibrated reuse does with a stream, tried many times on one pass of the model.
+"""Calibrated reuse on a stream, replayed many times from one pass of the model.
 
-All requests are observed once; who would serve whom, and how risky that is, the library's own code decides, as it
-does when it serves. Only the model is not run again.
+All requests are observed once. The library's own code decides which source serves a request and at which risk, as in
+service. Only the model is not run again.
 
 Sizes: N requests.
 """
@@ -24,13 +24,13 @@ from llmcache.lab import CalibratedReuse, Found, Observation, RiskTarget
 
 
 class Rehearsal:
-    """A workload whose N requests were all observed, and a cache on a copy of its model, which holds nothing yet."""
+    """A workload with all N requests observed, and an empty cache on a copy of its model."""
 
     def __init__(self, workload: Workload, options: dict[str, object]) -> None:
-        """Run the model over all requests. Caches are not audited unless options say so: a replay knows of no audit."""
+        """Run the model over all requests. Audit is off unless `options` set it, since a replay does not audit."""
         self.workload = workload
-        self.put_out: Outputs = {}  # of the layers, for single requests; see `recall`
-        self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by the settings of the fingerprint
+        self.put_out: Outputs = {}  # layer outputs of single requests; see `recall`
+        self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by fingerprint settings
         self.cache = self.wrap(options)
         requests = workload.requests
         inputs = (request.inputs for request in tracked(requests, "Observing the model alone"))
@@ -41,7 +41,7 @@ class Rehearsal:
         self._number = {case.row.key: i for i, case in enumerate(self.observed)}
 
     def wrap(self, options: Mapping[str, object]) -> LLMCache:
-        """A cache on a copy of the model: all of them compute each request once between them; see `recall`."""
+        """Wrap a copy of the model. All caches together compute each request once; see `recall`."""
         config = configure(self.workload, {"audit": 0, **options})
         module = twin(self.workload.module)
         if self.workload.payload is not None and config.layers in ("auto", "last"):
@@ -49,20 +49,20 @@ class Rehearsal:
         return LLMCache.wrap(module, config=config, tokenizer=self.workload.tokenizer)
 
     def beside(self, options: Mapping[str, object]) -> tuple[LLMCache, CalibratedReuse]:
-        """Another cache on the model, and its calibrated reuse: what was observed here can be learned from there."""
+        """Return another cache on the model and its calibrated reuse, which can learn from these observations."""
         cache = self.wrap(options)
-        cache.observe([self.workload.requests[0].inputs])  # its calibrated reuse is there from then on
+        cache.observe([self.workload.requests[0].inputs])  # creates its calibrated reuse
         return cache, self._trust_of(cache, options)
 
     def calibrate(self, calibrated: CalibratedReuse, n: int, risk_target: RiskTarget) -> Calibration:
-        """Calibrate on the first requests. What is told of its time includes that of fits that were made before."""
+        """Calibrate on the first `n` requests. The reported time includes that of reused fits."""
         saved_s = self._saved_s
         found = calibrated.calibrate(self.observed[:n], risk_target)
         return replace(found, seconds=found.seconds + self._saved_s - saved_s)
 
     @property
     def model_ms(self) -> float:
-        """Median time in which the model computed a request; those that came again were not computed."""
+        """Median time the model takes for a request, ms; repeats, which are not computed, are left out."""
         first = {case.row.key: case.seconds for case in reversed(self.observed)}
         return float(np.median([*first.values()])) * 1e3
 
@@ -76,7 +76,7 @@ class Rehearsal:
         return cache.calibrated
 
     def answers_from(self, first: int, sources: Sequence[str | None]) -> list[Answer]:
-        """What requests from `first` on are told, each by who serves it; None where it is computed."""
+        """Return the answers of requests from `first` on, given the key of each one's source; None if computed."""
         return [
             self.answers[i] if key is None else self.workload.answer(self.outputs[self._number[key]], i)
             for i, key in enumerate(sources, start=first)
@@ -84,7 +84,7 @@ class Rehearsal:
 
 
 def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:
-    """Clear a cache. What was observed before may be learned from all the same."""
+    """Clear a cache, and keep the earlier observations valid to learn from."""
     cache.clear()
     for case in observed:
         assert cache.calibrated is not None
@@ -94,7 +94,7 @@ def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:
 def grow(
     calibrated: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
-    """Serve requests while those that are computed become sources: what serves each (N,), and the key of its source."""
+    """Serve requests; computed ones become sources. Returns what serves each (N,), and the keys of the sources."""
     calibrated.fitter.set_sources(learned)
 
     def ask(case: Observation, stored: Collection[str]) -> Found:
@@ -105,19 +105,19 @@ def grow(
 
 
 class Frozen:
-    """Requests that are served from those that were learned from; the others serve their own repeats alone."""
+    """Serves requests from the learned ones only; other requests can only serve their own repeats."""
 
     def __init__(
         self, calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
     ) -> None:
-        """Find who of `sources`, which were learned from, would serve each later request, and how risky it is."""
+        """Find for each later request its source among `sources`, which were learned from, and the risk."""
         self._later = later
         self._keys = {case.row.key for case in sources}
         found = calibrated.fitter.look_up(later, self._keys)
         self._found = {case.row.key: one for case, one in zip(later, found, strict=True)}
 
     def serve(self, limit: float) -> tuple[NDArray[np.str_], list[str | None]]:
-        """What serves each request (N,), and the key of its source; see `grow`."""
+        """Return what serves each request (N,), and the keys of the sources; see `grow`."""
         return _serve(self._later, set(self._keys), limit, lambda case, _: self._found[case.row.key], lambda case: None)
 
 
@@ -128,7 +128,7 @@ def _serve(
     ask: Callable[[Observation, Collection[str]], Found],
     store: Callable[[Observation], None],
 ) -> tuple[NDArray[np.str_], list[str | None]]:
-    """Serve requests one by one; what is served is not stored."""
+    """Serve requests one by one; only computed requests are stored."""
     served, sources = [], []
     for case in later:
         key = case.row.key

@@ -1,8 +1,8 @@
-"""What caches would have done at many thresholds.
+"""Replay of caches at many thresholds.
 
-What a cache serves depends on tokens, vectors and the order of requests only, so one recorded pass of the model
-(`recording`) is enough for a whole sweep. What misses is stored and nothing is evicted. Speed cannot be
-replayed: it is measured live or left empty.
+What a cache serves depends only on tokens, vectors and the order of requests, so one recorded pass of the model
+(`recording`) is enough for a whole sweep. Misses are stored and nothing is evicted. Speed cannot be replayed: it is
+measured live or left empty.
 
 Sizes: N requests, M rows (a request with four choices has four), F vector width, K thresholds.
 """
@@ -19,30 +19,30 @@ from llmcache.lab import Floats
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What is looked up and stored one by one: rows, or whole requests."""
+    """Units of lookup and storage: rows, or whole requests."""
 
-    request: NDArray[np.int64]  # number of the request each belongs to, ascending, (M,)
-    vectors: Floats  # float32 (M, F); a zero vector takes no part
-    # Equal for units that are the same; None where nothing is served for being the same
+    request: NDArray[np.int64]  # number of each unit's request, ascending, (M,)
+    vectors: Floats  # float32 (M, F); zero vectors are neither searched nor found
+    # Equal for equal units; None if there are no exact hits
     keys: Sequence[bytes] | None = None
-    lengths: NDArray[np.int64] | None = None  # a unit serves only others of its length (M,); None where any length fits
-    first_searched: int = 0  # request from which on anything is searched: before it, a fingerprint was still learning
-    # Numbers of those that alone are stored; None: all that are computed.
+    lengths: NDArray[np.int64] | None = None  # a unit serves only units of its length (M,); None: any length
+    first_searched: int = 0  # first request that is searched for; before it, the fingerprint was still being fitted
+    # Numbers of the only units that are stored; None: all computed units
     sources: NDArray[np.int64] | None = None
     compare: Callable[[Floats, Floats], Floats] = np.matmul  # `(vectors (B, F), vector (F,)) -> similarity (B,)`
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a cache would have done at one threshold."""
+    """Outcomes at one threshold."""
 
     served: NDArray[np.str_]  # what serves each unit: `exact`, `near`, `computed` or `bypassed`, (M,)
-    source: NDArray[np.int64]  # number of the unit it is served from, itself where it is computed, (M,)
-    similarity: Floats  # cosine to the nearest stored unit, (M,); NaN where nothing was stored yet
+    source: NDArray[np.int64]  # number of the unit's source, or its own if computed, (M,)
+    similarity: Floats  # cosine to the nearest stored unit, (M,); NaN if none was stored
 
 
 def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
-    """Decide every unit, in the order in which they are asked, at every threshold; above 1: never near."""
+    """Decide every unit in order at every threshold; a threshold above 1 allows no near hits."""
     vectors, m, k = units.vectors, len(units.vectors), len(thresholds)
     limits = np.array(thresholds, dtype=np.float32)
     stored = np.zeros((k, m), dtype=bool)
@@ -58,7 +58,7 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
             elif begin and units.request[i] >= units.first_searched:
                 _find_near(units, i, begin, stored, limits, source, nearest, served)
             if units.keys is not None and units.request[i] >= units.first_searched:
-                for earlier in seen.get(units.keys[i], []):  # the last that is stored serves
+                for earlier in seen.get(units.keys[i], []):  # the latest stored unit serves
                     source[stored[:, earlier], i], served[stored[:, earlier], i] = earlier, "exact"
         for i in range(begin, end):  # rows of one request do not see each other
             stored[:, i] = may_serve[i] & (source[:, i] == i) & (served[:, i] != BYPASSED)
@@ -77,7 +77,7 @@ def _find_near(
     nearest: Floats,
     served: NDArray[np.str_],
 ) -> None:
-    """Fill in the nearest stored unit of unit `i` among those before `begin`, at each threshold."""
+    """Fill in unit `i`'s nearest stored unit among those before `begin`, at each threshold."""
     usable = stored[:, :begin]
     if units.lengths is not None:
         usable = usable & (units.lengths[:begin] == units.lengths[i])
@@ -95,12 +95,12 @@ def _groups(request: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def rows_served(replay: Replay) -> float:
-    """Share of units that something stored served: less than the hit rate where a request is served in part."""
+    """Return the share of units served from storage: below the hit rate if requests are served in part."""
     return float(is_hit(replay.served).mean())
 
 
 def by_request(units: Units, replay: Replay) -> NDArray[np.str_]:
-    """What served each request (N,): of its rows, the least exact."""
+    """Return what served each request (N,): the least exact of its rows."""
     rank = {BYPASSED: 0, COMPUTED: 1, "exact": 2, "near": 3}
     names = np.array(list(rank))
     values = np.array([rank[str(served)] for served in replay.served])

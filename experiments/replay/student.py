@@ -1,8 +1,8 @@
 """The student: the fingerprint's forecast alone, as a classifier that abstains. The baseline that neighbours must beat.
 
-The answer that the forecast favours is given by an example: the first request learned from that has this answer. A
-logistic regression tells from how far it leads the other answers how likely it is not the request's own. It is
-cross-fitted, and its limit is tested, as those of a calibration of llmcache.
+The answer favoured by the forecast is given by an example: the first learned request with that answer. From the lead
+of this answer over the others, a logistic regression estimates the probability that it is wrong. It is cross-fitted,
+and its limit is tested like those of llmcache's calibrations.
 
 Sizes: N requests, M answers that were given, S width of a signature, F features.
 """
@@ -32,24 +32,24 @@ from llmcache.lab import (
 )
 
 _MAX_RISK = 0.5
-_SHARPNESS = np.array([[1.0], [2.0], [4.0]], np.float32)  # at which the rivals of an answer are summed
-_LEAST = 1e-9  # of such a sum, before its logarithm
-_FAR = 700.0  # by which an answer leads itself: it is none of its own rivals
+_SHARPNESS = np.array([[1.0], [2.0], [4.0]], np.float32)  # factors in the exponent when an answer's rivals are summed
+_LEAST = 1e-9  # added to such a sum before its logarithm
+_FAR = 700.0  # lead of an answer over itself, so that it is not one of its own rivals
 
 
 class Student:
-    """Stands in for the `CalibratedReuse` of a wrapped model in replays, whose requests were observed."""
+    """Replaces the `CalibratedReuse` of a wrapped model in replays of observed requests."""
 
     def __init__(self, calibrated: CalibratedReuse) -> None:
-        """Take over the fingerprint and the kind of answers; the stored requests stay as they are."""
-        self.fitter = self  # whom replays ask to `look_up`
+        """Use the same fingerprint and kind of answers; stored requests stay unchanged."""
+        self.fitter = self  # replays call `fitter.look_up`
         self._fingerprint = calibrated.fitter.fingerprint
         self._tokens = calibrated.fitter.tokens
         self._answers = calibrated.fitter.answers
-        self._examples: list[Observation] = []  # one for each answer that was given (M)
+        self._examples: list[Observation] = []  # one for each distinct answer (M)
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
-        """Learn from requests, which give their answers from then on; returns limits worth trying, strictest first."""
+        """Learn from requests and use them as examples; return limits worth trying, strictest first."""
         cases = list({case.row.key: case for case in cases}.values())
         self._answers.learn(np.stack([case.answer for case in cases]))
         self._tokens.frame(cases[0].row, cases[0].tokens)
@@ -66,7 +66,7 @@ class Student:
         return limits[limits <= _MAX_RISK]
 
     def look_up(self, cases: Sequence[Observation], repeated: Collection[str]) -> list[Found]:
-        """What would serve each request; those `repeated` (keys) are stored themselves, which carries no risk."""
+        """Return each request's example, and the risk of serving it. `repeated` keys are exact hits without risk."""
         found: dict[str, Found] = {}
         for case in cases:
             key = case.row.key
@@ -78,7 +78,7 @@ class Student:
         return [found[case.row.key] for case in cases]
 
     def calibrate(self, observed: Sequence[Observation], claim: RiskTarget) -> Calibration:
-        """Learn from A and B of the requests, and choose the limit on C."""
+        """Learn from parts A and B of the requests, and choose the limit on C."""
         started = perf_counter()
         learned, tested = ([observed[i] for i in part] for part in split(len(observed), claim))
         sources = {case.row.key: case for case in learned}
@@ -107,14 +107,14 @@ class Student:
         )
 
     def _fit(self, cases: Sequence[Observation]) -> None:
-        """Fit the fingerprint, and let the requests, which all differ, give their answers."""
+        """Fit the fingerprint on distinct requests, and make them the examples."""
         tokens = [case.tokens for case in cases]
         self._fingerprint.fit(tokens, targets(cases, self._answers), outputs(cases, self._answers))
         self._examples = list({case.answer.tobytes(): case for case in reversed(cases)}.values())[::-1]
         self._signatures = np.stack([case.answer for case in self._examples])  # (M, S)
 
     def _look(self, case: Observation) -> tuple[Observation, list[float]]:
-        """Who gives the answer that the forecast of a request favours, and how far it leads the others (F,)."""
+        """Return the example of the answer favoured by a request's forecast, and features of its lead (F,)."""
         (forecast,) = self._fingerprint.project([case.tokens])[1]
         favour = self._answers.favour(forecast, self._signatures)
         first = int(favour.argmax())
@@ -125,9 +125,9 @@ class Student:
         return self._examples[first], [float(one) for one in told]
 
     def _teach(self, leads: Doubles, is_changed: Sequence[bool]) -> None:
-        """Have the regression learn from requests (N, F) whose own answers are known."""
+        """Fit the regression on features (N, F) of requests with known answers."""
         self._centre, self._scale = leads.mean(axis=0), leads.std(axis=0) + 1e-6
-        # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
+        # Two artificial requests, one per class, make the fit possible if all answers stayed, or all changed.
         shown = np.vstack([(leads - self._centre) / self._scale, np.zeros((2, leads.shape[1]))])
         self._regression = LogisticRegression(max_iter=1000).fit(shown, [*is_changed, True, False])
 

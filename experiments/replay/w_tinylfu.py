@@ -1,19 +1,19 @@
-"""W-TinyLFU, to hold the library's policies against; it is not one of them."""
+"""W-TinyLFU, a reference for the library's policies; not part of the library."""
 
 from collections import OrderedDict
 
 from llmcache import Policy
 
-_MOST = 15  # uses counted of a key: four bits, as in the paper
-_SAMPLE = 10  # uses after which counts are halved, in keys held
+_MOST = 15  # largest count of a key: four bits, as in the paper
+_SAMPLE = 10  # counts are halved after this many uses per key held
 
 
 class WTinyLFU(Policy):
-    """A newcomer enters a window; leaving it, it must have been used more often than the key that it would drive out.
+    """Admits a key from the window only if it was used more often than the key it would evict.
 
-    Einziger et al. (2017): a window of 1 % in order of use, and a segmented main part, of which 80 % are protected.
-    Departure: uses are counted exactly, for each key ever asked since counts were last halved, not by a sketch. A
-    sketch errs, so it would do no better.
+    Einziger et al. (2017): a window of 1 % in LRU order, and a segmented main part, of which 80 % is protected.
+    Departure: uses are counted exactly, for each key since counts were last halved, not by a sketch. A sketch has
+    errors, so it would do no better.
     """
 
     def __init__(self, window: float = 0.01, protected: float = 0.8) -> None:
@@ -23,7 +23,7 @@ class WTinyLFU(Policy):
         self._window, self._probation, self._protected = (_Segment(self._nbytes_of) for _ in range(3))
         self._n_uses: dict[str, int] = {}
         self._n_counted = 0
-        self._candidates: OrderedDict[str, None] = OrderedDict()  # left the window and have driven out nothing yet
+        self._candidates: OrderedDict[str, None] = OrderedDict()  # left the window, and have evicted no key yet
 
     def on_put(self, key: str, nbytes: int) -> None:
         self.on_remove(key)
@@ -51,7 +51,7 @@ class WTinyLFU(Policy):
     def on_remove(self, key: str) -> None:
         self._candidates.pop(key, None)
         if self._candidates and key == next(iter(self._probation), None):
-            self._candidates.popitem()  # it has won
+            self._candidates.popitem()  # it was admitted
         for segment in (self._window, self._probation, self._protected):
             segment.discard(key)
         self._nbytes_of.pop(key, None)
@@ -79,7 +79,7 @@ class WTinyLFU(Policy):
 
 
 class _Segment(OrderedDict[str, None]):
-    """Keys in order of use, least recent first, and their bytes."""
+    """Keys in order of use, least recent first, with their bytes."""
 
     def __init__(self, nbytes_of: dict[str, int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`REPORT.md`: what was measured, and what became of the paper's claims. Made from files of results alone.
+"""`REPORT.md`: measurements and verdicts on the paper's claims, made from result files only.
 
 results -> read_runs -> judge (claims) + tables -> REPORT.md
 """
@@ -40,7 +40,7 @@ HOW = """\
 
 
 def write_report(results_dir: Path, folders: Sequence[Path]) -> Path:
-    """Write the report of these runs, finished or not, beside the results that it is made of."""
+    """Write the report on these runs, finished or not, into the results folder."""
     runs = read_runs(folders)
     if not runs:
         raise ConfigError(f"{results_dir}: no results of these experiments; measure first: llmcache sweep")
@@ -126,13 +126,13 @@ def _all(runs: Sequence[Run], key: str) -> str:
 
 
 def _is_cut(run: Run) -> bool:
-    """Whether its data set has more requests than were asked."""
+    """Whether the run used only a part of its data set."""
     n_all = run.metrics.get("facts", {}).get("n_all", 0)
     return run.metrics.get("limit") is not None or n_all > run.metrics.get("n", n_all)
 
 
 def _models(runs: Sequence[Run]) -> Iterator[str]:
-    """Figures that `llmcache prepare` wrote beside the models, as the runs quote them."""
+    """Yield the models' figures from `llmcache prepare`, as recorded in the runs."""
     found: dict[str, Figures] = {}
     for run in runs:
         known = run.metrics.get("facts", {}).get("prepared")
@@ -147,7 +147,7 @@ def _models(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _lines(figures: Figures) -> Iterator[tuple[str, str, str]]:
-    """What a model reaches, and what one reaches without a model."""
+    """Yield the name of a figure, the model's value, and the value of a trivial baseline."""
     if "evaluation" in figures:
         reached, trivial = figures["evaluation"], figures["always_no_answer"]
         for name in reached:

@@ -1,4 +1,4 @@
-"""The tables of latency: single calls, and generation."""
+"""Tables of latency: single calls, and generation."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ GENERATION_HEADINGS = (
 
 
 def latency(runs: Sequence[Run]) -> Iterator[str]:
-    """What a call costs by what happens to it, and what a generation does."""
+    """Yield the tables of call times by outcome, and of generation."""
     calls = [row for run in runs for row in run.metrics["calls"]]
     apart = varied(calls, "banks")
     yield table((*CALL_HEADINGS, *apart), [(*_call(row), *(row[name] for name in apart)) for row in calls])
@@ -58,7 +58,7 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def compiled(runs: Sequence[Run]) -> Iterator[str]:
-    """What a call costs with and without a compiler, with and without a cache."""
+    """Yield the table of call times with and without a compiler and a cache."""
     asked = [row for run in runs for row in run.metrics["calls"]]
     calls = [row for row in asked if not row.get("not_run")]
     apart = varied(asked, "dtype", "banks")

@@ -1,23 +1,23 @@
-"""Figures as Markdown. Missing is empty, never 0; shares are per cent, drops are points."""
+"""Formatting of figures as Markdown. Missing is empty, never 0; shares are in per cent, drops in points."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.support.clock import EVENTS
 
-#: What a column has of a row.
+#: Returns a row's value for one column.
 Cell = Callable[[Any], Any]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; the first column is text, the others are figures, aligned to the right."""
+    """Format a table; the first column is text, the others are figures, aligned right."""
     lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def columns(cells: Mapping[str, Cell], rows: Iterable[Any]) -> str:
-    """A table by its columns: headings, and what each has of a row."""
+    """Format a table from its columns: headings, and functions from a row to a value."""
     return table(tuple(cells), [row_of(cells, row) for row in rows])
 
 
@@ -26,12 +26,12 @@ def row_of(cells: Mapping[str, Cell], row: Any) -> list[Any]:
 
 
 def of(show: Callable[..., str], key: str, *how: Any) -> Cell:
-    """What a row has under a key, as `show` shows it."""
+    """Return a cell that formats a row's value at `key` with `show`."""
     return lambda row: show(row[key], *how)
 
 
 def bounded(show: Callable[..., str], key: str, *how: Any) -> Cell:
-    """A figure of a row with its interval, as `show` shows both."""
+    """Return a cell that formats a row's figure and its interval with `show`."""
     return lambda row: show(row[key], row[f"{key}_ci"], *how)
 
 
@@ -48,7 +48,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def points(share: float | None, bounds: Sequence[float] | None = None) -> str:
-    """A difference of shares as percentage points, with its interval where there is one."""
+    """Format a difference of shares in percentage points, with its interval if given."""
     if share is None:
         return ""
     shown = f"{100 * share:.2f}"
@@ -56,26 +56,26 @@ def points(share: float | None, bounds: Sequence[float] | None = None) -> str:
 
 
 def share(value: float | None, bounds: Sequence[float] | None, digits: int = 1) -> str:
-    """A share of 1 as per cent, with its interval where there is one."""
+    """Format a share of 1 in per cent, with its interval if given."""
     if value is None or bounds is None:
         return percent(value, digits)
     return f"{percent(value, digits)} ({100 * bounds[0]:.{digits}f} to {100 * bounds[1]:.{digits}f})"
 
 
 def speed(figures: Mapping[str, Any]) -> str:
-    """A speed-up with the slowest and fastest round; empty where nothing was run live."""
+    """Format a speed-up with its slowest and fastest round; "" without live runs."""
     if figures.get("speedup") is None:
         return ""
     return f"{figures['speedup']:.2f} ({figures['speedup_min']:.2f} to {figures['speedup_max']:.2f})"
 
 
 def ratio(spread: Mapping[str, float]) -> str:
-    """A ratio that was taken in every round: its median, and the 5th and 95th percentile."""
+    """Format a ratio taken in every round: median, 5th and 95th percentile."""
     return f"{spread['median']:.3f} ({spread['p5']:.3f} to {spread['p95']:.3f})"
 
 
 def spread(values: Mapping[str, float] | None, digits: int = 2) -> str:
-    """Median and range over rounds."""
+    """Format median and range over rounds."""
     if values is None:
         return ""
     median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
@@ -83,12 +83,12 @@ def spread(values: Mapping[str, float] | None, digits: int = 2) -> str:
 
 
 def named_model(row: Mapping[str, Any]) -> str:
-    """A model, and whether anybody trained it."""
+    """Format a model's name, and whether it was trained."""
     return f"{row['model']} ({'random weights' if row['weights'] == 'random' else 'trained'})"
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes in the unit that suits them."""
+    """Format bytes with a suitable unit."""
     if nbytes is None:
         return ""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -98,10 +98,10 @@ def size(nbytes: float | None) -> str:
 
 
 def varied(rows: Sequence[Mapping[str, Any]], *names: str) -> list[str]:
-    """Of what only some runs vary, what these do; earlier results do not tell of it."""
+    """Return those of `names` that vary between rows; earlier results may lack them."""
     return [name for name in names if len({row.get(name) for row in rows}) > 1]
 
 
 def by_events(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence on what times were taken by, where it was not the host's clock."""
+    """Return a sentence on the clock of the times, if it was not the host's."""
     return f" Times are by {EVENTS}." if any(row.get("clock") == EVENTS for row in rows) else ""

@@ -1,4 +1,4 @@
-"""Pictures of results. Each function reads what a run wrote and draws one figure."""
+"""Plots of results. Each function reads one run's files and draws one figure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ DPI = 80
 
 
 def require_matplotlib() -> None:
-    """Tell at once, before anything is measured, when nothing could be drawn."""
+    """Raise at once, before anything is measured, if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -24,7 +24,7 @@ def require_matplotlib() -> None:
 
 
 def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: bool = True) -> None:
-    """Draw speed-up against changed answers of the demo's ways, with a line to the upper bound of calibrated ones."""
+    """Draw speed-up against changed answers for the demo's settings, with a line to the bound of calibrated ones."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -56,14 +56,14 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: b
 
 
 def draw_all(folders: Sequence[Path]) -> list[Path]:
-    """Draw every picture that finished runs hold figures for, in the folder of the run or of the experiment."""
+    """Draw every figure of finished runs into the folder of the run or of the experiment."""
     require_matplotlib()
     drawn = (runs for _, runs in groups(read_runs(folders)) if runs[0].measure in PLOTS)
     return [path for runs in drawn for path in PLOTS[runs[0].measure](runs)]
 
 
 def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
-    """Precision against hit rate of every curve; hits and loss against tau of the first one."""
+    """Draw precision against hit rate for every curve; hits and loss against tau for the first curve."""
     for run in runs:
         figure, (left, right) = _panels(2)
         names = curves(run.metrics["points"])
@@ -85,7 +85,7 @@ def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
 
 
 def _layers(runs: Sequence[Run]) -> Iterator[Path]:
-    """Hit rates and likeness of every layer."""
+    """Draw hit rates and similarity of states for every layer."""
     lines = {
         "hit_rate_as_written": "hits, as written",
         "hit_rate_per_layer": "hits, a fingerprint a layer",
@@ -104,7 +104,7 @@ def _layers(runs: Sequence[Run]) -> Iterator[Path]:
 
 
 def _observe(runs: Sequence[Run]) -> Iterator[Path]:
-    """Hit rate against bytes where the size of the cache varies, else a bar a run."""
+    """Draw hit rate against bytes if the cache size varies, else one bar per run."""
     names = varied([run.config for run in runs])
     size = ("cache", "max_entries")
     figure, (axes,) = _panels(1)
@@ -142,11 +142,11 @@ def _label(axes: Any, x: str, y: str) -> None:
 
 
 def _save(figure: Any, run: Run, path: Path) -> Path:
-    """Write the picture, under a title that says what it is of."""
+    """Save the figure, with a title that names the run."""
     metrics: Figures = run.metrics
     figure.suptitle(f"{run.group}: {run.task}, {Path(metrics['model']).name}, n = {metrics['n']:,}")
     with naming(path):
-        figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same picture from the same figures
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same figures give the same file
     return path
 
 

@@ -1,4 +1,4 @@
-"""Hook of mkdocs: pages link to files outside of docs/. The site carries configurations, and names the rest."""
+"""MkDocs hook: pages link to files outside of docs/. The site includes configurations, and names other files."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ _OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the configurations, which links of the results lead to."""
+    """Add the configurations, to which the results link."""
     from mkdocs.structure.files import File
 
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -18,7 +18,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A page whose links stay within the site."""
+    """Return a page without links that leave the site."""
     return _OUTSIDE.sub(_inside, markdown)
 
 

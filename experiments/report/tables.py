@@ -41,12 +41,12 @@ SPEED: Mapping[str, Cell] = {
 
 
 def of_runs(runs: Sequence[Run]) -> str:
-    """Tables of all runs of one experiment, which are of one kind."""
+    """Return the tables of all runs of one experiment; all runs are of one measure."""
     return "\n\n".join(TABLES.get(runs[0].measure, _told)(runs))
 
 
 def _told(runs: Sequence[Run]) -> Iterator[str]:
-    """The columns of the screen, of every run whose summary was kept. Shares are fractions of 1."""
+    """Yield a table with the columns shown on the screen, for runs that kept a summary. Shares are fractions of 1."""
     rows = [(run, row) for run in runs for row in run.metrics.get("summary", ())]
     names = [name for name in (rows[0][1] if rows else ()) if not isinstance(rows[0][1][name], dict)]
     if names:
@@ -86,7 +86,7 @@ def _exact_hits(figures: Figures) -> str:
 
 
 def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
-    """What else a task counts, where it does."""
+    """Yield the task's extra figures, if it has any."""
     names = list(next(iter(methods.values()))["extras"])
     if names:
         yield table(
@@ -133,7 +133,7 @@ LIVE: Mapping[str, Cell] = {
 
 
 def _shown(run: Run) -> list[Figures]:
-    """Points of the first curve: some, and those that are best in hindsight."""
+    """Return points of the first curve: the taus of `SHOWN_TAUS`, and the best in hindsight."""
     points, first = run.metrics["points"], curves(run.metrics["points"])[0]
     told = [best(points, first, loss) for loss in LOSSES] + [harmless_tau(run) if first == PAPERS_CURVE else None]
     taus = {*SHOWN_TAUS, *(point["tau"] for point in told if point is not None)}
@@ -212,14 +212,14 @@ OBSERVED: Mapping[str, Cell] = {
 
 
 def _sample(run: Run) -> str:
-    """Says when not all of the data was used."""
+    """Return a note if not all of the data was used, else ""."""
     n_all = run.metrics["facts"].get("n_all")
     if n_all is not None and n_all > run.metrics["n"]:
         return f" of {n_all:,}, from {run.metrics['facts']['n_articles']} articles"
     return " (the first of the data)" if run.metrics["limit"] is not None else ""
 
 
-#: Tables of the paper's kinds of run; others have that of `told`.
+#: Tables of the measures used for the paper's claims; other measures use `_told`.
 TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "latency": latency,
     "compiled": compiled,

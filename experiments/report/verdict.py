@@ -1,4 +1,4 @@
-"""What can become of a claim."""
+"""Verdicts on claims."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    verdict: Verdict  # of the claim as it is written
+    verdict: Verdict  # on the claim as written
     measured: str
     why: str
-    condition: str = ""  # under which it holds, with `HOLDS_UNDER`; else what has to be said with the verdict
+    condition: str = ""  # with `HOLDS_UNDER`, when it holds; else a note to the verdict
 
 
 NOTHING = Judgement(Verdict.NOT_MEASURED, "", "")

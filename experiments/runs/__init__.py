@@ -1,7 +1,7 @@
-"""From a YAML file to a folder of results, and reading it again.
+"""From a YAML file to a results folder, and back.
 
-file -> grid      checked; lists spread out to one run each
-     -> runner    those that are not there yet, one after another
+file -> grid      checked; lists expanded to one run per combination
+     -> runner    the missing runs, one after another
      -> folder    config and environment first, rows, metrics last
      -> read      runs of a folder, for reports
 """

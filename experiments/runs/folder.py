@@ -1,10 +1,9 @@
-"""Where results lie: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, metrics.json}`.
+"""Layout of results: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, metrics.json}`.
 
-The run id is the readable name and a hash of all settings, so the path is the configuration: the same settings meet the
-same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last: the figures that
-pages are made from. All figures, and the rows, one a request or one a point of a curve, go to
-`<results-dir>/raw/<experiment>/<run-id>.{json, csv}`, which git ignores. While a run is measured, a lock file in
-`<results-dir>` keeps other processes away from it.
+The run id is a readable name and a hash of all settings: the same settings give the same folder on every machine.
+Nothing is written before the run ends. `metrics.json`, written last, has the figures that pages read. All figures, and
+the rows (one per request, or one per point of a curve), go to `<results-dir>/raw/<experiment>/<run-id>.{json, csv}`,
+which git ignores. During a run, a lock file in `<results-dir>` keeps other processes away from it.
 """
 
 import csv
@@ -26,8 +25,8 @@ from llmcache import ConfigError
 Row = Mapping[str, Any]
 
 METRICS = "metrics.json"
-RAW = "raw"  # folder of what git ignores
-_NAME_LENGTH = 150  # file systems take names of 255 bytes; hash and lock file need some of them
+RAW = "raw"  # folder that git ignores
+_NAME_LENGTH = 150  # file systems allow 255 bytes; hash and lock file need some of them
 _LINE_LENGTH = 120  # of JSON
 
 
@@ -55,7 +54,7 @@ class RunFolder:
     def write(
         self, env: Mapping[str, Any], rows: Sequence[Row], metrics: Mapping[str, Any], details: Sequence[str] = ()
     ) -> None:
-        """Write everything, or nothing, in place of what an earlier run left; `details` are no part of metrics.json."""
+        """Write all files, or none, in place of an earlier run's. metrics.json leaves out the keys in `details`."""
         texts = {
             self.path / "config.yaml": yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True),
             self.path / "env.json": as_json(env),
@@ -69,12 +68,12 @@ class RunFolder:
             write_together(texts)
         except BaseException:
             with suppress(OSError):
-                self.path.rmdir()  # empty unless there were results before
+                self.path.rmdir()  # empty unless an earlier run left results
             raise
 
 
 def write_figures(folder: Path, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Write what a command measured that is no experiment: the same files as of a run, without rows."""
+    """Write the figures of a command that is no experiment: a run's files, without rows."""
     folder.mkdir(parents=True, exist_ok=True)
     config_text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     write_together(
@@ -83,13 +82,13 @@ def write_figures(folder: Path, config: Mapping[str, Any], env: Mapping[str, Any
 
 
 def run_id(name: str, config: Mapping[str, Any]) -> str:
-    """Readable name and short hash of the settings, fit for a folder name."""
+    """Return a readable name and a short hash of the settings, usable as a folder name."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9._=+-]+', '_', name)[:_NAME_LENGTH]}-{digest[:8]}"
 
 
 def without(values: Any, keys: Sequence[str]) -> Any:
-    """Plain values without those at some dotted keys; a key goes through every element of a list."""
+    """Return plain values without some dotted keys; a key applies to every element of a list."""
     if isinstance(values, list | tuple):
         return [without(value, keys) for value in values]
     if not isinstance(values, Mapping):
@@ -99,7 +98,7 @@ def without(values: Any, keys: Sequence[str]) -> Any:
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """JSON in lines: what fits into one stands in one."""
+    """Format JSON; a value that fits on one line is written on one."""
     return f"{_lines(values)}\n"
 
 
@@ -118,7 +117,7 @@ def _lines(value: Any, indent: str = "") -> str:
 
 
 def _key(name: Any) -> str:
-    """A name as JSON has it: in quotes, also of a number."""
+    """Format a key as JSON: always in quotes."""
     return json.dumps(name if isinstance(name, str) else json.dumps(name))
 
 

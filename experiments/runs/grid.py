@@ -1,8 +1,8 @@
-"""What one experiment is: a YAML file, checked, with lists spread out to one run each.
+"""Experiments: a checked YAML file whose lists expand to one run per combination.
 
     runs = load_experiments("configs/banking77.yaml", ["methods=[{method: llmcache, tau: 0.9}]"])
 
-A list is a grid: one run for each of its values. Keys in `LISTS` hold a list by nature; there, a list of lists is one.
+A list is a grid: one run for each of its values. Keys in `LISTS` hold lists; for these, a list of lists is a grid.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from experiments.tasks import TASKS
 from llmcache import ConfigError
 from llmcache.lab import parse_yaml, read_yaml
 
-#: Keys that hold a list by nature.
+#: Keys whose values are lists.
 LISTS = (
     *("task.data.path", "cache.layers", "methods", "taus", "live_taus", "max_drops", "hit_rates", "rates", "arrivals"),
     *("sources", "baselines", "models", "token_heads", "fingerprints", "kept", "shares", "policies", "batch_sizes"),
@@ -27,7 +27,7 @@ LISTS = (
 
 
 def make_experiment(values: Mapping[str, Any]) -> Experiment:
-    """Check all settings of one run, which are those of the measure that `measure` names."""
+    """Check the settings of one run against the measure named by `measure`."""
     measure, rest = choose(MEASURES, values, "measure", "")
     experiment: Experiment = measure.settings.make({"measure": values["measure"], **rest})
     return experiment
@@ -35,15 +35,15 @@ def make_experiment(values: Mapping[str, Any]) -> Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    group: str  # name of the experiment: the file's stem
-    name: str  # readable name of the run within it: the model, then the keys of the grid with their values
+    group: str  # the experiment's name: the file's stem
+    name: str  # readable name of the run: the model, then the grid's keys with their values
     experiment: Experiment
 
 
 def load_experiments(path: str | Path, changes: Sequence[str] = ()) -> list[Named]:
-    """Read a file, change settings (`key=value` with dotted keys), and spread its lists out to one run each."""
-    # A key below a list of mappings is that of each: `task.limit=50` cuts every task of a grid. `task.` may be left out
-    # where the file has no such section of its own: `data.path=a.csv`, `head.pool=cls`.
+    """Read a file, change settings (`key=value` with dotted keys), and expand its lists to runs."""
+    # A key below a list of mappings applies to each of them: `task.limit=50` sets the limit of every task in a grid.
+    # `task.` may be omitted where the file has no section of that name: `data.path=a.csv`, `head.pool=cls`.
     values = read_yaml(path)
     for change in changes:
         _set(values, change)
@@ -59,7 +59,7 @@ def load_experiments(path: str | Path, changes: Sequence[str] = ()) -> list[Name
 
 
 def _label(key: str, value: Any) -> str:
-    """A value of the grid in a folder's name; one with settings of its own goes by its name."""
+    """Format a grid's value for a folder name; a value with settings of its own is written as its name."""
     shown = value.get("name", value) if isinstance(value, dict) else value
     return f"{key.rpartition('.')[2]}={shown}"
 
@@ -83,19 +83,19 @@ def _set(values: dict[str, Any], change: str) -> None:
 
 
 def _is_of_task(key: str, tasks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a key is a setting of all tasks, of which there are some."""
+    """Whether there are tasks and the key is a setting of all of them."""
     known = ((task, TASKS.get(str(task.get("name")))) for task in tasks)
     return bool(tasks) and all(key in task or (kind and key in kind.settings.model_fields) for task, kind in known)
 
 
 def _mappings(value: Any) -> list[dict[str, Any]]:
-    """The mapping itself, or all those of a list of nothing else; none of other values."""
+    """Return a mapping as a list, or a list of mappings as it is; [] for other values."""
     found = value if isinstance(value, list) else [value]
     return found if all(isinstance(item, dict) for item in found) else []
 
 
 def _spread(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each point of the grid, with the values chosen for it by dotted key."""
+    """Yield each point of the grid, with its chosen values by dotted key."""
     flat = _flatten(values)
     axes = {key: value for key, value in flat.items() if _is_axis(key, value)}
     if empty := [key for key, value in axes.items() if not value]:
@@ -119,7 +119,7 @@ def _is_axis(key: str, value: Any) -> bool:
 
 
 def _flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key. Only mappings with text keys are opened: `tau: {0: 0.9}` is one value."""
+    """Return the leaves by dotted key. Only mappings with text keys are opened: `tau: {0: 0.9}` is one value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         is_section = isinstance(value, dict) and bool(value) and all(isinstance(name, str) for name in value)

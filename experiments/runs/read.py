@@ -1,4 +1,4 @@
-"""What lies in a results folder, read again."""
+"""Reading of a results folder."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ Figures = Mapping[str, Any]
 
 
 def was_idle(env: Figures) -> bool:
-    """Whether the machine had nothing else to do when a command began to take times: others are not shown."""
-    # What ran just before it may still be in the average, with a thread a core. Early results did not note it.
+    """Whether the machine was idle when a command started timing; other times are not shown."""
+    # The average may still include what ran just before, with one thread per core. Early results lack it.
     return "load_average" not in env or float(env["load_average"]) <= env["n_cpus"] + 1
 
 
@@ -40,24 +40,24 @@ class Run:
 
     @property
     def task(self) -> str:
-        """What its requests are: `wikitext-repeats`, or the name of the labelled set; "" where there are none."""
+        """Name of its requests: `wikitext-repeats`, or the labelled set; "" without requests."""
         return str(self.metrics.get("task", ""))
 
 
 def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:
-    """The folders of what YAML files ask for, there or not. What other settings left beside them is no part of it."""
+    """Return the folders of the runs in YAML files, existing or not. Runs with other settings are left out."""
     return [RunFolder(results_dir, run).path for run in load_all(configs)]
 
 
 def others_beside(folders: Sequence[Path]) -> list[Path]:
-    """Folders of finished runs of the same experiments, made with other settings."""
+    """Return the folders of finished runs of the same experiments with other settings."""
     groups = dict.fromkeys(folder.parent for folder in folders)
     found = [path.parent for group in groups for path in sorted(group.glob(f"*/{METRICS}"))]
     return [folder for folder in found if folder not in folders]
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs that are finished, in this order."""
+    """Return the finished runs, in this order."""
     return [_read(folder) for folder in folders if (folder / METRICS).is_file()]
 
 
@@ -74,7 +74,7 @@ def _read(folder: Path) -> Run:
 
 
 def _without_points(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures with None for intervals of no width: a bootstrap that saw no event, or one cluster, knows no bounds."""
+    """Replace intervals without width by None: a bootstrap without events, or with one cluster, has no bounds."""
     return {
         name: None if name.endswith("_ci") and value is not None and value[0] == value[1] else value
         for name, value in figures.items()
@@ -82,7 +82,7 @@ def _without_points(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def unfinished(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """What was asked for and is not there: names of runs, without their hash, by experiment."""
+    """Return the names of missing runs, without hash, by experiment."""
     found: dict[str, list[str]] = {}
     for folder in folders:
         if not (folder / METRICS).is_file():
@@ -96,7 +96,7 @@ def groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
 
 
 def varied(configs: Sequence[Figures]) -> list[tuple[str, ...]]:
-    """Keys, as paths, whose values differ between settings; of a named component, its name alone."""
+    """Return the keys, as paths, whose values differ between settings; for a named component, only its name."""
     paths = dict.fromkeys(path for config in configs for path in _paths(config))
     return [path for path in paths if len({str(at(config, path)) for config in configs}) > 1]
 

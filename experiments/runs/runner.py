@@ -1,4 +1,4 @@
-"""Run experiments from their files: those that are not there yet, one after another."""
+"""Run experiments from their files: the missing ones, one after another."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from llmcache import ConfigError
 class Finished:
     run: Named
     path: Path
-    metrics: Mapping[str, Any]  # its figures, and `seconds`, the wall time; of an earlier run those of metrics.json
-    is_new: bool  # measured now, not found from before
+    metrics: Mapping[str, Any]  # its figures, and `seconds`, the wall time; for an earlier run, those in metrics.json
+    is_new: bool  # measured now, not by an earlier run
 
 
 def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named]:
-    """Everything that the files ask for, read and checked; `changes` are of every file."""
+    """Read and check all experiments in the files; `changes` apply to every file."""
     for path in configs:
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; name the YAML files in it: {path / '*.yaml'}")
@@ -31,11 +31,11 @@ def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named
 
 
 def run_one(run: Named, results_dir: Path, folders: Folders, force: bool = False) -> Finished:
-    """Measure a run, unless it is there. One that is refused or interrupted leaves what was there before."""
+    """Measure a run unless its results exist. A failed or interrupted run leaves earlier results unchanged."""
     folder, measured = RunFolder(results_dir, run), None
     if force or not folder.is_done:
         with held(folder.lock):
-            if force or not folder.is_done:  # another process may have finished it just now
+            if force or not folder.is_done:  # another process may have finished it meanwhile
                 measured = _measure(run, folder, folders)
     return Finished(run, folder.path, folder.metrics if measured is None else measured, measured is not None)
 

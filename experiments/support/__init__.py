@@ -1,5 +1,5 @@
-"""What all rooms of the experiments use. Imports none of them.
+"""Utilities for all folders of the experiments. Imports none of them.
 
-section: a checked part of settings; files: where things lie, written whole, by one process at a time
-environment: what a figure depends on besides; progress: shown outside what is timed; nearest: vectors in FAISS
+section: a checked part of settings; files: folders, and files written whole, by one process at a time
+environment: conditions of a figure; progress: shown outside timed code; nearest: vectors in FAISS
 """

@@ -1,9 +1,9 @@
-"""A clock for what a device does.
+"""A clock for the work of a device.
 
-A GPU works behind the host's back: the host's clock says when work was handed over. So there, time is taken by CUDA
-events in the stream that the work goes through: from when the device is done with what came before, to when it is done
-with the last that a call gave it. The call's own time on the host is within, since the last event is handed over when
-the call returns. The host's clock is read beside it. On a CPU it is the only one.
+A GPU runs asynchronously: the host's clock only shows when work was submitted. So on a GPU, CUDA events in the work's
+stream take the time, from the end of earlier work to the end of the last work that a call submitted. The call's own
+time on the host is included, since its last event is submitted when it returns. The host's clock is read as well. On a
+CPU it is the only clock.
 """
 
 from collections.abc import Callable
@@ -19,36 +19,36 @@ Made = TypeVar("Made")
 
 
 class Spent(NamedTuple):
-    ms: float  # by the clock of the device that it ran on
-    host_ms: float  # by the host's, until the device was done
+    ms: float  # by the clock of the device that ran it
+    host_ms: float  # by the host's clock, until the device was done
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in the work of a device."""
+    """A point in a device's work."""
 
-    at: float  # when it was set, seconds of the host's clock
+    at: float  # host's clock when it was set, seconds
     event: Any  # in the device's stream; None on a CPU
 
 
 class Clock:
     def __init__(self, device: Any, cuda: Any = torch.cuda) -> None:
-        """`cuda` makes events and waits for the device, if it is a GPU."""
+        """Set up for a device; on a GPU, `cuda` makes events and synchronises."""
         self._device = torch.device(device)
         self._cuda = cuda if self._device.type == "cuda" else None
 
     @property
     def name(self) -> str:
-        """What `Spent.ms` is taken by."""
+        """Name of the clock of `Spent.ms`."""
         return HOST if self._cuda is None else EVENTS
 
     def wait(self) -> None:
-        """Return once the device has done what it was given."""
+        """Wait until the device has finished the submitted work."""
         if self._cuda is not None:
             self._cuda.synchronize(self._device)
 
     def mark(self) -> Mark:
-        """Mark what the device was given until now."""
+        """Mark the end of the work submitted so far."""
         event = None
         if self._cuda is not None:
             event = self._cuda.Event(enable_timing=True)
@@ -56,14 +56,14 @@ class Clock:
         return Mark(perf_counter(), event)
 
     def ms(self, start: Mark, end: Mark) -> float:
-        """Milliseconds from one mark to another; waits until the device has come to the second."""
+        """Return the ms between two marks; waits until the device has reached the second."""
         if start.event is None:
             return (end.at - start.at) * 1e3
         end.event.synchronize()
         return float(start.event.elapsed_time(end.event))
 
     def time(self, call: Callable[[], Made]) -> tuple[Spent, Made]:
-        """What a call took, on a device that has nothing else to do, and what it returned."""
+        """Return the time of a call on an otherwise idle device, and the call's result."""
         self.wait()
         start = self.mark()
         made = call()

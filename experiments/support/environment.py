@@ -1,4 +1,4 @@
-"""What a figure depends on besides the settings: code, versions, machine, threads."""
+"""Conditions of a figure besides the settings: code, versions, machine, threads."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ PACKAGES = (
 
 
 def _git(*args: str) -> str | None:
-    """What git says of this source tree, or None when it is not in a repository."""
+    """Return git's output for this source tree, or None outside of a repository."""
     command = ["git", "-C", str(Path(__file__).parent), *args]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -28,18 +28,18 @@ def _git(*args: str) -> str | None:
 
 
 def _read_code() -> dict[str, Any]:
-    """Commit of this source tree, and whether anything was changed since."""
-    # Results are left out: a run that leaves some does not change what the next one runs.
+    """Return the commit of this source tree, and whether it has changes."""
+    # Results are excluded: results of one run do not change what the next one runs.
     changes = _git("status", "--porcelain", "--", ":(top)", ":(top,exclude)results")
     return {"git": _git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes)}
 
 
-# Now, as the code is read that will run: a commit or an edit during a long sweep changes it no more.
+# Read at import, as is the code that will run: a commit or an edit during a long sweep has no effect.
 _CODE = _read_code()
 
 
 def describe(seed: int) -> dict[str, Any]:
-    """Everything worth knowing about this process, as plain values; unknown is None."""
+    """Describe code, versions, machine and threads of this process, as plain values; unknown is None."""
     import faiss
     import torch
 
@@ -52,7 +52,7 @@ def describe(seed: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu(),
         "n_cpus": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),  # of the last minute: figures of a busy machine are no timings
+        "load_average": round(os.getloadavg()[0], 2),  # over the last minute: times from a busy machine are not valid
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
         "threads": {"torch": torch.get_num_threads(), "faiss": faiss.omp_get_max_threads()},

@@ -1,4 +1,4 @@
-"""Where things lie; files that are there as a whole or not at all; a lock between processes that share a folder."""
+"""Folders, files written whole or not at all, and a lock between processes that share a folder."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,24 +14,24 @@ from llmcache.cli.output import naming
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Folders of this machine; not part of an experiment's settings."""
+    """This machine's folders; not part of an experiment's settings."""
 
     data: Path | None = None  # data sets; None for the hub
     models: Path | None = None  # prepared models; None where there are none
 
 
 class InUseError(LLMCacheError):
-    """Another process is at it."""
+    """Another process is using the folder."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a UTF-8 file; a reader sees the old text or the new, never a part, and it stays if this fails."""
+    """Write a UTF-8 file atomically: readers see the old text or the new, and the old text stays on failure."""
     write_together({path: text})
 
 
 def write_together(texts: Mapping[Path, str]) -> None:
-    """Write UTF-8 files that belong together, each as `write_whole` does, and put them in place in this order."""
-    # The first is put in place when all are written, so a disk that is too full for one of them changes none.
+    """Write several UTF-8 files, each as `write_whole` does; move them into place, in order, once all are written."""
+    # All are written before the first is moved, so if the disk is too full for one of them, none changes.
     partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in texts}
     try:
         for path, text in texts.items():
@@ -47,18 +47,18 @@ def write_together(texts: Mapping[Path, str]) -> None:
 
 @contextmanager
 def written_by_others(folder: Path) -> Iterator[None]:
-    """Let other libraries write into a folder: whatever they make of a full disk is told as an `OSError`."""
+    """Turn errors of other libraries that write into a folder, such as a full disk, into `OSError`."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # of torch a RuntimeError, of safetensors one of its own, of tokenizers a bare Exception
+    except Exception as error:  # torch raises RuntimeError, safetensors its own error, tokenizers a bare Exception
         raise OSError(f"{folder}: could not be written; is the disk full? ({error})") from error
 
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a lock file, made here with its folder, or raise `InUseError`. A file that is left over is no obstacle."""
+    """Hold a lock file, created with its folder, or raise `InUseError`. A left-over file does not block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
     try:

@@ -1,4 +1,4 @@
-"""A growing list of vectors in FAISS, searched for the nearest one."""
+"""A growing FAISS index that finds the nearest vector."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 
 class Nearest:
-    """Flat inner-product search over vectors of L2 norm 1; what is kept beside each is the caller's."""
+    """Flat inner-product search over vectors of L2 norm 1, each with a value of the caller's."""
 
     def __init__(self) -> None:
         self._index: Any = None
         self.kept: list[Any] = []
 
     def find(self, vector: NDArray[np.float32], threshold: float) -> tuple[Any | None, float | None]:
-        """What is kept beside the vector nearest to this one (F,), if it is near enough, and how alike it is."""
+        """Return the value of the vector nearest to this one (F,), None below `threshold`, and the cosine."""
         if self._index is None:
             return None, None
         similarity, number = self._index.search(vector[None], 1)
@@ -35,6 +35,6 @@ class Nearest:
 
 
 def unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A vector (F,) scaled to L2 norm 1; zero stays zero."""
+    """Scale a vector (F,) to L2 norm 1; zero stays zero."""
     scaled: NDArray[np.float32] = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
     return scaled

@@ -1,4 +1,4 @@
-"""Progress that keeps out of what is timed: no thread, shown between steps, at most a few times a second."""
+"""Progress display that does not disturb timing: no thread, shown between steps, at most a few times a second."""
 
 import math
 import sys
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 _T = TypeVar("_T")
-_EVERY_S = 0.25  # of a bar
-_LINE_EVERY_S = 10.0  # of a line, where there is no terminal: a log wants few, and of what is quick none
+_EVERY_S = 0.25  # between updates of a bar
+_LINE_EVERY_S = 10.0  # between lines, without a terminal: few lines in a log, and none for quick phases
 
 
 class Progress:
-    """One bar a phase, on the error stream; where that is not a terminal, a line now and then."""
+    """One bar per phase, on stderr; without a terminal, a line now and then."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -34,7 +34,7 @@ class Progress:
         self._bars.stop()
 
     def advance(self, phase: str, done: int, total: int) -> None:
-        """Show that `done` of `total` steps of a phase are done, unless something was shown just now."""
+        """Show that `done` of `total` steps of a phase are done, unless the display was just updated."""
         if self._bars.disable:
             self._write(f"{phase}: {done:,} of {total:,}")
             return
@@ -51,7 +51,7 @@ class Progress:
 
 
 def tracked(items: Collection[_T], what: str) -> Iterator[_T]:
-    """Hand on items, showing how far it is behind the words `what`."""
+    """Yield the items, showing progress labelled `what`."""
     total = len(items)
     with Progress() as progress:
         for done, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""A Redis server of one's own on a free port, and what is done to it."""
+"""A private Redis server on a free port, and faults to inject into it."""
 
 import os
 import resource
@@ -19,10 +19,10 @@ _PATIENCE_S = 30.0
 
 
 class RedisServer:
-    """One server, which may be killed and started again on the same port."""
+    """A server that can be killed, and restarted on the same port."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        """Begin without it; `options` are of its command line."""
+        """Set up without starting; `options` are appended to the command line."""
         self._folder = folder
         self._options = options
         with closing(socket.socket()) as probe:
@@ -46,7 +46,7 @@ class RedisServer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within: it does not run, and does not answer. Connections stay, and new ones are accepted by the kernel."""
+        """Stop the process within the context; it answers nothing. Connections stay; the kernel accepts new ones."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
         try:
@@ -56,9 +56,9 @@ class RedisServer:
 
     @contextmanager
     def disk_full(self) -> Iterator[None]:
-        """Within: it can save nothing, and so refuses what would change its values."""
+        """Make saving fail within the context, so the server refuses writes."""
         assert self._process is not None
-        self.do("CONFIG", "SET", "save", "1000000 1000000")  # only who is to save minds that it cannot
+        self.do("CONFIG", "SET", "save", "1000000 1000000")  # a failed save only blocks writes if saving is configured
         soft, hard = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, hard))
         try:
@@ -70,7 +70,7 @@ class RedisServer:
             self.do("CONFIG", "SET", "save", "")
 
     def do(self, *command: str | bytes | int) -> Any:
-        """What it answers to a command; values are bytes."""
+        """Run a command and return the reply; values are bytes."""
         from redis import Redis
 
         with closing(Redis(port=self.port, protocol=2)) as client:
@@ -80,7 +80,7 @@ class RedisServer:
         return sorted(name.decode() for name in self.do("KEYS", pattern))
 
     def reset_connections(self) -> None:
-        """All that are open, of whomever."""
+        """Close the open connections of all clients."""
         self.do("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ class RedisServer:
             self.kill()
 
     def _save(self, status: str) -> None:
-        """Have it save; it comes out so."""
+        """Save in the background, and wait for this status."""
         self.do("BGSAVE", "SCHEDULE")
         wait_until(lambda: self.do("INFO", "persistence")["rdb_last_bgsave_status"] == status)
 
@@ -99,10 +99,10 @@ class RedisServer:
 
 @contextmanager
 def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
-    """A server that answers, which keeps what it writes in a folder.
+    """Run a server within the context; it keeps its files in `folder`.
 
     Raises:
-        ConfigError: It is not installed; the error says how to get it.
+        ConfigError: Redis is not installed; the error says how to get it.
     """
     check_installed()
     server = RedisServer(folder, *options)
@@ -114,7 +114,7 @@ def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
 
 
 def check_installed() -> None:
-    """Refuse a machine without the server or its client (`ConfigError`)."""
+    """Raise `ConfigError` if the server or its Python client is missing."""
     if shutil.which("redis-server") is None:
         raise ConfigError("redis-server is not installed: apt-get install redis-server")
     if find_spec("redis") is None:
@@ -122,7 +122,7 @@ def check_installed() -> None:
 
 
 def wait_until(holds: Any) -> None:
-    """Until a function returns something true; fails after half a minute (`TimeoutError`)."""
+    """Wait until `holds()` is true; raise `TimeoutError` after half a minute."""
     end = time.monotonic() + _PATIENCE_S
     while not holds():
         if time.monotonic() >= end:

@@ -9,18 +9,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from llmcache import ConfigError
 from llmcache.lab import explain
 
-#: Of a setting with several values: one alone may be given as it is.
+#: Accepts a single value for a setting with several values.
 ONE_OR_MORE = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))
 
 
 class Section(BaseModel):
-    """Settings by name. Unknown keys are refused."""
+    """Settings by name. Unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check the values of one section, which YAML gave; errors name its keys below `name`."""
+        """Check the values of one section, as read from YAML; errors name its keys below `name`."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
         prefix = f"{name}." if name else ""
@@ -38,13 +38,13 @@ class Section(BaseModel):
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a setting is, or may be; None of other settings."""
+    """Return the section type in a setting's annotation; None for other settings."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def choose(kinds: Mapping[str, Any], values: Any, key: str, name: str) -> tuple[Any, dict[str, Any]]:
-    """Pick from a registry what a mapping names under `key`, and the other values; errors name keys below `name`."""
+    """Return the registry item named under `key`, and the other values; errors name keys below `name`."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
     rest = dict(values)

@@ -1,6 +1,6 @@
-"""Tasks: one file each, with its settings and what it gives to every method alike.
+"""Tasks: one file each, with its settings and its workload, the same for every method.
 
-settings -> Workload   a model, requests in their order, how an answer is read and scored
+settings -> Workload   a model, requests in order, how answers are read and scored
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def make_task(values: Any) -> Section:
-    """Check the settings of a task, which names itself under `name`."""
+    """Check the settings of a task; `name` selects the task."""
     if isinstance(values, Section):
         return values
     task, rest = choose(TASKS, values, "name", "task")
@@ -41,7 +41,7 @@ def make_task(values: Any) -> Section:
 
 def build(settings: Any, folders: Folders, seed: int) -> Workload:
     if settings.model != UNTRAINED:
-        find(settings.model, folders.models)  # what was not prepared is told before data is fetched
+        find(settings.model, folders.models)  # report an unprepared model before fetching data
     workload = TASKS[settings.name].build(settings, folders, seed)
     if settings.model == UNTRAINED:
         workload.facts["weights"] = "random"

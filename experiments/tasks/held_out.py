@@ -1,9 +1,9 @@
-"""Task `held_out`: labelled requests of which some are published for training; the answer is a label.
+"""Task `held_out`: labelled requests, part of them published for training; the answer is a label.
 
     first file  -> a seeded half fits the head, the other half is streamed
     other files -> streamed whole
 
-With one file alone, the stream is its other half.
+With a single file, the stream is its other half.
 """
 
 from typing import Any, Literal, Self
@@ -20,16 +20,16 @@ from llmcache import ConfigError
 class Settings(stream.Settings):
     """Settings of the task: those of `stream`, with a head that is fitted here.
 
-    `head.fit_share` is a share of the first file. Its order and that of the others follow from `data.order`.
+    `head.fit_share` is a share of the first file. `data.order` sets the order within the first file and the others.
     """
 
     name: Literal["held_out"]  # type: ignore[assignment]
-    # In which order requests come, and whether they come again; without it as `data.order` says.
+    # Order and repeats of requests; None: the order of `data.order`.
     arrival: Arrival | None = None
 
     @property
     def title(self) -> str:
-        """The data's name, and how requests arrive."""
+        """Name of the data, and of the arrival of requests."""
         return super().title if self.arrival is None else f"{super().title}-{self.arrival.name}"
 
     @classmethod
@@ -44,7 +44,7 @@ class Settings(stream.Settings):
 
 
 def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labelled], list[Labelled]]:
-    """Requests that are known beforehand, a seeded half of the first file, and those that are streamed."""
+    """Return the requests known beforehand, a seeded half of the first file, and the streamed ones."""
     data = read_requests(settings.data, folders.data, seed)
     known, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
     seen = {record.id for record in known}

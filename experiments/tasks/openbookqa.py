@@ -1,4 +1,4 @@
-"""Task `openbookqa`: one of several choices. A request is a question; the rows of its choices go in together."""
+"""Task `openbookqa`: multiple choice. A request is a question; the rows of its choices form one batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Settings(OfficialSettings):
     """Settings of the task; the model has a multiple-choice head."""
 
     name: Literal["openbookqa"]
-    max_length: int = Field(default=64, ge=8)  # most tokens a row: question and one choice
+    max_length: int = Field(default=64, ge=8)  # most tokens per row: question and one choice
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "OpenBookQA":
@@ -34,16 +34,16 @@ def build(settings: Settings, folders: Folders, seed: int) -> "OpenBookQA":
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores (1, choices), as the model's own output has them."""
+    """Scores (1, choices), in the form of the model's own output."""
 
     logits: Tensor
 
 
 class OpenBookQA(Workload):
-    """Multiple choice with a model that scores each choice beside the question."""
+    """Multiple choice with a model that scores each pair of question and choice."""
 
     def __init__(self, loaded: Loaded, questions: Sequence[Choice], max_length: int) -> None:
-        """Tokenise the questions; a row, of a question and a choice, has `max_length` tokens at most."""
+        """Tokenise the questions; a row (question and choice) has at most `max_length` tokens."""
         self.module = loaded.model
         self.tokenizer = loaded.tokenizer
         self.requests = [self._encode(question, max_length) for question in questions]
@@ -57,7 +57,7 @@ class OpenBookQA(Workload):
         return int(output.logits[0].argmax())
 
     def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
-        """The score of each choice from a row of its own."""
+        """Return scores in which each choice comes from its own row."""
         return Scores(torch.stack([output.logits[0, row] for output, row in parts])[None])
 
     def show(self, answer: int) -> str:
@@ -65,7 +65,7 @@ class OpenBookQA(Workload):
 
 
 def encode(tokenizer: Any, question: Choice, max_length: int) -> Inputs:
-    """A row for each choice, padded to the longest: tensors (choices, T)."""
+    """Tokenise a row per choice, padded to the longest: tensors (choices, T)."""
     stems = [question.stem] * len(question.choices)
     options = {"truncation": True, "max_length": max_length, "padding": True, "return_tensors": "pt"}
     return dict(tokenizer(stems, list(question.choices), **options))

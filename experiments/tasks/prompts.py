@@ -1,6 +1,6 @@
-"""Task `prompts`: a stream of prompts, each to be gone on with; the answer is the first token that the model gives.
+"""Task `prompts`: a stream of prompts to continue; the answer is the model's first token.
 
-There is no right one: what counts is whether it stays the same, and when it is there.
+No answer is right or wrong: measured is whether the token stays the same, and when it is ready.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from experiments.tasks.workload import Answer, OfficialSettings, Request, Worklo
 from llmcache import ConfigError
 from llmcache.lab import asking, cause
 
-TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # files of the data folder
+TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # files in the data folder
 
 
 class Settings(OfficialSettings):
     """Settings of the task; the model is a causal language model.
 
-    It may be a key of `ARCHITECTURES` that has no folder among the models: the architecture then, with random weights,
+    It may be a key of `ARCHITECTURES` without a folder among the models: then that architecture with random weights,
     and GPT-2's tokenizer.
     """
 
     name: Literal["prompts"]
-    stream: Any  # the stream's own settings; its `name` is a key of `experiments.data.streams.prompts.STREAMS`
+    stream: Any  # settings of the stream; its `name` is a key of `experiments.data.streams.prompts.STREAMS`
     dtype: Dtype = "float32"  # of weights and states
 
     @classmethod
@@ -48,7 +48,7 @@ class Settings(OfficialSettings):
 
 
 def of(settings: Any, folders: Folders, seed: int) -> "Prompts":
-    """The workload of an experiment that only prompts can be put to."""
+    """Build the workload of an experiment that requires this task."""
     if not isinstance(settings, Settings):
         raise ConfigError(f"task.name: this measure asks prompts; give the task prompts (got {settings.name!r})")
     return build(settings, folders, seed)
@@ -69,7 +69,7 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Prompts":
 
 
 def _gpt2_tokenizer(folders: Folders) -> Any:
-    """From the data folder if one is given, else from the hub."""
+    """Load it from the data folder if given, else from the hub."""
     import transformers
 
     if folders.data is not None:
@@ -86,17 +86,17 @@ def _gpt2_tokenizer(folders: Folders) -> Any:
 
 
 class Prompts(Workload):
-    """Prefill, prompt by prompt, each with a K/V cache of its own."""
+    """Prefill, prompt by prompt, each with its own K/V cache."""
 
     metric = "none"
 
     def __init__(self, loaded: Loaded, prompts: Sequence[Prompt], weights: str) -> None:
-        """Take prompts as they are; `weights` are `random` where nobody trained them."""
+        """Use the given prompts; `weights` is `random` for an untrained model."""
         check_length(loaded, max(map(len, prompts)))
         self.module = loaded.model
-        self.module.config.use_cache = True  # a prompt is read for what follows it
+        self.module.config.use_cache = True  # K/V is needed to continue a prompt
         self.tokenizer = loaded.tokenizer
-        self.known = known_tokens(prompts)  # of each, in whole blocks
+        self.known = known_tokens(prompts)  # for each prompt, in whole blocks
         self.requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
         n_tokens = sum(map(len, prompts))
         share = sum(self.known) / n_tokens
@@ -109,7 +109,7 @@ class Prompts(Workload):
         }
 
     def _request(self, number: int, prompt: Prompt) -> Request:
-        # The last position's logits are what generation asks for, and all that it needs.
+        # Generation needs only the last position's logits.
         inputs = {"input_ids": torch.tensor([prompt]), "logits_to_keep": torch.tensor([-1])}
         return Request(str(number), inputs, self.tokenizer.decode(prompt), None)
 

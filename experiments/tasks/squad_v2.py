@@ -1,4 +1,4 @@
-"""Task `squad_v2`: a span of the passage, or nothing. Requests come in the order of the data, passage by passage.
+"""Task `squad_v2`: answer with a span of the passage, or with nothing. Requests come in data order, by passage.
 
 Sizes: N questions, T tokens, W windows of a passage.
 """
@@ -18,17 +18,17 @@ from experiments.support.files import Folders
 from experiments.tasks.squad_v2_scorer import f1, figures
 from experiments.tasks.workload import OfficialSettings, Request, Workload
 
-MOST_TOKENS = 30  # of an answer, as in the reference implementations
-MOST_ASKED = 64  # tokens of a question
-THRESHOLD = "no_answer_threshold"  # key of the model's config
+MOST_TOKENS = 30  # per answer, as in the reference implementations
+MOST_ASKED = 64  # tokens per question
+THRESHOLD = "no_answer_threshold"  # key in the model's config
 
 
 class Settings(OfficialSettings):
     """Settings of the task; the model has a span head."""
 
     name: Literal["squad_v2"]
-    max_length: int = Field(default=384, ge=96)  # most tokens a request; the end of a longer passage is cut
-    # Of the passages, take each that many-th, with all its questions: a sample from all articles, in order.
+    max_length: int = Field(default=384, ge=96)  # most tokens per request; longer passages are cut at the end
+    # Take every n-th passage, with all its questions: a sample from all articles, in order.
     every: int = Field(default=1, ge=1)
 
 
@@ -44,21 +44,21 @@ def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
 
 
 def _sample(questions: Sequence[Question], every: int) -> list[Question]:
-    """All questions of each `every`-th passage, in order."""
+    """Return all questions of each `every`-th passage, in order."""
     kept = set(list(dict.fromkeys(question.context for question in questions))[::every])
     return [question for question in questions if question.context in kept]
 
 
 class SquadV2(Workload):
-    """Extractive question answering with a model that has two columns: where the answer begins, where it ends.
+    """Extractive question answering with a model that has two output columns: start and end of the answer.
 
-    One window a request: what of a passage does not fit is cut, equally for every method.
+    One window per request: a passage that does not fit is cut, equally for every method.
     """
 
     metric = "f1"
 
     def __init__(self, loaded: Loaded, questions: Sequence[Question], max_length: int) -> None:
-        """Tokenise the questions; the model's config may hold `no_answer_threshold`, 0 without."""
+        """Tokenise the questions. The model's config may hold `no_answer_threshold`; it is 0 otherwise."""
         self.module = loaded.model
         self.tokenizer = loaded.tokenizer
         self._threshold = float(getattr(loaded.model.config, THRESHOLD, 0.0))
@@ -82,12 +82,12 @@ class SquadV2(Workload):
         return Request(question.id, inputs, f"{question.text} {question.context}", references, question.context)
 
     def answer(self, output: Any, number: int) -> str:
-        """The best span of this request's passage; empty where no answer scores higher by more than the threshold."""
+        """Return the best span of this request's passage; "" unless it beats no answer by the threshold."""
         text, advantage = self.read(output, number)
         return text if advantage >= self._threshold else ""
 
     def read(self, output: Any, number: int) -> tuple[str, float]:
-        """The best span, and how far its score lies above that of no answer, in logits."""
+        """Return the best span, and its score minus that of no answer, in logits."""
         starts, ends = (logits[0].float().numpy() for logits in (output.start_logits, output.end_logits))
         span, advantage = best_span(starts, ends, self._offsets[number])
         return ("" if span is None else self._contexts[number][span[0] : span[1]]), advantage
@@ -100,12 +100,12 @@ class SquadV2(Workload):
         return figures(answers, [request.reference for request in self.requests])
 
     def show(self, answer: str) -> str:
-        """A short digest: the text is the data set's."""
+        """Return a short digest, since the text belongs to the data set."""
         return hashlib.sha256(answer.encode()).hexdigest()[:8] if answer else ""
 
 
 def encode(tokenizer: Any, question: str, context: str, max_length: int, stride: int | None = None) -> Any:
-    """Question, cut where it is long, and passage in one sequence with offsets; with a stride in all windows."""
+    """Tokenise question (cut if long) and passage into one sequence with offsets; with `stride`, into all windows."""
     options = {} if stride is None else {"stride": stride, "return_overflowing_tokens": True}
     asked = tokenizer(question.strip(), add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     kept = asked[: min(MOST_ASKED, max_length // 2)]
@@ -121,7 +121,7 @@ def encode(tokenizer: Any, question: str, context: str, max_length: int, stride:
 
 
 def in_context(encoded: Any, window: int = 0) -> NDArray[np.int64]:
-    """Characters (T, 2) of the passage that each token stands for; takes them out of `encoded`. Other tokens: -1."""
+    """Pop the offsets from `encoded`; return the passage characters (T, 2) of each token, -1 for other tokens."""
     offsets = encoded.pop("offset_mapping")
     rows = offsets[window] if isinstance(offsets[0], list) else offsets
     found = np.array(rows, dtype=np.int64)
@@ -132,8 +132,8 @@ def in_context(encoded: Any, window: int = 0) -> NDArray[np.int64]:
 def best_span(
     starts: NDArray[np.float32], ends: NDArray[np.float32], offsets: NDArray[np.int64]
 ) -> tuple[tuple[int, int] | None, float]:
-    """Characters of the best span, if there is one, and how far it scores above no answer (first token, twice)."""
-    # Scores (T,) of another request may be of another length: what lies beyond the shorter one counts as impossible.
+    """Return the best span in characters, None if none, and its score minus that of no answer (first token, twice)."""
+    # Scores (T,) may come from another request of another length: positions beyond the shorter one are impossible.
     places = np.flatnonzero(offsets[: len(starts), 0] >= 0)
     if not len(places):
         return None, -np.inf

@@ -1,7 +1,7 @@
-"""Exact match and F1 of SQuAD v2, as the official scorer defines them (Rajpurkar, Jia and Liang 2018).
+"""Exact match and F1 of SQuAD v2, as in the official scorer (Rajpurkar, Jia and Liang 2018).
 
-An answer is compared in lower case, without punctuation, articles and extra white space. F1 is over words. Of several
-accepted answers the best counts. A question without an answer is right (1) only when nothing was predicted.
+Answers are compared in lower case, without punctuation, articles and extra white space. F1 is over words. Among several
+accepted answers the best counts. A question without an answer scores 1 only if the prediction is empty.
 """
 
 import re
@@ -17,7 +17,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def figures(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float | None]:
-    """Fractions of 1, over all questions and over those that have an answer, or have none; None where none are."""
+    """Return fractions of 1 over all questions, those with an answer, and those without; None for an empty group."""
     pairs = list(zip(answers, references, strict=True))
     exact, overlap = (np.array([score(*pair) for pair in pairs]) for score in (exact_match, f1))
     has_answer = np.array([bool(accepted) for accepted in references], dtype=bool)
@@ -31,22 +31,22 @@ def figures(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict
 
 
 def exact_match(told: str, accepted: Sequence[str]) -> float:
-    """1.0 if the answer equals an accepted one, or both are nothing; else 0.0."""
+    """Return 1.0 if the answer equals an accepted one, or both are empty; else 0.0."""
     return max(float(normalise(told) == answer) for answer in _normalised(accepted))
 
 
 def f1(told: str, accepted: Sequence[str]) -> float:
-    """Best harmonic mean of precision and recall over words, 0 to 1, among the accepted answers."""
+    """Return the best harmonic mean of precision and recall over words, 0 to 1, among the accepted answers."""
     return max(_overlap(normalise(told).split(), answer.split()) for answer in _normalised(accepted))
 
 
 def normalise(answer: str) -> str:
-    """Lower case; punctuation, then articles gone; single spaces."""
+    """Convert to lower case, drop punctuation, then articles, and collapse white space."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def _normalised(accepted: Sequence[str]) -> list[str]:
-    """Accepted answers that are more than articles and punctuation; the empty one where none is left."""
+    """Return the normalised accepted answers that are not empty; [""] if none is left."""
     return [text for answer in accepted if (text := normalise(answer))] or [""]
 
 

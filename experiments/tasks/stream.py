@@ -24,14 +24,14 @@ from llmcache import ConfigError
 class Settings(TaskSettings):
     name: Literal["stream"]
     data: Data  # labelled requests
-    head: Head = Head()  # what answers
-    # Draw a stream from the requests, in which some come again; without it each is asked once.
+    head: Head = Head()  # head that answers
+    # Draw a stream with repeats from the requests; None: each request occurs once.
     traffic: Traffic | None = None
-    max_length: int = Field(default=128, ge=3)  # most tokens a request, special tokens included; longer ones are cut
+    max_length: int = Field(default=128, ge=3)  # most tokens per request, special tokens included; longer ones are cut
 
     @property
     def title(self) -> str:
-        """The data's name: of one file or folder its own, of several files, or of `train`, that of their folder."""
+        """Name of the data: the file or folder; for several files, or for `train`, their folder."""
         first = Path(self.data.path[0])
         is_part = len(self.data.path) > 1 or first.stem == "train"
         return first.parent.name or self.name if is_part else first.stem
@@ -52,9 +52,9 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
 
 
 def check_unseen(settings: Settings, figures: Mapping[str, Any], seed: int) -> None:
-    """Refuse to ask a prepared model, whose folder has these figures, what it was trained on."""
-    # Its part of the data set hangs on seed, limit and share; only with the same ones is the rest what it did not see.
-    known = str(figures.get("recipe")).partition("-")[2]  # a recipe is called after its model and its data
+    """Raise if a prepared model, whose folder has these figures, was trained on the stream's requests."""
+    # Its training half depends on seed, limit and share; only with the same values is the rest unseen.
+    known = str(figures.get("recipe")).partition("-")[2]  # a recipe's name is its model and its data
     files = SETS[known][0] if known in SETS else ()
     given = {known if path == known else _end(path) for path in settings.data.path}
     if "fit_share" not in figures or not {known, *map(_end, files)} & given:
@@ -71,7 +71,7 @@ def check_unseen(settings: Settings, figures: Mapping[str, Any], seed: int) -> N
 
 
 def _end(path: str) -> str:
-    """Folder and name of a file: what stays of it, wherever the data lie."""
+    """Return folder and name of a file, independent of where the data lie."""
     return "/".join(Path(path).parts[-2:])
 
 
@@ -79,7 +79,7 @@ class Stream(Workload):
     def __init__(
         self, classifier: Classifier, requests: Sequence[Labelled], max_length: int, payload: str | None
     ) -> None:
-        """Tokenise the requests; `payload` is what the head reads, where the library cannot see it from outside."""
+        """Tokenise the requests; `payload` is what the head reads, if it cannot be detected."""
         self.module = classifier.module
         self.tokenizer = classifier.tokenizer
         self.payload = payload

@@ -1,7 +1,7 @@
-"""Task `wikitext`: the next token, at each place of windows of text.
+"""Task `wikitext`: the next token, at each position of windows of text.
 
-Two streams: the windows of the test text one after another, which repeat nothing; and one in which earlier windows come
-back whole, as a prefix that then goes on differently, or with some words changed.
+Two streams: the windows of the test text in order, without repeats; and a stream in which earlier windows come back
+whole, as a prefix that continues differently, or with some tokens changed.
 
 Sizes: N windows, T tokens of a window.
 """
@@ -29,17 +29,17 @@ from llmcache import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a window was told."""
+    """The answer for one window."""
 
-    tokens: NDArray[np.int64]  # most likely next token at each place but the last, (T - 1,)
-    nll: NDArray[np.float64]  # negative log likelihood of the true next tokens, natural, (T - 1,)
+    tokens: NDArray[np.int64]  # most likely next token at each position but the last, (T - 1,)
+    nll: NDArray[np.float64]  # negative log likelihood of the true next tokens, in nats, (T - 1,)
 
 
 class Repeats(Section):
-    """How often earlier windows come back, as shares of all requests; the rest is new."""
+    """How often earlier windows come back, as shares of all requests; the rest are new."""
 
     whole: float = Field(default=0.2, ge=0.0, le=1.0)  # the same window
-    prefix: float = Field(default=0.1, ge=0.0, le=1.0)  # its first half, then new text
+    prefix: float = Field(default=0.1, ge=0.0, le=1.0)  # its first half, followed by new text
     # The same window with some tokens replaced by others of the text.
     changed: float = Field(default=0.2, ge=0.0, le=1.0)
     share_replaced: float = Field(default=0.1, ge=0.0, le=1.0)  # of the tokens, in a changed window
@@ -57,7 +57,7 @@ class Settings(OfficialSettings):
 
     name: Literal["wikitext"]
     window: int = Field(default=128, ge=4)  # tokens of a window
-    repeats: Repeats | None = None  # bring earlier windows back; without it the text is read as it is
+    repeats: Repeats | None = None  # bring earlier windows back; None: the text in order
 
     @property
     def title(self) -> str:
@@ -67,7 +67,7 @@ class Settings(OfficialSettings):
 def build(settings: Settings, folders: Folders, seed: int) -> "WikiText":
     lines = make_lines(seed) if settings.data == "made" else read_wikitext("test", folders.data)
     loaded = load(settings.model, "token", folders.models)
-    loaded.model.config.use_cache = False  # a window is read once: nothing follows that would use its K/V
+    loaded.model.config.use_cache = False  # a window is read once, so its K/V would never be used
     check_length(loaded, settings.window)
     return WikiText(loaded, lines, settings.window, settings.limit, settings.repeats)
 
@@ -78,7 +78,7 @@ class WikiText(Workload):
     def __init__(
         self, loaded: Loaded, lines: Sequence[str], window: int, limit: int | None, repeats: Repeats | None
     ) -> None:
-        """Cut the text into windows, the first `limit` of them; None for `repeats`: the text as it is."""
+        """Cut the text into windows and keep the first `limit`; without `repeats`, the text in order."""
         self.module = loaded.model
         self.tokenizer = loaded.tokenizer
         text = "\n".join(lines)
@@ -91,7 +91,7 @@ class WikiText(Workload):
         if repeats is not None:
             windows, kinds, sources = repeat(fresh, repeats, n)
         self._words_per_token = len(text.split()) / len(ids)
-        # Of tokenizers without such a token it is a word like others, in as many tokens as they make of it.
+        # A tokenizer without such a token splits it into ordinary tokens.
         self._unk = loaded.tokenizer.get_vocab().get(UNK, -1)
         told = zip(windows, kinds, sources, strict=True)
         self.requests = [self._encode(i, *window) for i, window in enumerate(told)]
@@ -107,25 +107,25 @@ class WikiText(Workload):
         return Request(f"{number}-{kind}", inputs, self.tokenizer.decode(row), row, f"window {source}")
 
     def answer(self, output: Any, number: int) -> Read:
-        """Most likely tokens, and how likely this request's own tokens are under them."""
+        """Return the most likely tokens, and the likelihood of this request's own tokens under the output."""
         logits = output.logits[0, :-1].float()
         right = torch.from_numpy(self.requests[number].reference[1:])
         nll = nn.functional.cross_entropy(logits, right, reduction="none")
         return Read(logits.argmax(dim=-1).numpy(), nll.double().numpy())
 
     def borrowed(self, answer: Read) -> Read:
-        """The same tokens; how likely this request's own would have been is not known from them."""
+        """Return the same tokens; the likelihood of this request's own tokens is unknown."""
         return Read(answer.tokens, np.full_like(answer.nll, np.nan))
 
     def is_changed(self, one: Read, other: Read) -> bool:
         return not np.array_equal(one.tokens, other.tokens)
 
     def scores(self, answers: Sequence[Read]) -> NDArray[np.float64]:
-        """Share of next tokens that were predicted right; `<unk>` as a target is left out."""
+        """Return the share of next tokens predicted correctly; `<unk>` targets are left out."""
         return np.array([self._share_right(told, i) for i, told in enumerate(answers)])
 
     def extras(self, answers: Sequence[Read]) -> dict[str, float | None]:
-        """Perplexity a token and a word (white-space separated), `<unk>` as a target left out; None without targets."""
+        """Return perplexity per token and per white-space separated word, no `<unk>` targets; None without targets."""
         nll = np.concatenate([told.nll[self._counts(i)] for i, told in enumerate(answers)])
         if not nll.size or np.isnan(nll).any():
             return {"perplexity": None, "word_perplexity": None}
@@ -133,7 +133,7 @@ class WikiText(Workload):
         return {"perplexity": math.exp(mean), "word_perplexity": math.exp(min(700.0, mean / self._words_per_token))}
 
     def show(self, answer: Read) -> str:
-        """Its negative log likelihood a token; empty where that is not known."""
+        """Format the mean negative log likelihood per token; "" if unknown."""
         mean = float(answer.nll.mean())
         return "" if math.isnan(mean) else f"{mean:.4f}"
 
@@ -147,7 +147,7 @@ class WikiText(Workload):
 
 
 def repeat(fresh: NDArray[np.int64], repeats: Repeats, n: int) -> tuple[NDArray[np.int64], list[str], list[int]]:
-    """A stream of `n` of the windows (M, T), their kinds and where they go back to; it begins as a longer one does."""
+    """Return `n` windows drawn from (M, T), their kinds and their sources. A longer stream begins with the shorter."""
     rng = random.Random(repeats.seed)
     shares = (repeats.whole, repeats.prefix, repeats.changed)
     rows: list[NDArray[np.int64]] = []
@@ -170,6 +170,6 @@ def repeat(fresh: NDArray[np.int64], repeats: Repeats, n: int) -> tuple[NDArray[
 
 
 def _replace(row: NDArray[np.int64], text: NDArray[np.int64], share: float, rng: random.Random) -> None:
-    """Put other tokens, drawn as often as they are in the text, into a share of the places, one at least."""
+    """Replace a share of the tokens, at least one, by tokens drawn by their frequency in the text."""
     for place in rng.sample(range(len(row)), max(1, round(share * len(row)))):
         row[place] = rng.choice(text[text != row[place]])

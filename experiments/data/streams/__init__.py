@@ -1,7 +1,7 @@
 """Streams of requests, in the order in which a service would see them.
 
-records -> traffic, support_desk   which request comes next, and which come again
-        -> prompts                 texts that share their beginnings
-        -> arrivals                when each comes
-keys: which entries are asked, for questions about eviction alone
+records -> traffic, support_desk   order and repeats of requests
+        -> prompts                 texts with common prefixes
+        -> arrivals                arrival times
+keys: requested entries, for measuring eviction alone
 """

@@ -1,4 +1,4 @@
-"""When requests arrive: times (N,) from 0 on whose mean distance is 1, for a load to scale."""
+"""Arrival times (N,) of requests, from 0 on with a mean gap of 1, to be scaled to a load."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,17 +17,17 @@ def fixed(n: int, data: Path | None, rng: np.random.Generator) -> Times:
 
 
 def poisson(n: int, data: Path | None, rng: np.random.Generator) -> Times:
-    """Each independent of all others."""
+    """Return a Poisson process."""
     return _scaled(rng.exponential(size=n - 1).cumsum())
 
 
 def azure(n: int, data: Path | None, rng: np.random.Generator) -> Times:
-    """As they came to a service: `n` arrivals of its trace that follow one another, from one that is drawn."""
+    """Return `n` consecutive arrivals of Azure's trace, from a random start."""
     return _some_of(np.array(azure_arrivals(data)), "azure", n, rng)
 
 
 def mooncake(n: int, data: Path | None, rng: np.random.Generator) -> Times:
-    """Likewise of Mooncake's trace, which tells times in steps of 3 s: within a step, arrivals are drawn evenly."""
+    """Return arrivals of Mooncake's trace, whose times are in steps of 3 s; within a step they are drawn uniformly."""
     steps = np.array(mooncake_arrivals(data))
     return _some_of(np.sort(steps + rng.uniform(0, STEP_S, len(steps))), "mooncake", n, rng)
 
@@ -40,7 +40,7 @@ def _some_of(trace: Times, name: str, n: int, rng: np.random.Generator) -> Times
 
 
 def _scaled(later: Times) -> Times:
-    """Arrivals after the first, which is at 0."""
+    """Scale arrivals after the first, which is at 0."""
     return np.concatenate([[0.0], later * (len(later) / later[-1])])
 
 

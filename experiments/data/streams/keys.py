@@ -1,7 +1,7 @@
-"""Streams of keys, for questions about eviction alone: which entries are asked, how large they are, what they cost.
+"""Streams of keys, for measuring eviction alone: keys requested, their sizes and costs.
 
-zipf      a few keys are asked often; every now and then comes a scan, whose keys are asked once
-mooncake  the blocks of each prompt of Mooncake's trace: one is of use only with all before it
+zipf      a few keys are frequent; now and then comes a scan, whose keys are requested once
+mooncake  the blocks of each prompt of Mooncake's trace: a block is useful only with all blocks before it
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,31 +16,31 @@ from experiments.data.streams.traffic import Traffic, draw
 from experiments.data.traces import BLOCK, azure_lengths, read_trace
 from experiments.support.section import Section
 
-BYTES = 1024  # of a vector, or of what is kept of one token; hit rates do not depend on it
+BYTES = 1024  # of a vector, or of one token's values; hit rates do not depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One entry that a request asks for."""
+    """One entry of a request."""
 
     key: str
     nbytes: int = BYTES
-    tokens: int = 1  # what computing it costs
+    tokens: int = 1  # cost of computing it
 
 
 class KeyStream(Section):
     name: Literal["zipf", "mooncake"]
-    # Of `zipf`: requests for popular keys, how many these are, and the exponent of the law.
+    # For `zipf`: requests for popular keys, number of popular keys, and exponent of the law.
     n: int = Field(default=60_000, ge=1)
     keys: int = Field(default=10_000, ge=1)
     skew: float = Field(default=1.0, ge=0.0)
-    # Of `zipf`: how often popularity is dealt out anew; 1: it never changes.
+    # For `zipf`: number of phases; popularity is reassigned in each. 1: it never changes.
     phases: int = Field(default=1, ge=1)
-    # Of `zipf`: keys of a scan, 0 for none, and requests for popular keys before each.
+    # For `zipf`: keys per scan (0: none), and requests for popular keys before each scan.
     scan: int = Field(default=0, ge=0)
     every: int = Field(default=4_000, ge=1)
-    # Of `zipf`: tokens of a key are one, or those of a prompt of Azure's trace, dealt out in its order; an entry keeps
-    # a vector, or one a token.
+    # For `zipf`: tokens per key, one, or those of the prompts of Azure's trace in order; an entry keeps a vector, or
+    # one per token.
     lengths: Literal["equal", "azure"] = "equal"
     keeps: Literal["vector", "tokens"] = "vector"
 
@@ -61,7 +61,7 @@ class KeyStream(Section):
 
 
 def asked(stream: KeyStream, data: Path | None, seed: int) -> list[Sequence[Asked]]:
-    """What each request asks for: one entry, or a chain of blocks."""
+    """Return the entries of each request: one entry, or a chain of blocks."""
     if stream.name == "mooncake":
         return [[Asked(str(block), tokens=BLOCK) for block in blocks] for blocks in read_trace(data)]
     lengths = cycle(azure_lengths(data)) if stream.lengths == "azure" else cycle([1])

@@ -1,16 +1,16 @@
-"""Streams of prompts, put together from pieces of text; and how much of each prompt was asked before.
+"""Streams of prompts assembled from pieces of text, and how much of each prompt is known from earlier ones.
 
 | stream | its prompts |
 |---|---|
-| `mooncake` | whole conversations of Mooncake's trace, small enough for a small model |
-| `chat` | conversations of several turns, a few under way at a time: all that was said before, and a new question |
-| `chat_window` | likewise, of one length: each keeps the beginning of the one before and ends anew |
-| `system_prompt` | a question of each user's own after one system prompt, or one of a few |
-| `nothing_shared` | no two begin alike: nothing can be saved |
+| `mooncake` | whole conversations of Mooncake's trace, scaled down for a small model |
+| `chat` | conversations of several turns, a few interleaved: the whole history and a new question |
+| `chat_window` | the same with fixed length: each prompt keeps the beginning of the previous one and ends anew |
+| `system_prompt` | each user's own question after one system prompt, or after one of a few |
+| `nothing_shared` | no two prompts share a prefix: nothing can be saved |
 
-Of Mooncake's trace a block of 512 tokens becomes one piece of 16, the same wherever the block comes, and prompts keep
-their beginning. What the drawn requests share, and in which order they come, is as in the trace; they lie closer
-together, so they share more than the same number of requests in a row.
+A block of 512 tokens in Mooncake's trace becomes a piece of 16 tokens, the same for each occurrence of the block;
+prompts keep their first blocks. What the sampled requests share, and their order, is as in the trace. They are closer
+together than in the trace, so they share more than as many consecutive requests.
 """
 
 import random
@@ -26,7 +26,7 @@ from experiments.support.files import Folders
 from experiments.support.section import Section, choose
 from llmcache import ConfigError
 
-#: Tokens of a piece, as many as a block of the cache has by default, so that what is known can be served.
+#: Tokens per piece: the cache's default block size, so that known pieces can be served.
 BLOCK = 16
 
 Prompt = list[int]
@@ -38,10 +38,10 @@ class StreamSettings(Section):
 
 
 class Pieces:
-    """Pieces of a text in a drawn order, no two alike: prompts share what they were given together, nothing else."""
+    """Pieces of a text in random order, all different: prompts share only pieces that they are given together."""
 
     def __init__(self, ids: Sequence[int], seed: int) -> None:
-        """Cut the tokens of a text; what fills no piece is left out."""
+        """Cut a text's tokens into pieces; an incomplete last piece is dropped."""
         self._left = list(
             dict.fromkeys(tuple(ids[begin : begin + BLOCK]) for begin in range(0, len(ids) - BLOCK + 1, BLOCK))
         )
@@ -49,7 +49,7 @@ class Pieces:
         random.Random(seed).shuffle(self._left)
 
     def take(self, n_tokens: int) -> Prompt:
-        """So many tokens that nobody else has; the last piece is cut to fit."""
+        """Return `n_tokens` tokens that were not taken before; the last piece is cut to fit."""
         n_pieces = -(-n_tokens // BLOCK)
         if n_pieces > len(self._left):
             raise ConfigError(
@@ -61,37 +61,37 @@ class Pieces:
 
 
 def known_tokens(prompts: Sequence[Prompt]) -> list[int]:
-    """How many of the first tokens of each prompt are those of an earlier one, in whole blocks of `BLOCK`."""
+    """Return for each prompt the length of the prefix it shares with an earlier one, in tokens of whole blocks."""
     first: dict[tuple[int, ...], Any] = {}  # a trie of blocks
     counts = []
     for prompt in prompts:
         node, n_known = first, 0
         for begin in range(0, len(prompt) - BLOCK + 1, BLOCK):
             block = tuple(prompt[begin : begin + BLOCK])
-            n_known += BLOCK * (block in node)  # after one that is new, all are
+            n_known += BLOCK * (block in node)  # after the first new block, all blocks are new
             node = node.setdefault(block, {})
         counts.append(n_known)
     return counts
 
 
 class _Turns(StreamSettings):
-    """Settings of both streams."""
+    """Settings common to `chat` and `chat_window`."""
 
-    turns: int = Field(default=8, ge=1)  # of a conversation
-    at_once: int = Field(default=4, ge=1)  # conversations under way; whose turn is next is drawn
+    turns: int = Field(default=8, ge=1)  # per conversation
+    at_once: int = Field(default=4, ge=1)  # interleaved conversations; the next turn's conversation is drawn at random
 
 
 class Chat(_Turns):
     name: Literal["chat"]
     question: int = Field(default=32, ge=1)  # tokens of a question
-    # Tokens of an answer, text like the questions: prompts do not hang on what a model said.
+    # Tokens of an answer: text like the questions, so prompts do not depend on a model's output.
     answer: int = Field(default=64, ge=1)
 
 
 class Window(_Turns):
     name: Literal["chat_window"]
     length: int = Field(default=512, ge=2)  # tokens of a prompt
-    shared: float = Field(default=0.9, ge=0.0, lt=1.0)  # share of them that the turn before has, too
+    shared: float = Field(default=0.9, ge=0.0, lt=1.0)  # share of them in common with the previous turn
 
 
 def draw_chat(settings: Chat, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
@@ -117,7 +117,7 @@ def draw_window(settings: Window, pieces: Pieces, folders: Folders, seed: int) -
 
 
 def _in_turns(conversation: Callable[[], Iterator[Prompt]], settings: _Turns, seed: int) -> list[Prompt]:
-    """Prompts of conversations; one that ends makes room for a new one."""
+    """Interleave prompts of several conversations; a new one replaces each that ends."""
     rng = random.Random(seed)
     open_ones = [conversation() for _ in range(settings.at_once)]
     prompts: list[Prompt] = []
@@ -133,10 +133,10 @@ def _in_turns(conversation: Callable[[], Iterator[Prompt]], settings: _Turns, se
 
 class SystemPrompt(StreamSettings):
     name: Literal["system_prompt"]
-    systems: int = Field(default=1, ge=1)  # system prompts; which one a request has is drawn
+    systems: int = Field(default=1, ge=1)  # number of system prompts; each request draws one
     system: int = Field(default=256, ge=1)  # tokens of a system prompt
-    shortest: int = Field(default=16, ge=1)  # tokens of a question, at least
-    longest: int = Field(default=64, ge=1)  # tokens of a question, at most
+    shortest: int = Field(default=16, ge=1)  # fewest tokens of a question
+    longest: int = Field(default=64, ge=1)  # most tokens of a question
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -163,7 +163,7 @@ def draw_unshared(settings: Unshared, pieces: Pieces, folders: Folders, seed: in
 
 class Mooncake(StreamSettings):
     name: Literal["mooncake"]
-    # Blocks that are kept of a prompt, the first ones: 60 are 960 tokens, which GPT-2 can read.
+    # First blocks of a prompt to keep: 60 make 960 tokens, which fits GPT-2.
     blocks: int = Field(default=60, ge=2)
 
 
@@ -174,9 +174,9 @@ def draw_mooncake(settings: Mooncake, pieces: Pieces, folders: Folders, seed: in
 
 
 def sample(trace: Sequence[Chain], n: int, seed: int) -> list[Chain]:
-    """So many requests of the trace, as whole conversations but for the last drawn, in the order of arrival."""
-    # Drawn from the whole trace: requests that lie far apart come close together, so such a draw shares more than as
-    # many requests in a row.
+    """Return `n` requests of the trace in order of arrival: whole conversations, except the last one drawn."""
+    # Conversations are drawn from the whole trace. Distant requests become close, so the sample shares more than as
+    # many consecutive requests.
     if n > len(trace):
         raise ConfigError(f"stream.n: the trace has {len(trace)} requests; ask no more (got {n})")
     by_conversation: defaultdict[int | None, list[int]] = defaultdict(list)
@@ -189,7 +189,7 @@ def sample(trace: Sequence[Chain], n: int, seed: int) -> list[Chain]:
 
 
 def conversations(trace: Sequence[Chain], chains: Iterable[Chain]) -> list[int | None]:
-    """The conversation of each request: its first block that not all requests of the trace have; None without one."""
+    """Return each request's conversation: its first block that is not common to the whole trace; None without one."""
     shared = set(trace[0]).intersection(*trace)
     return [next((block for block in chain if block not in shared), None) for chain in chains]
 
@@ -197,7 +197,7 @@ def conversations(trace: Sequence[Chain], chains: Iterable[Chain]) -> list[int |
 @dataclass(frozen=True, slots=True)
 class Stream:
     settings: type[StreamSettings]
-    # `(settings, pieces, folders, seed) -> prompts`, in the order in which they are asked
+    # `(settings, pieces, folders, seed) -> prompts`, in order of arrival
     draw: Callable[[Any, Pieces, Folders, int], list[Prompt]]
 
 
@@ -211,7 +211,7 @@ STREAMS: Mapping[str, Stream] = {
 
 
 def make_stream(values: Any, name: str) -> StreamSettings:
-    """Check the settings of a stream, which names itself under `name`."""
+    """Check the settings of a stream; `name` is the key that errors name."""
     if isinstance(values, StreamSettings):
         return values
     stream, rest = choose(STREAMS, values, "name", name)

@@ -1,17 +1,16 @@
 """A synthetic stream of requests to the support desk of an online shop with a subscription and an app.
 
-Real traffic repeats itself, so each request is one of three kinds (shares below):
+Each request is one of three kinds (shares below), since real traffic repeats itself:
 
 - *repeat*: an earlier distinct text, character by character;
 - *near*: the paraphrase of an earlier request, with other slots, opener, closer and noise;
 - *fresh*: an intent by popularity, any of its paraphrases with equal chance, new slots and noise.
 
-Popularity is Zipf's law with an offset: what stands at rank r (from 0) has weight 1 / (offset + r). Intents are ranked
-as `support_desk.yaml` lists them; texts and paraphrases by age, so what came early comes back more often, and its
-intent gains.
-There are always 100 ranks or more, and an empty rank means a fresh request: repeats are rarer until some 100 texts are
-there. The label is the intent that was drawn, and noise never changes it. A fresh or near request can meet an earlier
-text by chance, which adds one to three points to the share of exact repeats.
+Popularity is Zipf's law with an offset: rank r (from 0) has weight 1 / (offset + r). Intents are ranked as
+`support_desk.yaml` lists them; texts and paraphrases by age, so early ones come back more often, and their intents
+gain. There are at least 100 ranks, and an empty rank gives a fresh request: repeats are rarer until some 100 texts
+exist. The label is the drawn intent; noise never changes it. A fresh or near request can equal an earlier text by
+chance, which adds one to three points to the share of exact repeats.
 
 Only `random.Random.random` and correctly rounded arithmetic are used, so a seed gives the same stream everywhere.
 """
@@ -39,45 +38,45 @@ _CONTRACTIBLE: Final = re.compile(r"\b(" + "|".join(_SHORT_FORMS) + r")\b")
 _SENTENCE_START: Final = re.compile(r"(?:^|[.?!] )[a-z]")
 _PUNCTUATION: Final = re.compile(r"[.,:?!]+(?= |$)")
 _MIN_TYPO_LENGTH: Final = 4
-_MIN_RANKS: Final = 100  # Without this floor the first few requests would come back again and again.
+_MIN_RANKS: Final = 100  # without this floor, the first few requests would come back again and again
 
-# How often what comes back, as shares of requests; the rest are fresh.
-REPEAT_SHARE: Final = 0.15  # exact repeats, beside those that happen by chance
+# Shares of requests that come back; the rest are fresh.
+REPEAT_SHARE: Final = 0.15  # exact repeats, besides chance repeats
 NEAR_SHARE: Final = 0.45  # known paraphrases with other slots and noise
 # Offsets of popularity, in ranks; higher is flatter.
 INTENT_OFFSET: Final = 12.0
-REPEAT_OFFSET: Final = 20.0  # of the texts and paraphrases that come back
+REPEAT_OFFSET: Final = 20.0  # for texts and paraphrases that come back
 
-# How customers write: probabilities, for a request unless said otherwise.
-OPENER: Final = 0.3  # a greeting stands in front
-CONTEXT: Final = 0.1  # a sentence that is true of any customer stands in front of or behind the question
-CLOSER: Final = 0.25  # thanks or the like stand at the end
-FILLER_WORD: Final = 0.15  # "just", "actually" and the like are put in somewhere
-CONTRACTION: Final = 0.6  # "do not" becomes "don't", for each place
+# Probabilities of writing habits, per request unless noted otherwise.
+OPENER: Final = 0.3  # a greeting at the start
+CONTEXT: Final = 0.1  # a sentence that fits any request, before or after the question
+CLOSER: Final = 0.25  # thanks or similar at the end
+FILLER_WORD: Final = 0.15  # a filler ("just", "actually") is inserted
+CONTRACTION: Final = 0.6  # "do not" becomes "don't", per occurrence
 NO_APOSTROPHE: Final = 0.25
-TYPO: Final = 0.015  # two letters swapped, one dropped or one doubled, for each word of four letters or more
-NO_PUNCTUATION: Final = 0.3  # commas and marks at the ends of words are left out
+TYPO: Final = 0.015  # two letters swapped, one dropped or one doubled, per word of four letters or more
+NO_PUNCTUATION: Final = 0.3  # commas and marks at word ends are left out
 LOWER: Final = 0.35
 UPPER: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request and what it is really about."""
+    """A request and its intent."""
 
     text: str  # what the customer wrote, one line
     label: str  # the intent, one of `INTENTS`
 
 
 class _Paraphrase(NamedTuple):
-    """A template whose alternatives are chosen and whose slots are still open."""
+    """A template with chosen alternatives and open slots."""
 
     text: str
     label: str
 
 
 def support_desk(n: int = 2000, seed: int = 0) -> list[Request]:
-    """A stream of `n` requests, the same on every machine; a longer one of a seed begins with the shorter."""
+    """Return `n` requests, the same on every machine. A longer stream of a seed begins with the shorter one."""
     if n < 0 or seed < 0:
         raise ValueError(f"n and seed must be 0 or more, got n={n}, seed={seed}")
     desk = _Desk(Random(seed))
@@ -85,7 +84,7 @@ def support_desk(n: int = 2000, seed: int = 0) -> list[Request]:
 
 
 class _Desk:
-    """The state of a stream: the distinct requests and the paraphrases so far, oldest first."""
+    """State of a stream: distinct requests and paraphrases so far, oldest first."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -118,7 +117,7 @@ class _Desk:
         return self._paraphrases[-1]
 
     def _old(self, things: Sequence[_T]) -> _T | None:
-        """Draw one of the things by popularity; `None` if the rank drawn is still empty."""
+        """Draw an item by popularity; None if the drawn rank is empty."""
         n_ranks = max(len(things), _MIN_RANKS)
         if len(self._age_weights) < n_ranks:
             self._age_weights = _zipf(2 * n_ranks, REPEAT_OFFSET)
@@ -127,7 +126,7 @@ class _Desk:
 
 
 def _write(paraphrase: str, rng: Random) -> str:
-    """Fill the slots of a paraphrase, put talk around it, and write it as carelessly as customers do."""
+    """Fill the slots of a paraphrase, add opener, closer and context, and add noise."""
     parts = [paraphrase]
     if rng.random() < CONTEXT:
         parts.insert(_pick(rng, (0, 1)), _pick(rng, PHRASES["contexts"]))
@@ -146,7 +145,7 @@ def _write(paraphrase: str, rng: Random) -> str:
 
 
 def _fill(text: str, rng: Random) -> str:
-    """Fill each slot, the same one with the same words throughout, and put a random digit at each ``#``."""
+    """Fill each slot, with the same words at each occurrence, and replace each ``#`` by a random digit."""
     values: dict[str, str] = {}
     for slot in _SLOT.findall(text):
         if slot not in values:
@@ -156,7 +155,7 @@ def _fill(text: str, rng: Random) -> str:
 
 
 def _mistyped(word: str, rng: Random) -> str:
-    """Swap two letters, drop one or double one; the first letter, short words and words with digits or marks stay."""
+    """Swap, drop or double a letter, never the first. Short words and words with digits or marks stay unchanged."""
     if len(word) < _MIN_TYPO_LENGTH or not word.isalpha():
         return word
     at = 1 + int(rng.random() * (len(word) - 2))
@@ -165,7 +164,7 @@ def _mistyped(word: str, rng: Random) -> str:
 
 
 def _restyled(text: str, rng: Random) -> str:
-    """Leave out apostrophes and punctuation, and change the case, each by its probability."""
+    """Drop apostrophes and punctuation, and change case, each with its probability."""
     if rng.random() < NO_APOSTROPHE:
         text = text.replace("'", "")
     if rng.random() < NO_PUNCTUATION:
@@ -181,10 +180,10 @@ def _pick(rng: Random, options: Sequence[_T]) -> _T:
 
 
 def _zipf(n: int, offset: float) -> list[float]:
-    """Running totals of 1 / (offset + rank) for `n` ranks."""
+    """Return the running totals of 1 / (offset + rank) for `n` ranks."""
     return list(accumulate(1.0 / (offset + rank) for rank in range(n)))
 
 
 def _draw(rng: Random, totals: Sequence[float], n: int) -> int:
-    """Draw one of the first `n` ranks with the weights whose running totals are given."""
+    """Draw one of the first `n` ranks by weight, given the weights' running totals."""
     return bisect_right(totals, rng.random() * totals[n - 1], 0, n - 1)

@@ -1,7 +1,7 @@
-"""Traffic made from a pool of requests: some are asked often, some never, and what is popular changes.
+"""Traffic drawn from a pool of requests: some are frequent, some never occur, and popularity changes.
 
-Real sets of labelled requests repeat nothing, so that no eviction policy could do better than another on them. And they
-have no order in time: an arrival gives them one, in which what a calibration sees first need not be like what follows.
+Real sets of labelled requests have no repeats, so no eviction policy could beat another on them. They also have no
+order in time: an arrival defines one, in which the requests of a calibration may be unlike the later ones.
 """
 
 import itertools
@@ -17,16 +17,16 @@ _T = TypeVar("_T")
 
 
 class Traffic(Section):
-    n: int = Field(ge=1)  # requests drawn
-    # Exponent of the Zipf law of popularity: 0 asks all alike, 1 is what web traffic is like.
+    n: int = Field(ge=1)  # requests to draw
+    # Exponent of the Zipf law of popularity: 0 is uniform, 1 is typical of web traffic.
     skew: float = Field(default=1.0, ge=0.0)
-    # How often popularity is dealt out anew, at equal distances; 1: it never changes.
+    # Number of phases of equal length; popularity is reassigned in each. 1: it never changes.
     phases: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)  # of everything drawn
 
 
 def draw(pool: Sequence[_T], traffic: Traffic) -> list[_T]:
-    """A stream of requests from a pool of distinct ones."""
+    """Draw a stream of requests from a pool of distinct ones."""
     rng = random.Random(traffic.seed)
     weights = [1 / rank**traffic.skew for rank in range(1, len(pool) + 1)]
     ends = [round(traffic.n * phase / traffic.phases) for phase in range(traffic.phases + 1)]
@@ -39,19 +39,19 @@ def draw(pool: Sequence[_T], traffic: Traffic) -> list[_T]:
 
 
 class Arrival(Section):
-    # `shuffled`; `bursts`: intents come in bursts, each request once; `repeats`: requests are drawn again and again, by
-    # a Zipf law.
+    # `shuffled`; `bursts`: intents come in bursts, each request once; `repeats`: requests are drawn repeatedly, by a
+    # Zipf law.
     name: Literal["shuffled", "bursts", "repeats"]
-    # Of `bursts`: requests of an intent that come in one, in the mean; lengths are exponential.
+    # For `bursts`: mean requests per burst of an intent; lengths are exponential.
     length: int = Field(default=100, ge=1)
-    # Of `bursts`: intents whose bursts go on at the same time, their requests in turns that are drawn.
+    # For `bursts`: concurrent bursts, whose requests interleave at random.
     at_once: int = Field(default=3, ge=1)
-    skew: float = Field(default=1.0, ge=0.0)  # of `repeats`: exponent of the law
-    n: int | None = Field(default=None, ge=1)  # of `repeats`: requests drawn; by default as many as the pool has
+    skew: float = Field(default=1.0, ge=0.0)  # for `repeats`: exponent of the law
+    n: int | None = Field(default=None, ge=1)  # for `repeats`: requests to draw, by default the size of the pool
 
 
 def arrange(pool: Sequence[_T], label_of: Callable[[_T], object], arrival: Arrival, seed: int) -> list[_T]:
-    """A stream of requests from a pool; `label_of` tells a request's intent."""
+    """Arrange or draw a stream of requests from a pool; `label_of` returns a request's intent."""
     if arrival.name == "repeats":
         return draw(pool, Traffic(n=arrival.n or len(pool), skew=arrival.skew, seed=seed))
     rng = random.Random(seed)
@@ -61,7 +61,7 @@ def arrange(pool: Sequence[_T], label_of: Callable[[_T], object], arrival: Arriv
 
 
 def _in_bursts(pool: Sequence[_T], label_of: Callable[[_T], object], arrival: Arrival, rng: random.Random) -> list[_T]:
-    """Each request once. An intent's next burst begins the likelier, the more requests of it are left."""
+    """Arrange each request once. The probability that an intent's burst is next grows with its remaining requests."""
     left: dict[object, list[_T]] = {}
     for request in pool:
         left.setdefault(label_of(request), []).append(request)

@@ -1,8 +1,7 @@
-"""Benchmarks of the library itself: random weights where texts do not matter, no quality.
+"""Benchmarks of the library itself: random weights, as texts do not matter; quality is not measured.
 
-model -> latency, service_rounds   what each kind of call costs, interleaved and in whole blocks
-      -> memory                    bytes an entry, entries stored a second
-      -> generation                the first token and those after it
-      -> pattern                   what a hit rate is worth on another model
-at_url                             a server that runs already, under load
+model -> latency, rounds   time of each kind of call, interleaved and in whole blocks
+      -> memory            bytes per entry, entries stored per second
+      -> generation        time to the first token and to those after it
+at_hand                    whether a device is available
 """

@@ -1,6 +1,6 @@
-"""Whether a device is at hand: `python -m experiments.measures.bench.at_hand DEVICE FOLDER`, before a benchmark of it.
+"""Check that a device is available to benchmark: `python -m experiments.measures.bench.at_hand DEVICE FOLDER`.
 
-Where it is not, one line says so, a file in the folder of results does too, and the exit status is 3.
+If it is not, one line says so, as does a file in the results folder, and the exit status is 3.
 """
 
 import json
@@ -15,7 +15,7 @@ NOT_RUN = "not_run.json"
 
 
 def why_not(device: str, folder: Path) -> str:
-    """Why nothing can be measured there, also written to the folder; "" where it can, and the file is gone."""
+    """Return why the device cannot be measured and write that to the folder; "" (and no file) if it can."""
     path = folder / NOT_RUN
     try:
         check_target(device, "bfloat16")

@@ -1,19 +1,19 @@
-"""Greedy generation of a few tokens, in each of the ways that one would serve it.
+"""Greedy generation of a few tokens, served in several ways.
 
 | kind | prompt | what is kept |
 |---|---|---|
 | `nocache` | new | nothing: each step runs the whole sequence |
-| `kv_cache` | new | keys and values within a generation: transformers' `DynamicCache` |
-| `miss` | new | those, and with llmcache the prefill of prompts across generations |
-| `exact_hit` | seen before | likewise |
-| `prefix_hit`, where it is asked for | begins as one seen before | likewise |
+| `kv_cache` | new | K/V within a generation: transformers' `DynamicCache` |
+| `miss` | new | the same, and with llmcache the prefill of prompts across generations |
+| `exact_hit` | seen before | as `miss` |
+| `prefix_hit`, if `shared_tokens` is set | begins like a known prompt | as `miss` |
 
-Each round makes one generation of each kind, the order rotating; a hit's tokens are checked, outside the timer, to be
-those of `kv_cache`.
+Each round makes one generation of each kind, in rotating order. Outside the timer, the tokens of a hit are compared
+with those of `kv_cache`.
 
-Times are named as in vLLM's benchmark of serving: TTFT, from the tokens of the prompt to the first new one; ITL, from
-one new token to the next; TPOT, their mean over a generation; E2EL, from the prompt to the last token. On a GPU they
-are taken by events in its stream.
+Times are named as in vLLM's serving benchmark: TTFT, from the prompt's tokens to the first new token; ITL, from one
+new token to the next; TPOT, the mean ITL of a generation; E2EL, from the prompt to the last token. On a GPU, CUDA
+events in its stream take the times.
 """
 
 import copy
@@ -41,7 +41,7 @@ HITS = ("exact_hit", "prefix_hit")
 
 
 class Marking:
-    """Marks when each new token is there. A streamer of transformers, which is given the prompt first."""
+    """A transformers streamer that marks the time of each new token. The first value it gets is the prompt."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -51,15 +51,15 @@ class Marking:
         self._marks.append(self._clock.mark())
 
     def end(self) -> None:
-        """No more come."""
+        """Do nothing: the generation has ended."""
 
     def since(self, start: Mark) -> list[float]:
-        """When each new token was there, seconds after the start."""
+        """Return the time of each new token, seconds after the start."""
         return [self._clock.ms(start, mark) / 1e3 for mark in self._marks[1:]]
 
 
 def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
-    """Prompt (1, T) and greedy continuation, int64 (1, T + new_tokens), by transformers' own loop."""
+    """Return prompt and greedy continuation, int64 (1, T + new_tokens), from transformers' own loop; ids are (1, T)."""
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -73,16 +73,16 @@ def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
 
 @dataclass(slots=True)
 class Times:
-    """Generations of one kind, milliseconds."""
+    """Times of generations of one kind, ms."""
 
-    ttft: list[float] = field(default_factory=list)  # to the first token, one a generation
-    itl: list[float] = field(default_factory=list)  # from each token to the next, of all generations
-    # Mean of those of a generation, one each; none where one token is generated
+    ttft: list[float] = field(default_factory=list)  # to the first token, one per generation
+    itl: list[float] = field(default_factory=list)  # from each token to the next, over all generations
+    # Mean ITL, one per generation; none if one token is generated
     tpot: list[float] = field(default_factory=list)
-    e2el: list[float] = field(default_factory=list)  # to the last token, one a generation
+    e2el: list[float] = field(default_factory=list)  # to the last token, one per generation
 
     def add(self, tokens_at: Sequence[float]) -> None:
-        """Count a generation that gave each token so many seconds after its beginning."""
+        """Add a generation, given the time of each token in seconds from its start."""
         latency = Latency(tuple(tokens_at))
         self.ttft.append(latency.ttft_s * 1e3)
         self.itl += [gap_s * 1e3 for gap_s in latency.itl_s]
@@ -90,14 +90,14 @@ class Times:
         self.e2el.append(latency.e2el_s * 1e3)
 
     def percentiles(self) -> dict[str, Any]:
-        """Of each, as `experiments.metrics.metrics.percentiles` gives them."""
+        """Return percentiles of each list, in the format of `experiments.metrics.metrics.percentiles`."""
         return {f"{name}_ms": percentiles(getattr(self, name)) for name in ("ttft", "tpot", "itl", "e2el")}
 
 
 def measure_each(
     experiment: DeviceExperiment, models: Sequence[str], folders: Folders, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Run `measure` on each model with each dtype and kind of banks; figures name models as they are given here."""
+    """Run `measure` on each model, dtype and kind of banks; figures name models as given in `models`."""
     on = {"device": experiment.device, "seed": experiment.seed, **settings}
     return [
         {**measure(find(model, folders.models), dtype=dtype, banks=banks, **on), "model": model}
@@ -117,9 +117,9 @@ def measure(
     dtype: str = "float32",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Times of generations and of tokens by kind, milliseconds, and ratios to `kv_cache` round by round."""
-    # The first round is not measured. Of `shared_tokens` a `prefix_hit` begins with so many tokens of a known prompt;
-    # a block of the prefix rung (16) at least, and fewer than the prompt has; 0: there is none of this kind.
+    """Return times of generations and tokens by kind, ms, and ratios to `kv_cache` by round."""
+    # The first round is not measured. A `prefix_hit` begins with `shared_tokens` tokens of a known prompt: at least one
+    # block of the prefix rung (16), and fewer than the prompt has. 0: no `prefix_hit`.
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
@@ -133,7 +133,7 @@ def measure(
             prompts = dict.fromkeys(kinds, new) | {"exact_hit": known}
             if shared_tokens:
                 prompts["prefix_hit"] = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
-            ways.generate("exact_hit", known)  # made known before the clock runs
+            ways.generate("exact_hit", known)  # stored before timing starts
             for kind, tokens_at in ways.round(rotated(kinds, number), prompts, clock).items():
                 if number:
                     times[kind].add(tokens_at)
@@ -154,7 +154,7 @@ def measure(
 
 
 class _Ways:
-    """A model as it is, and a wrapped copy of it."""
+    """A plain model, and a wrapped copy of it."""
 
     def __init__(self, model: Any, banks: str, new_tokens: int) -> None:
         self._plain, self._wrapped, self._new_tokens = model, copy.deepcopy(model), new_tokens
@@ -166,7 +166,7 @@ class _Ways:
         return tokens
 
     def round(self, kinds: Iterable[str], prompts: Mapping[str, Tensor], clock: Clock) -> dict[str, list[float]]:
-        """When the tokens of a generation of each kind were there; each was what it is counted as."""
+        """Return the token times of one generation of each kind, after checking that it was of that kind."""
         tokens_at, made, hits = {}, {}, {}
         for kind in kinds:
             before, marking = self._cache.stats().n_hits, Marking(clock)

@@ -1,14 +1,13 @@
 """Latency of each kind of call, in one process, measured in two ways.
 
 Kinds: `nocache` (an untouched copy of the model), `miss` (banks full, so it also evicts), `hit` (an input that is not
-stored, served by one that is, search and decision included), `exact_hit` (an input that is stored), `floor` (the same
-model with zero layers), and for batches `mixed` (half the rows are hits).
+stored, served by a stored one, search and decision included), `exact_hit` (a stored input), `floor` (the same model
+with zero layers), and for batches `mixed` (half the rows are hits).
 
-Interleaved: each round makes one call of each kind, the order rotating, so that most hits follow a computed call, which
-emptied the processor's caches. Service rounds: whole blocks of one kind; see `rounds`.
+Interleaved: each round makes one call of each kind in rotating order, so most hits follow a computed call, which
+has emptied the processor's caches. Service rounds: whole blocks of one kind; see `rounds`.
 
-Every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no layer; with
-`tau` all layers search the bank of each.
+After each call, outside the timer, its kind is checked: a hit runs no layer; with `tau`, every layer searches its bank.
 """
 
 import copy
@@ -30,9 +29,9 @@ from llmcache.lab import locate
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
-CALLS_HELD = 4  # a bank holds the rows of as many calls, so that a miss does not evict what the next hit asks for
+CALLS_HELD = 4  # a bank holds the rows of this many calls, so that a miss does not evict the target of the next hit
 
-#: Where banks keep entries: the setting `device` of a cache, by what it comes to on a GPU.
+#: Where banks keep entries, and the cache's setting `device` for it on a GPU.
 BANKS = {"host": "cpu", "device": "model"}
 
 Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
@@ -42,24 +41,24 @@ Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
 class Settings:
     model: str = "bert-base"  # architecture or folder
     batch_size: int = 1
-    seq_len: int = 128  # tokens a row
-    entries: int = 10_000  # entries that fill each bank before measuring, at least `CALLS_HELD` a row of a call
+    seq_len: int = 128  # tokens per row
+    entries: int = 10_000  # entries in each bank before measuring; at least `CALLS_HELD` for each row of a call
     payload: str = "cls"  # what entries keep
-    layers: str = "last"  # `last`, one search a call, or `all`, one a layer
+    layers: str = "last"  # `last` (one search per call) or `all` (one search per layer)
     index: str = "auto"
-    head: str = "class"  # `class`, a classifier, or `token`, a causal language model's, with logits at every token
-    tau: float = 0.98  # threshold between random requests (misses) and those with one token changed (hits)
+    head: str = "class"  # `class` (a classifier) or `token` (a causal language model with logits at every token)
+    tau: float = 0.98  # threshold that separates random requests (misses) from requests with one token changed (hits)
     device: str = "cpu"
-    banks: str = "host"  # where they keep entries: `host` or `device`, which on a CPU are the same
+    banks: str = "host"  # where banks keep entries: `host` or `device`; the same on a CPU
     dtype: str = "float32"
-    rounds: int = 200  # interleaved calls of each kind; p90 and p99 take 200 or more
+    rounds: int = 200  # interleaved calls of each kind; p90 and p99 need 200 or more
     seed: int = 0
     service_rounds: int = 2  # 0: none
     block: int = 200  # calls of each kind in a service round
 
 
 def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
-    """Run the benchmark: figures as `llmcache bench latency` prints them. `advance` is told phase, done and total."""
+    """Run the benchmark; return what `llmcache bench latency` prints. `advance` gets phase, done and total."""
     _check(settings)
     pair = build(settings.model, settings.seed, settings.device, settings.head, settings.dtype)
     bench = Bench(settings, pair)
@@ -87,7 +86,7 @@ def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
 
 
 def _check(settings: Settings) -> None:
-    """Raise `ConfigError` for what is seen without loading weights."""
+    """Raise `ConfigError` for settings that can be refused without loading weights."""
     check_target(settings.device, settings.dtype)
     if settings.entries < (needed := CALLS_HELD * settings.batch_size):
         raise ConfigError(f"entries: give at least {needed}, the rows of {CALLS_HELD} calls (got {settings.entries})")
@@ -99,7 +98,7 @@ def _check(settings: Settings) -> None:
 
 
 class Bench:
-    """A filled cache on one model, beside an untouched copy and a twin without layers."""
+    """A filled cache on one model, an untouched copy of the model, and a copy without layers."""
 
     def __init__(self, settings: Settings, pair: Pair) -> None:
         self._settings = settings
@@ -116,7 +115,7 @@ class Bench:
             pair.model.config, settings.batch_size, settings.seq_len, settings.seed, settings.device
         )
         self.n_overlooked = 0
-        self._known: list[Tensor] = []  # rows (1, T) that are stored, oldest first
+        self._known: list[Tensor] = []  # stored rows (1, T), oldest first
         self.cache = LLMCache.wrap(
             pair.model,
             tau=settings.tau,
@@ -126,7 +125,7 @@ class Bench:
             device=BANKS[settings.banks],
             max_entries=settings.entries,
             max_bytes=2**40,
-            allow_unsafe=settings.head == "token",  # what is measured here is the clock
+            allow_unsafe=settings.head == "token",  # only time is measured here
         )
 
     def fill(self, advance: Advance = silent) -> None:
@@ -144,12 +143,12 @@ class Bench:
         raise RuntimeError(f"{stats.n_stored} of {total} entries were stored, with {stats.errors} errors (see the log)")
 
     def _store(self, ids: Tensor) -> None:
-        """Have requests (B, T) stored without computing layers, nor the head: logits at every token are large."""
+        """Store requests (B, T) without running the layers or the head (logits at every token are large)."""
         with self._shortcut.opened(), torch.inference_mode():
             self._trunk(**self._requests.inputs(ids))
 
     def is_exact_hit_equal(self) -> bool:
-        """Whether a call's output is bit for bit the same when it is computed and stored, and when it is served."""
+        """Whether a call's output is bit-identical when computed and stored, and when served."""
         rows = self._settings.batch_size
         _, computed, _ = self._measure("miss", self._kinds()["miss"])
         ids = torch.cat(self._known[-rows:])
@@ -173,10 +172,11 @@ class Bench:
         return self._requests.fresh()
 
     def block(self, kind: str, fresh: Sequence[Tensor]) -> list[float]:
-        """Milliseconds of calls of a kind that follow one another: those of `fresh`, or as many hits."""
+        """Return the times in ms of consecutive calls of one kind: the calls in `fresh`, or as many hits."""
         draw = self._kinds()[kind]
         model, _, expected = draw()
-        # Asked once before: near requests that do not hit are drawn again here, and none is computed within the block.
+        # Each hit is tried once beforehand: near requests that do not hit are redrawn here, so none is computed in the
+        # block.
         asked = [self._measure(kind, draw)[2] for _ in fresh] if expected else fresh
         before, times, rungs = self.cache.stats(), [], Counter[str]()
         for inputs in map(self._requests.inputs, asked):
@@ -191,7 +191,7 @@ class Bench:
         return times
 
     def _check_block(self, kind: str, n_other: int, n: int, n_hits: int, n_skipped: int) -> None:
-        """Stop where a tenth of a block's calls were of another kind, or where a hit ran layers."""
+        """Raise if over a tenth of a block's calls were of another kind, or if a hit ran layers."""
         self.n_overlooked += n_other
         if n_other > n // 10:
             raise RuntimeError(f"{n_other} of {n} calls in a block were not the {kind} that they are counted as")
@@ -199,7 +199,7 @@ class Bench:
             raise RuntimeError(f"hits in a block of {kind} calls ran {n_run} layers")
 
     def _kinds(self) -> dict[str, Draw]:
-        """By kind: draws the model to call, its ids, and the hits it must count."""
+        """Return by kind a function that draws the model to call, its ids, and the hits it must count."""
         rows = self._settings.batch_size
         kinds: dict[str, Draw] = {
             "nocache": lambda: (self._plain, self._requests.fresh(), {}),
@@ -218,13 +218,13 @@ class Bench:
         return kinds
 
     def _stored(self, n_rows: int) -> Tensor:
-        """Ids (n_rows, T) of requests that are stored, from the newer half, which eviction has not reached."""
+        """Return ids (n_rows, T) of stored requests, from the newer half, which eviction has not reached."""
         newer = len(self._known) // 2
         picked = torch.randint(newer, len(self._known), (n_rows,)).tolist()
         return torch.cat([self._known[i] for i in picked])
 
     def _measure(self, kind: str, draw: Draw) -> tuple[Spent, Tensor, Tensor]:
-        """Time, logits and ids of one call of a kind; drawn again where a neighbour was overlooked or too far."""
+        """Return time, logits and ids of one call of a kind. Redraws if the neighbour was not found or was too far."""
         for _ in range(MOST_DRAWS):
             model, ids, expected = draw()
             spent, logits, hits = self._call(kind, model, ids)
@@ -234,9 +234,9 @@ class Bench:
         raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
 
     def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[Spent, Tensor, dict[str, int]]:
-        """Time of one call, from arguments to output, its logits, and the hits it counted."""
-        # Layers that ran for a row that hit are told among the hits: where layers are searched one by one, some may
-        # serve and others not.
+        """Return the time of one call from arguments to output, its logits, and the hits it counted."""
+        # Layers that ran for a row that hit are counted as "layers run": with one search per layer, some layers may hit
+        # and others miss.
         inputs = self._requests.inputs(ids)
         before = self.cache.stats()
         spent, output = self.clock.time(partial(model, **inputs))

@@ -1,7 +1,7 @@
-"""Memory an entry takes and the rate at which entries are stored, through the whole path of a call.
+"""Memory per entry and rate of storing, through the whole path of a call.
 
-Layers pass their input through, so what is timed is reading the request, fingerprint, search and storing. Memory is the
-growth of the process's resident set after a first tenth, which pays for what is allocated once.
+Layers pass their input through, so reading the request, fingerprint, search and storing are timed. Memory is the growth
+of the process's resident set after the first tenth, which covers one-time allocations.
 """
 
 import ctypes
@@ -23,17 +23,17 @@ MOST_TOKENS = 512
 @dataclass(frozen=True, slots=True)
 class Settings:
     entries: int = 100_000  # entries to store
-    width: int = 768  # hidden width, and so fingerprint width with `mean`
-    seq_len: int = 128  # tokens a request
-    batch_size: int = 8  # few, or the calls' own buffers blur the figure
+    width: int = 768  # hidden width, and with `mean` the fingerprint's width
+    seq_len: int = 128  # tokens per request
+    batch_size: int = 8  # small, else the calls' own buffers blur the figure
     payload: str = "cls"  # what entries keep
     compression: str = "fp16"
-    fingerprint: str = "simhash"  # fingerprint name; `simhash` leaves next to nothing of the fingerprint in the figure
+    fingerprint: str = "simhash"  # fingerprint name; with `simhash` the fingerprint adds almost nothing to the figure
     seed: int = 0
 
 
 def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
-    """Run the benchmark: bytes an entry, entries stored per second, and the settings. See `measure` of `latency`."""
+    """Run the benchmark; return bytes per entry, entries stored per second, and the settings. See `latency.measure`."""
     if settings.width % 8:
         raise ConfigError(f"--width {settings.width}: give a multiple of 8")
     if settings.seq_len > MOST_TOKENS:
@@ -61,7 +61,7 @@ def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
 
 
 def _wrap(settings: Settings) -> LLMCache:
-    """A cache around a classifier of one layer that computes nothing."""
+    """Wrap a classifier with one layer that computes nothing."""
     import transformers
 
     torch.manual_seed(settings.seed)
@@ -83,7 +83,7 @@ def _wrap(settings: Settings) -> LLMCache:
 
 
 def resident_bytes() -> int:
-    """Resident set of this process, from /proc, without what the allocator holds free for later."""
+    """Return this process's resident set from /proc, after the allocator has released its free memory."""
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc
         trim(0)

@@ -1,13 +1,13 @@
-"""Rounds in which calls of all kinds take turns, and what times of one kind are to those of another.
+"""Rounds in which calls of all kinds take turns, and ratios between the times of kinds.
 
-Interleaved: one call of each kind in turn, in an order that rotates. Service rounds: whole blocks of requests with the
+Interleaved: one call of each kind in turn, in rotating order. Service rounds: whole blocks of requests with the
 cache, then the same without, in alternating order:
 
     even rounds  with the cache: a block of exact hits, of hits, of misses; without: the model alone, the floor
-    odd rounds   the same from the end
+    odd rounds   the same in reverse
 
-The model alone and the floor are asked the very requests of the misses. How long they take does not depend on which
-tokens a request of one length has, so hits are held against the same block.
+The model alone and the floor get the same requests as the misses. Their times do not depend on the tokens of a
+request of fixed length, so hits are compared with the same block.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ WITH = ("exact_hit", "hit", "miss")
 WITHOUT = ("nocache", "floor")
 
 _Call = TypeVar("_Call")
-Advance = Callable[[str, int, int], None]  # is told phase, done and total
+Advance = Callable[[str, int, int], None]  # gets phase, done and total
 
 
 def silent(phase: str, done: int, total: int) -> None:
@@ -30,20 +30,20 @@ def silent(phase: str, done: int, total: int) -> None:
 
 
 def by_host(times: Mapping[str, Sequence[Spent]], clock: Clock) -> dict[str, Any] | None:
-    """Percentiles of the same calls by the host's clock, where another one was heeded; else None."""
+    """Return percentiles of the same calls by the host's clock, if another clock was used; else None."""
     if clock.name == HOST:
         return None
     return {f"{kind}_ms": percentiles([one.host_ms for one in values]) for kind, values in times.items()}
 
 
 def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
-    """The kinds in an order that changes from round to round, so that none always follows the same one."""
+    """Yield the kinds in an order that changes by round, so that no kind always follows the same one."""
     turned = [*kinds[by % len(kinds) :], *kinds[: by % len(kinds)]]
     return iter(turned if by // len(kinds) % 2 == 0 else turned[::-1])
 
 
 def ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
-    """Each kind of call against another one of the same round, by `kind/base`: median, 5th and 95th percentile."""
+    """Return the ratios of each kind to `base` in the same round, by `kind/base`: median, 5th and 95th percentile."""
     found = {}
     for kind in (kind for kind in times if kind != base):
         values = np.array(times[kind]) / np.array(times[base])
@@ -59,7 +59,7 @@ def service(
     block: int,
     advance: Advance = silent,
 ) -> dict[str, list[list[float]]]:
-    """Milliseconds of each call of each block, by kind; `ask` answers a block, `fresh` makes a call that will miss."""
+    """Return the ms of each call by kind and block; `ask` runs a block, `fresh` makes a call that will miss."""
     kinds = (*WITH, *WITHOUT)
     blocks: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     for number in range(rounds):
@@ -71,7 +71,7 @@ def service(
 
 
 def service_figures(blocks: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any] | None:
-    """Percentiles over all blocks, medians of the fastest and slowest, and ratios of a round; None without rounds."""
+    """Return percentiles over all blocks, the fastest and slowest median, and ratios by round; None without rounds."""
     rounds = len(blocks["nocache"])
     if not rounds:
         return None

@@ -1,8 +1,8 @@
-"""Servers measured over their socket, each a process of its own, and what loads them.
+"""Servers as processes, measured over their socket, and their load generators.
 
-made                     a classifier's folder and a calibrated cache's, for a server to load
-traffic                  what servers are asked, and what the model alone answers
-processes, exposition    servers: started on a free port, stopped; what they tell of themselves while they are loaded
-client -> loops          requests at times of their own (open loop), or when the last one was answered (closed loop)
-replicas -> killing      servers on Ray Serve, asked while one after the other is killed
+made                     folders of a classifier and a calibrated cache, for a server to load
+traffic                  requests to servers, and the model's own answers to them
+processes, exposition    servers: started on a free port, stopped; their metrics under load
+client -> loops          requests at fixed times (open loop), or after the previous reply (closed loop)
+replicas -> killing      servers on Ray Serve, under load while they are killed one after the other
 """

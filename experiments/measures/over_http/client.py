@@ -1,6 +1,6 @@
-"""A client of HTTP/1.1 that costs little CPU time: it shares the machine with the server that it measures.
+"""An HTTP/1.1 client that uses little CPU time, since it shares the machine with the server under test.
 
-Requests are bytes that were made beforehand. Connections are kept, as many as there were requests under way at once.
+The bytes of requests are made beforehand. Connections are kept alive, as many as there were concurrent requests.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 HOST = "127.0.0.1"
-RUNG = b"x-cache-rung"  # of `llmcache serve --reveal-hits`
+RUNG = b"x-cache-rung"  # header of `llmcache serve --reveal-hits`
 OK = 200
-#: In place of a status: never sent or given up when a loop was cut; no answer in time; no connection.
+#: In place of a status: not sent or abandoned when a loop was cut; no answer in time; no connection.
 CUT, TIMED_OUT, NO_CONNECTION = 0, 1, 2
 
 Connection = tuple[StreamReader, StreamWriter]
@@ -22,9 +22,9 @@ Connection = tuple[StreamReader, StreamWriter]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    status: int  # of HTTP, or `TIMED_OUT` or `NO_CONNECTION`
+    status: int  # HTTP status, or `TIMED_OUT` or `NO_CONNECTION`
     body: bytes
-    rung: str = ""  # what served it, where the server tells that
+    rung: str = ""  # rung that served the request, if the server reports it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class _Head:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the connection may be used again."""
+        """Whether the connection may be reused."""
         return self.headers.get(b"connection", b"").lower() != b"close" and (
             self.is_chunked or b"content-length" in self.headers
         )
 
 
 def post(path: str, values: Any, session: str | None = None, key: str | None = None) -> bytes:
-    """A request that sends JSON; those of one session, or else of one key, go to one replica of several."""
+    """Return the bytes of a JSON request; with replicas, `session`, or else `key`, selects the replica."""
     body = json.dumps(values).encode()
     lines = [f"POST {path} HTTP/1.1", f"Host: {HOST}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     lines += [] if session is None else [f"X-Session-Id: {session}"]
@@ -54,14 +54,14 @@ def post(path: str, values: Any, session: str | None = None, key: str | None = N
 
 
 class Client:
-    """Connections to one server; for one event loop."""
+    """Connections to one server, for one event loop."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._idle: list[Connection] = []
 
     async def attempt(self, request: bytes, timeout_s: float) -> Reply:
-        """As `ask`; without an answer in time, or without one at all, a reply that says so."""
+        """Send a request as `ask` does; a timeout or a failed connection gives a reply with that status."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.ask(request)
@@ -71,7 +71,7 @@ class Client:
             return Reply(NO_CONNECTION, b"")
 
     async def ask(self, request: bytes) -> Reply:
-        """Send a request, and read all of the answer.
+        """Send a request and read the whole reply.
 
         Raises:
             OSError: There is no connection, or it broke.
@@ -96,7 +96,7 @@ class Client:
         self._idle.clear()
 
     async def _begin(self, request: bytes) -> tuple[Connection, _Head]:
-        """Send, and read the head of the answer. A kept connection that the server closed meanwhile is replaced."""
+        """Send a request and read the reply's head. A kept connection that the server has closed is replaced."""
         while self._idle:
             with suppress(OSError, IncompleteReadError):
                 return await _exchange(self._idle.pop(), request)

@@ -1,4 +1,4 @@
-"""What a server tells of itself at `/metrics`, in Prometheus' text format; memory and queue while it is loaded."""
+"""A server's metrics at `/metrics`, in Prometheus' text format; its memory and queue under load."""
 
 import http.client
 import re
@@ -14,13 +14,13 @@ from experiments.measures.over_http.client import HOST
 from experiments.measures.over_http.processes import Running
 
 WAITING = "llmcache_num_requests_waiting"
-Samples = Mapping[str, float]  # by name and labels, as they stand there
+Samples = Mapping[str, float]  # by name and labels, as in the text
 
 _RUNG = re.compile(r'llmcache_requests_total\{.*?rung="(\w+)"')
 
 
 def scrape(port: int) -> Samples:
-    """All that a server tells; nothing where it has no such route."""
+    """Return all metrics of a server; empty if it has no such route."""
     with closing(http.client.HTTPConnection(HOST, port, timeout=30)) as connection:
         connection.request("GET", "/metrics")
         answer = connection.getresponse()
@@ -29,19 +29,19 @@ def scrape(port: int) -> Samples:
 
 
 def parse(text: str) -> Samples:
-    """Every sample; comments are left out."""
+    """Parse every sample; comments are skipped."""
     pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
 
 
 def total(samples: Samples, name: str) -> float | None:
-    """The sum over all labels of one name; None where there is none."""
+    """Return the sum over all labels of a name; None without samples."""
     found = [value for key, value in samples.items() if key.partition("{")[0] == name]
     return sum(found) if found else None
 
 
 def rungs(samples: Samples) -> dict[str, float]:
-    """Requests by the rung that served them, `computed` among them; empty where the server tells of none."""
+    """Return the number of requests by rung, including `computed`; empty if the server does not report them."""
     found: dict[str, float] = {}
     for key, value in samples.items():
         if rung := _RUNG.match(key):
@@ -50,7 +50,7 @@ def rungs(samples: Samples) -> dict[str, float]:
 
 
 def hits(before: Samples, after: Samples) -> dict[str, float | None]:
-    """Share of requests between two looks that something stored served; None where the server tells of none."""
+    """Return the hit rate between two scrapes; None if the server does not report rungs."""
     first, last = rungs(before), rungs(after)
     by_rung = {rung: n - first.get(rung, 0.0) for rung, n in last.items()}
     n = sum(by_rung.values())
@@ -61,12 +61,12 @@ def hits(before: Samples, after: Samples) -> dict[str, float | None]:
 class Look:
     at_s: float
     rss: int
-    waiting: float | None  # requests that wait to be computed; None where it does not tell
+    waiting: float | None  # requests waiting to be computed; None if not reported
 
 
 @contextmanager
 def looking(process: Running, every_s: float = 1.0) -> Iterator[list[Look]]:
-    """Within: the server is looked at every so often."""
+    """Sample the server every `every_s` seconds within the context; yields the growing list."""
     looks: list[Look] = []
     is_over, started = threading.Event(), perf_counter()
 
@@ -85,7 +85,7 @@ def looking(process: Running, every_s: float = 1.0) -> Iterator[list[Look]]:
 
 
 def memory(looks: Sequence[Look], seconds: float) -> dict[str, float | None]:
-    """Resident memory after a third of the time, when it is warm, and in the last tenth: medians, MB."""
+    """Return the median resident memory, MB, after a third of the time (warm) and in the last tenth."""
     parts = {"rss_warm_mb": (0.3, 0.4), "rss_end_mb": (0.9, 1.01)}
     found = {name: [one.rss for one in looks if a <= one.at_s / seconds < b] for name, (a, b) in parts.items()}
     return {name: float(np.median(some)) / 1e6 if some else None for name, some in found.items()}

@@ -1,4 +1,4 @@
-"""Replicas are asked at a steady rate, and killed meanwhile, one after the other."""
+"""Sends requests to replicas at a steady rate, and kills the replicas one after the other."""
 
 import asyncio
 import os
@@ -24,19 +24,19 @@ BEFORE, MISSING, AFTER, UPDATE = PHASES = (
 )
 TRIES = 3
 _LOOK_S = 0.001
-_REACH_S = 0.05  # in which a burst goes from the proxy to the replicas, and is answered in part
-_PAUSE_S = 0.5  # before another try
+_REACH_S = 0.05  # time for a burst to reach the replicas and be answered in part
+_PAUSE_S = 0.5  # delay before a retry
 _TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request; seconds from the start."""
+    """A request and its tries; times in seconds from the start."""
 
     text: str
-    is_repeat: bool  # of a text that was answered before
+    is_repeat: bool  # of a text already answered
     sent_s: float
-    tries: list[tuple[float, Reply]] = field(default_factory=list)  # when each ended, and how
+    tries: list[tuple[float, Reply]] = field(default_factory=list)  # end and reply of each try
 
     @property
     def reply(self) -> Reply:
@@ -45,7 +45,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From a kill, or from the deployment of a new version, until all replicas are ready; seconds from the start."""
+    """Time from a kill, or from a new version's deployment, until all replicas are ready; seconds from the start."""
 
     at_s: float
     ready_s: float
@@ -55,12 +55,12 @@ class Span:
         return self.at_s <= one.sent_s < self.ready_s
 
     def had(self, one: Asked) -> bool:
-        """Whether a request was under way at a kill: maybe in the hands of the replica."""
+        """Whether a request was under way at a kill, possibly in the killed replica."""
         return self.phase == MISSING and one.sent_s <= self.at_s <= one.tries[0][0]
 
 
 class Killing:
-    """Requests, and kills beside them."""
+    """Sends requests and kills replicas concurrently."""
 
     def __init__(self, experiment: "RayReplicas", replicas: Replicas) -> None:
         self.asked: list[Asked] = []

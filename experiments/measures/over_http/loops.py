@@ -1,7 +1,7 @@
-"""Requests to a server: in an open loop at times that are fixed in advance, in a closed one by clients that wait.
+"""Load on a server: an open loop with arrival times fixed in advance, or a closed loop of waiting clients.
 
-In an open loop latency is from the time at which a request is due, not from when it was sent: a generator that falls
-behind makes no answer look quicker. All requests are alike: one route, and bytes that were made beforehand.
+In an open loop, latency counts from the time a request is due, not from when it was sent, so a slow load generator
+cannot make answers look faster. All requests use one route, and their bytes are made beforehand.
 
 Sizes: N requests.
 """
@@ -30,8 +30,8 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    ms: float  # longest time of an answer
-    share: float = 0.99  # of all requests; those that are refused or fail do not keep to it
+    ms: float  # longest latency
+    share: float = 0.99  # of all requests; refused and failed requests count as late
 
     def most_late(self, n: int) -> int:
         return int(n * (1 - self.share) + 1e-9)
@@ -39,24 +39,24 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What became of requests (N,); seconds from the start of the loop."""
+    """Outcomes of requests (N,), with times in seconds from the start of the loop."""
 
     due_s: Times
     sent_s: Times
     done_s: Times
-    status: NDArray[np.int64]  # of HTTP, or one of `NAMES`
-    replies: list[Reply | None]  # those that were kept
+    status: NDArray[np.int64]  # HTTP status, or a key of `NAMES`
+    replies: list[Reply | None]  # replies that were kept, else None
     wall_s: float
-    cpu_s: float  # of this process
+    cpu_s: float  # CPU time of this process
 
     @property
     def is_cut(self) -> bool:
-        """Whether some were not asked: too many were late by then."""
+        """Whether the loop was cut short because too many requests were late."""
         return bool((self.status == CUT).any())
 
     @property
     def latency_ms(self) -> Times:
-        """Of the requests that were answered with 200, from when they were due."""
+        """Latencies from the due time, of requests answered with 200, ms."""
         return (self.done_s - self.due_s)[self.status == OK] * 1e3
 
     def n_kept(self, limit: Limit) -> int:
@@ -68,7 +68,7 @@ class Load:
         return not self.is_cut and n - self.n_kept(limit) <= limit.most_late(n)
 
     def figures(self) -> dict[str, Any]:
-        """Latencies of what was answered with 200, and counts of all."""
+        """Return latencies of requests answered with 200, and counts of all requests."""
         is_sent = ~np.isnan(self.sent_s)
         lag_ms = (self.sent_s - self.due_s)[is_sent] * 1e3
         ms = self.latency_ms
@@ -87,7 +87,7 @@ class Load:
 
 
 class _Recorder:
-    """Asks, and notes what becomes of requests. Every reply is kept whose number `keep` divides; 0: none."""
+    """Sends requests and records their outcomes. Keeps every `keep`-th reply; 0: none."""
 
     def __init__(self, port: int, requests: Sequence[bytes], due_s: Times, timeout_s: float, keep: int) -> None:
         n = len(due_s)
@@ -100,7 +100,7 @@ class _Recorder:
         return perf_counter() - self._started
 
     async def ask(self, i: int) -> None:
-        """Have one request answered; it is no error if it is not."""
+        """Send one request and record its outcome; a failure raises nothing."""
         load = self.load
         load.sent_s[i] = self.now_s
         reply = await self._client.attempt(self._requests[i], self._timeout_s)
@@ -133,7 +133,7 @@ def open_loop(
     timeout_s: float = 30.0,
     keep: int = 1,
 ) -> Load:
-    """Send each request when it is due. With a limit the loop is cut as soon as it is known to be broken."""
+    """Send each request when it is due. With a limit, stop as soon as the limit is certainly broken."""
     recorder = _Recorder(port, requests, due_s, timeout_s, keep)
     return recorder.run(_ask_when_due(recorder, due_s, limit))
 
@@ -144,7 +144,7 @@ async def _ask_when_due(recorder: _Recorder, due_s: Times, limit: Limit | None) 
         if (early := due - recorder.now_s) > 0:
             await asyncio.sleep(early)
         elif i % 16 == 0:
-            await asyncio.sleep(0)  # what is late is sent all the same, and answers are read meanwhile
+            await asyncio.sleep(0)  # late requests are still sent, and replies are read meanwhile
         tasks.append(asyncio.create_task(recorder.ask(i)))
         if limit is not None and i % 16 == 0 and _is_broken(recorder, limit, i):
             break
@@ -160,7 +160,7 @@ async def _ask_when_due(recorder: _Recorder, due_s: Times, limit: Limit | None) 
 
 
 def _is_broken(recorder: _Recorder, limit: Limit, n_sent: int) -> bool:
-    """Whether more requests are late already than may be, those that wait still included."""
+    """Whether more requests are already late than the limit allows, including those still waiting."""
     load = recorder.load
     done_s = np.where(load.status == OK, load.done_s, np.inf)[:n_sent]
     is_over = (load.status[:n_sent] != CUT) | (load.due_s[:n_sent] < recorder.now_s - limit.ms / 1e3)
@@ -171,7 +171,7 @@ def _is_broken(recorder: _Recorder, limit: Limit, n_sent: int) -> bool:
 def closed_loop(
     port: int, requests: Sequence[bytes], at_once: int, *, seconds: float | None = None, keep: int = 1
 ) -> Load:
-    """So many clients, each of which asks when it was answered; after `seconds` none asks again."""
+    """Run `at_once` clients that each send their next request once answered; none sends after `seconds`."""
     recorder = _Recorder(port, requests, np.zeros(len(requests)), 30.0, keep)
     numbers = iter(range(len(requests)))
 
@@ -190,7 +190,7 @@ def closed_loop(
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Within: the garbage collector passes over what is there already, which would take it a tenth of a second."""
+    """Exempt existing objects from garbage collection, which would take a tenth of a second to scan them."""
     gc.collect()
     gc.freeze()
     try:
@@ -200,9 +200,9 @@ def _quiet_collector() -> Iterator[None]:
 
 
 def largest_rate(is_held: Callable[[float], bool], first: float, precision: float) -> float:
-    """The largest rate that is held: by doubling until one is not, then by halving the distance.
+    """Return the largest rate that is held: double the rate until it breaks, then bisect.
 
-    The search ends where the least rate that broke is at most `1 + precision` times the largest that was held.
+    The search ends when the lowest broken rate is at most `1 + precision` times the highest held rate.
     """
     held, broken = 0.0, 0.0
     rate = first

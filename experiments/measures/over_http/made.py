@@ -1,8 +1,8 @@
-"""What a server is given to load: a classifier's folder, and a calibrated cache's.
+"""Folders a server loads: a classifier and a calibrated cache.
 
 head fitted on pooled states (`held_out`)
-    -> trunk, pooling and `Dense`, as sentence-transformers saves them: logits are those of the fitted head
-    -> its answers to the first `learn` requests, calibrated on, as `llmcache serve` wraps it -> a saved cache
+    -> trunk, pooling and `Dense`, as sentence-transformers saves them; logits equal those of the fitted head
+    -> calibration on its answers to the first `learn` requests, wrapped as `llmcache serve` does -> a saved cache
 """
 
 import hashlib
@@ -38,12 +38,12 @@ DONE = "made.json"  # written last
 class ServingExperiment(LearningExperiment):
     """Settings of a measure of servers on labelled requests; the task is `held_out`."""
 
-    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1, max_length=1)  # one loss
+    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1, max_length=1)  # exactly one loss
     servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1)  # commands by name
     start_s: float = Field(default=180.0, gt=0)  # longest time until a server is ready
 
     def learned_texts(self, requests: Sequence[Labelled]) -> list[str]:
-        """What is calibrated on, of the requests that are learned from."""
+        """Return the texts to calibrate on, made from the requests to learn from."""
         return [request.text for request in requests]
 
     @classmethod
@@ -58,12 +58,12 @@ class ServingExperiment(LearningExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Folders for a server, and what it is asked."""
+    """Folders for a server, and requests to send."""
 
     model: Path
     save: Path
-    known: Sequence[Labelled]  # that the head was fitted on; for warming up
-    stream: Sequence[Labelled]  # later than what was learned from
+    known: Sequence[Labelled]  # requests the head was fitted on; for warming up
+    stream: Sequence[Labelled]  # requests after those learned from
 
     def classifier(self) -> "Served":
         from llmcache.lab import load_served
@@ -74,7 +74,7 @@ class Made:
 
 @contextmanager
 def made(experiment: ServingExperiment, folders: Folders) -> Iterator[Made]:
-    """Within: the folders are there. With a models folder they are kept in it, and found again."""
+    """Yield the folders, making them if needed. With a models folder they are kept there and reused."""
     known, requests = divide(experiment.task, folders, experiment.seed)
     if len(requests) <= experiment.learn:
         raise ConfigError(f"learn={experiment.learn}: the stream has {len(requests)} requests; raise task.limit")
@@ -88,7 +88,7 @@ def made(experiment: ServingExperiment, folders: Folders) -> Iterator[Made]:
 
 @contextmanager
 def serving(experiment: ServingExperiment, server: str, made: Made, **more: str) -> Iterator[Running]:
-    """Within: a server of the experiment runs, on a copy of the calibrated cache; `more` fills its command."""
+    """Run a server of the experiment on a copy of the calibrated cache; `more` fills placeholders of its command."""
     with TemporaryDirectory() as place:
         save = shutil.copytree(made.save, Path(place, "save"))
         values = {"model": str(made.model), "save": str(save), **more}
@@ -97,7 +97,7 @@ def serving(experiment: ServingExperiment, server: str, made: Made, **more: str)
 
 
 def order_of(servers: Iterable[str], number: int) -> list[str]:
-    """Who goes when in a round: every other one is the other way round."""
+    """Return the servers' order in a round: reversed in every other round."""
     names = list(servers)
     return names if number % 2 == 0 else names[::-1]
 
@@ -114,7 +114,7 @@ def write_classifier(experiment: ServingExperiment, folders: Folders, made: Made
 
 
 def labels_of(served: "Served", texts: Sequence[str]) -> list[tuple[str, float]]:
-    """What the classifier answers each text by itself: the label, and its probability."""
+    """Return the classifier's label and its probability for each text, computed alone."""
     answers = []
     with torch.inference_mode():
         for text in tracked(texts, "The model alone"):
@@ -147,7 +147,7 @@ def _depends_on(experiment: ServingExperiment) -> dict[str, Any]:
 
 @contextmanager
 def _place(experiment: ServingExperiment, folders: Folders) -> Iterator[Path]:
-    """A folder for all that is made."""
+    """Yield the folder for all files made here."""
     if folders.models is None:
         with TemporaryDirectory() as place:
             yield Path(place)

@@ -1,4 +1,4 @@
-"""Servers as processes of their own: started on a free port, waited for until they are ready, and stopped."""
+"""Servers as separate processes: started on a free port, awaited until ready, and stopped."""
 
 import http.client
 import os
@@ -18,19 +18,19 @@ import experiments
 from experiments.measures.over_http.client import HOST
 from llmcache import LLMCacheError
 
-#: What is compared, by name. `{python}`, `{model}`, `{save}` (a copy of the calibrated cache's folder) and `{port}` are
-#: filled in.
+#: Servers to compare, by name. `{python}`, `{model}`, `{save}` (a copy of the calibrated cache's folder) and `{port}`
+#: are filled in.
 SERVERS: Mapping[str, str] = {
     "cache": "{python} -m llmcache serve --model {model} --save {save} --port {port}",
     "no_cache": "{python} -m llmcache serve --model {model} --no-cache --port {port}",
     "baseline": "{python} -m experiments.baseline_server {model} --port {port}",
 }
 _STOP_S = 60.0
-_TOLD = 2000  # characters of a server's log that an error quotes
+_TOLD = 2000  # characters of a server's log in an error
 
 
 class ServerError(LLMCacheError):
-    """A server did not start, or ended by itself."""
+    """A server did not start, or exited by itself."""
 
 
 class Running:
@@ -42,7 +42,7 @@ class Running:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time that it and its children took so far."""
+        """CPU time that the server and its children have used."""
         return sum(sum(one.cpu_times()[:2]) for one in self._family())
 
     @property
@@ -50,10 +50,10 @@ class Running:
         return sum(one.memory_info().rss for one in self._family())
 
     def wait(self, start_s: float) -> None:
-        """Until `GET /health` says 200.
+        """Wait until `GET /health` returns 200.
 
         Raises:
-            ServerError: It ended, or was not ready in time; its log's end is quoted.
+            ServerError: The server exited, or was not ready in time; the end of its log is quoted.
         """
         until = monotonic() + start_s
         while not _is_ready(self.port):
@@ -64,7 +64,7 @@ class Running:
             sleep(0.1)
 
     def stop(self) -> int:
-        """End it, by force if it does not end in time; its exit status."""
+        """Stop the server, by force if it does not exit in time; return its exit status."""
         self._process.terminate()
         try:
             return self._process.wait(_STOP_S)
@@ -81,7 +81,7 @@ class Running:
 
 @contextmanager
 def running(command: str, values: Mapping[str, str], *, start_s: float = 120.0) -> Iterator[Running]:
-    """Within: a server runs and is ready; afterwards it has ended."""
+    """Start a server and yield it once ready; stop it afterwards."""
     port = free_port()
     words = [word.format(python=sys.executable, port=port, **values) for word in shlex.split(command)]
     here = str(Path(experiments.__file__).parents[1])
@@ -99,7 +99,7 @@ def running(command: str, values: Mapping[str, str], *, start_s: float = 120.0) 
 
 
 def free_port() -> int:
-    """A port that nobody listened on just now."""
+    """Return a port that was free just now."""
     with socket.socket() as found:
         found.bind((HOST, 0))
         port: int = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Replicas on a Ray of one's own on this machine, which ends with all its processes."""
+"""Replicas on a private local Ray, which ends with all its processes."""
 
 import os
 import secrets
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 _NAME = "llmcache"
-_TITLE = "ray::ServeReplica"  # what Ray calls the process of a replica
-_OBJECTS = 100_000_000  # bytes of Ray's own store, which holds next to nothing
+_TITLE = "ray::ServeReplica"  # title of a replica's process in Ray
+_OBJECTS = 100_000_000  # bytes of Ray's object store, which is nearly unused
 
 
 class Replicas:
@@ -28,7 +28,7 @@ class Replicas:
         self._settings, self._n = settings, n
 
     def deploy(self) -> None:
-        """Have Ray start them, or a new version in the place of those that run; until all are ready."""
+        """Deploy the replicas, or a new version in place of the running ones; return once all are ready."""
         from ray import serve
 
         from llmcache.serving.ray import replicas
@@ -36,14 +36,14 @@ class Replicas:
         serve.run(replicas(self._settings, num_replicas=self._n), name=_NAME, route_prefix="/")
 
     def pids(self) -> list[int]:
-        """Processes of replicas, those that still start included."""
+        """Return the process ids of replicas, including those still starting."""
         return [one.pid for one in psutil.Process().children(recursive=True) if _title(one).startswith(_TITLE)]
 
     def replaced(self, pid: int, longest_s: float) -> None:
-        """Wait until this process, which was killed, has ended, and as many are ready as there are to be.
+        """Wait until a killed process has ended and all replicas are ready.
 
         Raises:
-            ServerError: They are not in time.
+            ServerError: They were not ready in time.
         """
         until = monotonic() + longest_s
         while pid in (pids := self.pids()) or len(pids) != self._n or self._n_ready() != self._n:
@@ -60,10 +60,10 @@ class Replicas:
 
 @contextmanager
 def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
-    """Within: so many replicas are ready, each with a CPU of Ray's; afterwards Ray has ended."""
+    """Start `n` replicas, one Ray CPU each, and yield them once ready; Ray ends with the context."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else it writes one to the home folder
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # it gives up after 5 s on a busy machine
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes a token to the home folder
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 s by default, too short on a busy machine
     import ray
     from ray import serve
 
@@ -84,7 +84,7 @@ def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
             found.deploy()
             yield found
         finally:
-            with suppress(Exception):  # it may never have begun, and ends below in any case
+            with suppress(Exception):  # it may not have started; Ray ends below in any case
                 serve.shutdown()
             ray.shutdown()
 

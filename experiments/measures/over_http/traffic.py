@@ -1,6 +1,6 @@
-"""What servers are asked, and how their answers are held against what the model answers by itself.
+"""Inputs sent to servers, and the comparison of replies with the model's own answers.
 
-The support desk is asked single texts, longer ones, and several in one request.
+The support desk gets single texts, longer ones, and several in one request.
 """
 
 import json
@@ -15,14 +15,14 @@ from experiments.data.streams.support_desk import support_desk
 from experiments.measures.over_http.client import OK, post
 from experiments.measures.over_http.loops import Load
 
-#: Labels with their probabilities, the best one alone.
+#: The best label and its probability.
 Best = tuple[str, float]
 
-EQUAL = 1e-5  # of a number of an embedding
+EQUAL = 1e-5  # tolerance for a component of an embedding
 PREDICT = "/predict"
-SHARE_LONG, TEXTS_LONG = 0.05, 4  # requests of several texts in one, and how many
-SHARE_BATCH, TEXTS_BATCH = 0.1, 8  # requests of several inputs
-#: Inputs that are several texts in one.
+SHARE_LONG, TEXTS_LONG = 0.05, 4  # share of inputs that join several texts, and texts in each
+SHARE_BATCH, TEXTS_BATCH = 0.1, 8  # share of requests with several inputs, and inputs in each
+#: Share of inputs that join several texts.
 LONG_INPUTS = SHARE_LONG / (1 + SHARE_BATCH * (TEXTS_BATCH - 1))
 
 
@@ -32,21 +32,21 @@ class Asked:
 
     @property
     def request(self) -> bytes:
-        """As text-embeddings-inference takes it: a list of texts would be a pair."""
+        """Bytes in the format of text-embeddings-inference, where a list of texts would be a pair."""
         return post(PREDICT, {"inputs": self.texts[0] if len(self.texts) == 1 else [[text] for text in self.texts]})
 
 
 def mixed(texts: Sequence[str], seed: int) -> list[str]:
-    """Inputs as they are in the traffic, made of these texts."""
+    """Return inputs mixed as in the traffic, made of these texts."""
     rest, rng = iter(texts), random.Random(seed)
     return [" ".join([text, *islice(rest, TEXTS_LONG - 1)]) if rng.random() < LONG_INPUTS else text for text in rest]
 
 
 class Traffic:
-    """What the support desk is asked after the requests that head and calibration know, mixed."""
+    """Mixed support desk requests that follow those of head and calibration."""
 
     def __init__(self, known: int, seed: int) -> None:
-        """The first `known` texts are no part of it."""
+        """Skip the first `known` texts."""
         self._seed, self._taken = seed, known
         self._rng = random.Random(seed)
 
@@ -74,7 +74,7 @@ def embed(text: str, session: str | None = None) -> bytes:
 
 
 def texts_of(seed: int) -> Iterator[str]:
-    """Different texts, without an end."""
+    """Yield distinct texts, endlessly."""
     seen: set[str] = set()
     for number in count(seed):
         new = dict.fromkeys(one.text for one in support_desk(1000, number))
@@ -83,14 +83,14 @@ def texts_of(seed: int) -> Iterator[str]:
 
 
 def best_of(body: bytes) -> list[Best]:
-    """The first label of each text, of an answer of `/predict` to one text or to several."""
+    """Return the first label of each text, from a reply of `/predict` to one text or several."""
     told = json.loads(body)
     rows = [told] if isinstance(told[0], dict) else told
     return [(str(row[0]["label"]), float(row[0]["score"])) for row in rows]
 
 
 def changed(load: Load, labels: Sequence[str]) -> dict[str, Any]:
-    """Share of the answers that have another label than the model's, of those that were kept; one text a request."""
+    """Return the share of kept replies whose label differs from the model's; one text per request."""
     told = [
         best_of(reply.body)[0][0] != label
         for reply, label in zip(load.replies, labels, strict=False)

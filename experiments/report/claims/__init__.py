@@ -1,7 +1,7 @@
-"""The paper's claims, each with a rule that turns what was measured into a verdict.
+"""The paper's claims, each with a rule that turns measurements into a verdict.
 
-Rules look at figures only. They were fixed before the run whose results lie in this repository; reading it made some of
-them stricter afterwards, and none more lenient: `docs/claims.md` says which.
+Rules use figures only. They were fixed before the run whose results are in this repository; after reading those
+results, some were made stricter, and none more lenient: `docs/claims.md` lists them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from experiments.runs.read import Run
 @dataclass(frozen=True, slots=True)
 class Claim:
     said: str
-    config: str  # the experiment that tests it
-    # Runs of that experiment, at least one, and those of all experiments by name, to a judgement
+    config: str  # experiment that tests it
+    # `(runs of that experiment, at least one; all runs by experiment) -> judgement`
     judge: Callable[[Sequence[Run], Results], Judgement]
 
 
 def judge(results: Results, missing: Mapping[str, Sequence[str]]) -> list[tuple[Claim, Judgement]]:
-    """Every claim and what became of it; none gets a verdict while one of its runs is missing."""
+    """Return every claim with its judgement; a claim with missing runs gets no verdict."""
     return [(claim, _judge(claim, results, missing.get(claim.config, ()))) for claim in CLAIMS]
 
 

@@ -1,6 +1,6 @@
-"""What verdicts rest on: points of curves that lose half a point at most, the hardware, and how good the models are.
+"""Evidence for verdicts: points of curves that lose at most half a point, the hardware, and model quality.
 
-The points are the best in hindsight, so an upper limit of what could be chosen.
+The points are the best in hindsight, so an upper limit of what could be chosen in advance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,10 @@ from experiments.metrics.metrics import FEWEST
 from experiments.runs.read import Figures, Run
 
 PAPERS_CURVE = ("llmcache", "mean")  # method and fingerprint
-#: By what a loss is told, where 500 questions make half a point two and a half of them; elsewhere by the drop.
+#: Loss measured by changed answers, where 500 questions make half a point two and a half questions; elsewhere by the
+#: drop.
 LOSS = {"openbookqa": "changed_answers"}
-#: How many times its trivial baseline a model has to reach for the size of a loss to say something of better models.
+#: Least ratio of a model's figure to its trivial baseline for the size of a loss to carry over to better models.
 STRONG = 2.0
 
 THEIR_HARDWARE = (
@@ -27,18 +28,18 @@ def loss_of(task: str) -> str:
 
 
 def rule_of(runs: Sequence[Run]) -> str:
-    """How much may be lost on these streams, in words."""
+    """Return the allowed loss on these streams, in words."""
     others = [f"{run.task}: half a per cent of {LOSS[run.task].replace('_', ' ')}" for run in runs if run.task in LOSS]
     return "at a loss of half a point at most" + (f" ({', '.join(others)})" if others else "")
 
 
 def harmless_point(run: Run, curve: Curve) -> Figures | None:
-    """The point of a curve with most hits that loses half a point at most; None where every point loses more."""
+    """Return the curve's point with most hits that loses at most half a point; None without such a point."""
     return best(run.metrics["points"], curve, loss_of(run.task))
 
 
 def harmless_rows(run: Run, curve: Curve) -> tuple[float, Sequence[float] | None]:
-    """Share of rows that such a point serves, and its interval, that of the hits scaled to rows; 0 without a point."""
+    """Return the share of rows that point serves, and the interval of the hits scaled to rows; 0 without a point."""
     point = harmless_point(run, curve)
     if point is None:
         return 0.0, (0.0, 0.0)
@@ -47,8 +48,8 @@ def harmless_rows(run: Run, curve: Curve) -> tuple[float, Sequence[float] | None
 
 
 def harmless_tau(run: Run) -> Figures | None:
-    """The point of the paper's curve with most hits that loses as little, and shows anything."""
-    # Of fewer than `FEWEST` hits a half may be wrong though none was seen to be. And one at least has to be right.
+    """Return the point with most hits that loses at most half a point, among the paper's points with enough hits."""
+    # With fewer than `FEWEST` hits, half may be wrong although none was seen to be. And at least one hit must be right.
     points = of_curve(run.metrics["points"], PAPERS_CURVE)
     enough = [point for point in points if point["precision"] and n_hits(run, point) >= FEWEST]
     return best(enough, PAPERS_CURVE, loss_of(run.task))
@@ -60,7 +61,7 @@ def n_hits(run: Run, point: Figures) -> int:
 
 
 def hardware(runs: Sequence[Run]) -> str:
-    """Where the runs were measured: `2 CPU cores`, or the accelerators."""
+    """Return the hardware of the runs: `2 CPU cores`, or the accelerators."""
     found = {run.env["gpu"] if _on_gpu(run) else f"{run.env['n_cpus']} CPU cores" for run in runs}
     return " and ".join(sorted(map(str, found)))
 
@@ -70,7 +71,7 @@ def _on_gpu(run: Run) -> bool:
 
 
 def weak_models(runs: Sequence[Run]) -> str:
-    """Models that hardly do better than a trivial answer, as `model F1 51.8 % where ... gives 44.9 %`; empty: none."""
+    """Return models that barely beat a trivial answer, as `model F1 51.8 % where ... gives 44.9 %`; "" if none."""
     return "; ".join(dict.fromkeys(told for run in runs for told in _weak(run)))
 
 

@@ -1,4 +1,4 @@
-"""Claims about what reuse does to answers, and about how many requests hit."""
+"""Claims about answer quality and hit rates under reuse."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from experiments.report.markdown import percent, points, share
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
 from experiments.runs.read import Figures, Run
 
-STRAIGHT = 0.95  # share of the variance that a line has to explain to be called one
+STRAIGHT = 0.95  # least share of variance explained by a line to call the relation linear
 MORE, FEWER, CHANCE = "more", "fewer", "no difference beyond chance"
 
 
@@ -23,7 +23,7 @@ def accuracy(runs: Sequence[Run], results: Results) -> Judgement:
         for label, figures in run.metrics["methods"].items():
             if figures["method"] == "llmcache" and "tau" in figures["options"]:
                 bounds = figures["accuracy_drop_ci"]
-                if figures["hit_rate"]:  # where nothing hits, nothing can be lost
+                if figures["hit_rate"]:  # without hits, nothing can be lost
                     is_below.append(bounds is not None and bounds[1] < paper.DROP)
                     is_above.append(bounds is not None and bounds[0] > paper.DROP)
                 told.append(
@@ -54,7 +54,7 @@ def documents(runs: Sequence[Run], results: Results) -> Judgement:
     told, found = [], []
     for run in runs:
         ours, theirs = (harmless_rows(run, curve) for curve in (PAPERS_CURVE, ("doccache", None)))
-        if ours[0] or theirs[0]:  # else neither serves anything there
+        if ours[0] or theirs[0]:  # else both serve nothing on this stream
             found.append(_difference(ours[1], theirs[1]))
             told.append(f"{run.task} {share(*ours)} against {share(*theirs)}: {found[-1]}")
     if not told:
@@ -80,7 +80,7 @@ def documents(runs: Sequence[Run], results: Results) -> Judgement:
 
 
 def _difference(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> str:
-    """Whether one share is larger than the other by more than chance, given their intervals."""
+    """Return `MORE`, `FEWER` or `CHANCE` by comparing the intervals of two shares."""
     if ours is None or theirs is None:
         return CHANCE
     if ours[0] > theirs[1]:
@@ -112,8 +112,8 @@ def layers(runs: Sequence[Run], results: Results) -> Judgement:
 
 
 def _exactly(run: Run, value: float) -> str:
-    """A share of the requests that were counted, with its interval where each window of text stands for itself."""
-    if run.config["task"].get("repeats") is not None:  # windows made of one window are one cluster
+    """Format a share of the counted requests, with its interval if windows of text are independent."""
+    if run.config["task"].get("repeats") is not None:  # windows made from one window are one cluster
         return percent(value)
     n = run.metrics["runs"]["as_written"]["n"]
     return share(value, share_interval(round(value * n), n))
@@ -143,7 +143,7 @@ def memory(runs: Sequence[Run], results: Results) -> Judgement:
 
 
 def _limits(runs: Sequence[Run]) -> Iterator[str]:
-    """What keeps hit rates by size from speaking for all traffic and all sizes."""
+    """Yield the limits of what hit rates by size say about other traffic and sizes."""
     traffic = runs[0].config["task"].get("traffic")
     if traffic is not None:
         yield f"one stream of {runs[0].metrics['n']:,} requests, drawn with a popularity skew of {traffic['skew']}"
@@ -158,7 +158,7 @@ def _size(run: Run) -> int:
 
 
 def explained_by_line(x: Any, y: Any) -> float:
-    """Share of the variance of `y` (N,) that a line in `x` (N,) explains; 1 where nothing varies."""
+    """Return the share of the variance of `y` (N,) that a line in `x` (N,) explains; 1 if `y` is constant."""
     if np.ptp(y) == 0:
         return 1.0
     return float(np.corrcoef(x, y)[0, 1] ** 2)

@@ -1,4 +1,4 @@
-"""Claims about time: what a request costs, how much faster a stream goes, and generation."""
+"""Claims about time: cost of a request, speed-up of a stream, and generation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ def latency(runs: Sequence[Run], results: Results, head: str) -> Judgement:
 
 
 def hits_needed(ratios: Mapping[str, Figures], times: float, which: str = "median") -> float:
-    """Share of hits, whose ratio is `which`, at which a stream is so many `times` as fast; above 1: none is enough."""
+    """Return the hit rate at which a stream is `times` as fast; `which` picks the hit ratio. Above 1: unreachable."""
     miss, hit = ratios["miss/nocache"]["median"], ratios["hit/nocache"][which]
     return float((miss - 1 / times) / (miss - hit)) if miss > hit else float("inf")
 
 
-#: Why accuracy may rise though answers change, by stream.
+#: Why accuracy may rise although answers change, by stream.
 RISES: Mapping[str, str] = {
     "wikitext-repeats": (
         " That accuracy rises on wikitext-repeats is made by the stream: windows come back with some of their tokens "
@@ -60,8 +60,8 @@ RISES: Mapping[str, str] = {
 class Gain:
     task: str
     times: float  # speed-up
-    loss: float  # what was lost at it, a share of 1
-    told: str  # both in words
+    loss: float  # loss at that speed-up, a fraction of 1
+    told: str  # both as text
 
 
 def speed(runs: Sequence[Run], results: Results) -> Judgement:
@@ -100,7 +100,7 @@ def speed(runs: Sequence[Run], results: Results) -> Judgement:
 
 
 def _gains(run: Run, row: Figures) -> Iterator[Gain]:
-    """What a live run gained; and what its costs come to on the whole stream, where more hits, and more may be lost."""
+    """Yield a live run's gain, and the gain its costs imply on the whole stream, with more hits and maybe more loss."""
     loss = loss_of(run.task)
     where = f"{run.task} at tau {row['tau']}"
     yield Gain(
@@ -129,7 +129,7 @@ def _lost(figures: Figures) -> str:
 
 
 def _large_model(runs: Sequence[Run], results: Results) -> tuple[float | None, float, str]:
-    """Speed-up of BERT-base at the highest hit rate that any stream allows, that if hits were free, and the stream."""
+    """Return BERT-base's speed-up at the highest hit rate of any stream, that with free hits, and the stream."""
     calls = [row for run in results.get("table1_latency", ()) for row in run.metrics["calls"]]
     costs = next((row for row in calls if row["model"] == "bert-base" and row["kept"] == "pooled"), None)
     allowed = [(harmless_rows(run, PAPERS_CURVE)[0], run.task) for run in runs]

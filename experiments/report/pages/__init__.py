@@ -1,7 +1,7 @@
-"""The tables of README.md and docs/results.md, from files of results alone.
+"""Tables of README.md and docs/results.md, made from result files only.
 
-A table of figures has a mark before it, `<!-- table: NAME -->`, and no page has figures in a table without one:
-`tests/test_readme.py` holds the pages against the files. After a measurement write the tables again:
+A table of figures is preceded by a mark, `<!-- table: NAME -->`; no page has figures in a table without one.
+`tests/test_readme.py` compares the pages with the files. After a measurement, write the tables again:
 
     python -m experiments.report.pages
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.report.pages import claims, costs, modes, policies, prompts, reuse, serving, ways
 from llmcache import ConfigError
 
-#: Folder of results -> lines of a table, by the name in its mark.
+#: Functions from the results folder to a table's lines, by the name in its mark.
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "modes": modes.modes,
     "demo": costs.demo,
@@ -41,20 +41,20 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "claims": claims.verdicts,
     "costs": costs.costs,
 }
-#: Pages that have them, by the path in the checkout; and the way from the page to the root.
+#: Pages with tables, by path in the checkout, and the relative path from the page to the root.
 PAGES: Mapping[str, str] = {"README.md": "", "docs/results.md": "../"}
 MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
 
 
 def lines_of(name: str, results_dir: Path, root: str = "") -> str:
-    """The lines of a table, as the files have them; links begin with `root`, the way to the root of the checkout."""
+    """Return the lines of a table from the files; links begin with `root`, the path to the root of the checkout."""
     if name not in TABLES:
         raise ConfigError(f"no table {name!r}; known: {', '.join(TABLES)}")
     return TABLES[name](results_dir).replace("](configs/", f"]({root}configs/")
 
 
 def fill(text: str, results_dir: Path, root: str = "") -> str:
-    """The text with the lines of every marked table as the files have them; see `lines_of`."""
+    """Return the text with every marked table replaced by its lines from the files; see `lines_of`."""
 
     def renew(found: re.Match[str]) -> str:
         return f"<!-- table: {found[1]} -->\n{lines_of(found[1], results_dir, root)}\n"

@@ -13,5 +13,5 @@ RESULTS = ROOT / "results"
 if __name__ == "__main__":
     for page, root in PAGES.items():
         write_whole(ROOT / page, fill((ROOT / page).read_text(encoding="utf-8"), RESULTS, root))
-    if is_timed(RESULTS, "demo"):  # else the picture stays: it would show times of a busy machine
+    if is_timed(RESULTS, "demo"):  # else the picture stays: a new one would show times from a busy machine
         plot_speed_against_changes(figures_of(RESULTS, "demo"), ROOT / "docs" / "demo.png")

@@ -1,4 +1,4 @@
-"""The table of what became of the paper's claims, in short."""
+"""Short table of the verdicts on the paper's claims."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ GROUPS = ("table1_latency", "table2_accuracy", "fig3_hit_rate_by_layer", "fig4_m
 
 
 def verdicts(results_dir: Path) -> str:
-    """Each claim, the figures that decide, and the verdict of the report."""
+    """Return the table of claims with the deciding figures and the report's verdicts."""
     results = {group: runs_of(results_dir, group) for group in GROUPS}
     judged = judge(results, {})
     return table(
@@ -32,7 +32,7 @@ def verdicts(results_dir: Path) -> str:
 
 
 def _calls(head: str) -> Callable[[Sequence[Run]], str]:
-    """Costs of a call as the paper searches and stores."""
+    """Return a formatter for the costs of a call with the paper's search and storage."""
 
     def told(runs: Sequence[Run]) -> str:
         rows = [row for row in runs[0].metrics["calls"] if row["kept"] == "as the paper" and row["head"] == head]
@@ -100,7 +100,7 @@ def _documents(runs: Sequence[Run]) -> str:
     return f"{len(runs)} streams, by the hits that lose half a point at most"
 
 
-#: What is shown of each claim, in their order.
+#: Formatters of the figures for each claim, in the claims' order.
 MEASURED: Sequence[Callable[[Sequence[Run]], str]] = (
     _calls("class"),
     _calls("token"),

@@ -1,4 +1,4 @@
-"""Tables of what calls cost: the demo, one call of each kind, and where the cache does not help."""
+"""Tables of the cost of calls: the demo, one call of each kind, and cases without benefit."""
 
 from collections.abc import Mapping
 from operator import itemgetter
@@ -32,7 +32,7 @@ DEMO: Mapping[str, Cell] = {
 
 
 def latency(results_dir: Path) -> str:
-    """One call of each kind, measured in both ways; and as the paper searches and stores."""
+    """Return the table of one call of each kind, measured in both ways, and with the paper's search and storage."""
     own, timed = figures_of(results_dir, "bench_latency"), is_timed(results_dir, "bench_latency")
     paper = next(
         row
@@ -54,19 +54,19 @@ INTERLEAVED, BLOCKS = "interleaved", "service rounds"
 
 
 def _short(row: Figures | None) -> list[tuple[str, ...]]:
-    """A short request on a small model; None where that was not measured."""
+    """Return the rows of a short request on a small model, marked if not measured."""
     name = "[minilm, 12 tokens](configs/latency_short.yaml)"
     return _both_ways(name, {}, "") if row is None else _both_ways(name, row["detail"], _entries(row))
 
 
 def _both_ways(name: str, times: Figures, entries: str) -> list[tuple[str, ...]]:
-    """Interleaved and in service rounds; a way without times was not measured."""
+    """Return the rows for interleaved calls and service rounds, marked if not measured."""
     ways = {INTERLEAVED: times, BLOCKS: times.get("service")}
     return [(name, way, *(_medians(one) if one else (MISSING, *[""] * 5)), entries) for way, one in ways.items()]
 
 
 def _medians(times: Figures) -> tuple[str, ...]:
-    """Medians of each kind of call, and how much longer than the floor a hit takes."""
+    """Return the median times by kind of call, and the ratio of a hit to the floor."""
     hit, floor = (times[f"{kind}_ms"]["median"] for kind in ("hit", "floor"))
     return *(_ms(times[name]["median"]) for name in TIMES), number(hit / floor)
 
@@ -81,7 +81,7 @@ def _entries(figures: Figures) -> str:
 
 
 def compiled(results_dir: Path) -> str:
-    """One call with and without a compiler, with and without a cache; nothing of a busy machine."""
+    """Return the table of one call with and without a compiler and a cache. Runs on a busy machine are left out."""
     runs = [run for run in runs_of(results_dir, "compiled") if run.is_timed]
     return next(of_calls.compiled(runs))
 

@@ -1,4 +1,4 @@
-"""What the tables of the pages are made of: finished runs, and cells that hold the figure of every seed."""
+"""Inputs of the pages' tables: finished runs, and cells with the figure of every seed."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,12 @@ from experiments.runs.folder import METRICS
 from experiments.runs.read import Figures, Run, read_runs, was_idle
 from llmcache import ConfigError
 
-#: What a cell says where a configuration asks for a run that is not there.
+#: Cell text for a configured run that is missing.
 MISSING = "not measured"
 
 
 def runs_of(results_dir: Path, group: str) -> list[Run]:
-    """The finished runs of an experiment, by task and seed."""
+    """Return the finished runs of an experiment, by task and seed."""
     found = runs_if_any(results_dir, group)
     if not found:
         raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
@@ -21,13 +21,13 @@ def runs_of(results_dir: Path, group: str) -> list[Run]:
 
 
 def runs_if_any(results_dir: Path, group: str) -> list[Run]:
-    """The same, or an empty list: for tables that say what was not measured."""
+    """Return the finished runs, or an empty list: for tables that mark what was not measured."""
     found = read_runs(path.parent for path in sorted((results_dir / group).glob(f"*/{METRICS}")))
     return sorted(found, key=lambda run: (run.metrics.get("task", ""), run.config["seed"]))
 
 
 def figures_of(results_dir: Path, command: str) -> Figures:
-    """What a command wrote that is no experiment."""
+    """Return the figures of a command that is no experiment."""
     path = results_dir / command / METRICS
     if not path.is_file():
         raise ConfigError(f"{path}: not there; llmcache {command.replace('_', ' ')} --results-dir {results_dir.name}")
@@ -36,7 +36,7 @@ def figures_of(results_dir: Path, command: str) -> Figures:
 
 
 def is_timed(results_dir: Path, command: str) -> bool:
-    """Whether the times of a command may be shown; see `was_idle`."""
+    """Whether a command's times may be shown; see `was_idle`."""
     return was_idle(json.loads((results_dir / command / "env.json").read_text(encoding="utf-8")))
 
 
@@ -48,7 +48,7 @@ def by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def each(values: Sequence[float | None], digits: int = 1, unit: str = " %") -> str:
-    """A figure of every seed, in their order; a missing one is a dash, and none at all an empty cell."""
+    """Format a figure of every seed, in order; a missing value is a dash, and no values give an empty cell."""
     if all(value is None for value in values):
         return ""
     return " / ".join("-" if value is None else f"{100 * value:z.{digits}f}" for value in values) + unit

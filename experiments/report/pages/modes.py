@@ -1,4 +1,4 @@
-"""The one table of the README: ways to reuse, what each promises, and what it gained."""
+"""The README's table: modes of reuse, the guarantee of each, and its gain."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from experiments.report.pages.files import MISSING, runs_if_any, runs_of
 from experiments.report.verdict import Verdict
 from experiments.runs.read import Figures, Run
 
-#: What prompts have in common, by the experiment that measured it.
+#: Common parts of prompts, by the experiment that measured them.
 PROMPTS = {
     "prefix_system_prompt": "after one system prompt",
     "prefix_chat": "in conversations",
@@ -21,7 +21,7 @@ VERDICTS = {Verdict.HOLDS: "hold", Verdict.HOLDS_UNDER: "hold under a condition"
 
 
 def modes(results_dir: Path) -> str:
-    """Every mode with its gain; one that was not measured says so."""
+    """Return the table of all modes with their gains; modes not measured are marked."""
     return table(
         ("mode", "serves", "exact or bounded", "measured gain", "when to use it"),
         [
@@ -58,7 +58,7 @@ def modes(results_dir: Path) -> str:
 
 
 def _repeats(results_dir: Path) -> str:
-    """Whole passes: the stream with most repeats, the others, and texts that are embedded twice."""
+    """Format whole passes: the stream with most repeats, the other streams, and texts embedded twice."""
     streams: dict[str, list[Figures]] = {}
     for run in runs_if_any(results_dir, "service_exact"):
         streams.setdefault(run.metrics["task"], []).extend(_summaries([run]))
@@ -75,7 +75,7 @@ def _repeats(results_dir: Path) -> str:
 
 
 def _prefixes(results_dir: Path) -> str:
-    """Time to the first token, in calls that take turns: whole passes were not measured."""
+    """Format time to first token in interleaved calls: whole passes were not measured."""
     told = []
     for group, what in PROMPTS.items():
         rows = [row for run in runs_if_any(results_dir, group) for row in run.metrics["methods"].values()]
@@ -85,7 +85,7 @@ def _prefixes(results_dir: Path) -> str:
 
 
 def _calibrated(results_dir: Path) -> str:
-    """Whole passes after learning, by the target."""
+    """Format whole passes after learning, by target."""
     rows = _summaries(runs_if_any(results_dir, "service_small"))
     told = []
     for target in sorted({float(row["max_drop"]) for row in rows}):
@@ -98,7 +98,7 @@ def _calibrated(results_dir: Path) -> str:
 
 
 def _tau(results_dir: Path) -> str:
-    """One stream at one threshold, in calls that take turns: whole passes were not measured."""
+    """Format one stream at one threshold in interleaved calls: whole passes were not measured."""
     told = [
         f"{_times([row])} at a hit rate of {percent(row['hit_rate'])}, {percent(row['changed_answers'], 2)} of answers "
         "changed (calls in turns)"
@@ -110,7 +110,7 @@ def _tau(results_dir: Path) -> str:
 
 
 def _paper(results_dir: Path) -> str:
-    """What became of the paper's claims."""
+    """Format the verdicts on the paper's claims."""
     judged = [judgement.verdict for _, judgement in judge({group: runs_of(results_dir, group) for group in GROUPS}, {})]
     told = (f"{judged.count(verdict)} {what}" for verdict, what in VERDICTS.items())
     return f"of the paper's {len(judged)} claims {', '.join(told)}"
@@ -121,13 +121,13 @@ def _summaries(runs: Iterable[Run]) -> list[Figures]:
 
 
 def _times(rows: Sequence[Figures]) -> str:
-    """The least and the largest speed-up of rows; each is the median of its rounds."""
+    """Format the smallest and largest speed-up of rows; each is the median of its rounds."""
     least, most = (number(found(row["speedup"] for row in rows), 2) for found in (min, max))
     return f"{least}×" if least == most else f"{least} to {most}×"
 
 
 def _shares(values: Iterable[float], digits: int = 1) -> str:
-    """The least and the largest of shares."""
+    """Format the smallest and largest of shares."""
     found = sorted(values)
     least, most = percent(found[0], digits), percent(found[-1], digits)
     return most if least == most else f"{least.removesuffix(' %')} to {most}"

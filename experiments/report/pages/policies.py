@@ -1,4 +1,4 @@
-"""Table of eviction policies: what each finds, beside the most that any could."""
+"""Table of eviction policies: hits of each, beside the most that any policy can get."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ SHARES = {"hit_rate": "hits", "tokens_saved": "tokens saved"}
 
 
 def policies(results_dir: Path) -> str:
-    """Every stream at every size; where a third of a Zipf stream's keys fit, policies hardly differ."""
+    """Return the table of every stream and size; with a third of a Zipf stream's keys held, policies hardly differ."""
     runs = runs_of(results_dir, "policies")
     names = list(dict.fromkeys(row["policy"] for run in runs for row in run.metrics["summary"]))
     names = [*(name for name in names if name != BEST), BEST]
@@ -21,7 +21,7 @@ def policies(results_dir: Path) -> str:
 
 
 def _lines(run: Run, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Two lines a size where costs differ, else one. The best is known where all entries are alike."""
+    """Yield two rows per size if costs differ, else one. The optimum is known only for uniform entries."""
     rows = run.metrics["summary"]
     differ = any(row["hit_rate"] != row["tokens_saved"] for row in rows)
     for share in dict.fromkeys(row["share"] for row in rows):

@@ -1,4 +1,4 @@
-"""Tables of prompts: time to the first token, whether tokens stay the same, and whole generations."""
+"""Tables of prompts: time to first token, token parity, and whole generations."""
 
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
@@ -13,7 +13,7 @@ Row = tuple[str, ...]
 
 
 def first_token(results_dir: Path) -> str:
-    """How much sooner the first token is there, and the ceiling of the same prompts."""
+    """Return the table of TTFT speed-ups, with the ceiling of the same prompts."""
     return table(
         ("prompts", "tokens known", "times as fast (slowest, fastest round)", "were known tokens free", "same token"),
         [*_mooncake(results_dir), *_chats(results_dir), *_others(results_dir)],
@@ -32,7 +32,7 @@ def _mooncake(results_dir: Path) -> Iterator[Row]:
 
 def _all_prompts(run: Run, label: str) -> Row:
     row = run.metrics["methods"][label]
-    known = max(run.metrics["facts"]["share_known"], row["share_reused"])  # the first counts whole blocks alone
+    known = max(run.metrics["facts"]["share_known"], row["share_reused"])  # the first counts whole blocks only
     same = f"{row['n_same']:,} of {run.metrics['n']:,}"
     return (percent(known), speed(row), number(1 / (1 - known), 2), same)
 
@@ -68,7 +68,7 @@ def _others(results_dir: Path) -> Iterator[Row]:
 
 
 def prefix_limit(results_dir: Path) -> str:
-    """Time to first token beside the least that it can take; times are empty where the machine was busy."""
+    """Return the table of TTFT beside the least possible time; times are empty if the machine was busy."""
     runs = runs_if_any(results_dir, "prefix_limit")
     if not runs:
         return table(tuple(LIMIT), [(MISSING, *[""] * (len(LIMIT) - 1))])
@@ -104,7 +104,7 @@ UNTIMED = dict.fromkeys(("plain_ms", "cache_ms", "limit_ms", "batching_ms", "cop
 
 
 def parity(results_dir: Path) -> str:
-    """How many continuations keep the model's own tokens."""
+    """Return the table of continuations that keep the model's own tokens."""
     groups = ("prefix_parity", "prefix_parity_bfloat16", "prefix_soak")
     return table(
         (
@@ -138,7 +138,7 @@ def _model(run: Run) -> str:
 
 
 def generation(results_dir: Path) -> str:
-    """Whole generations by what of the prompt is known."""
+    """Return the table of whole generations by the known part of the prompt."""
     return table(
         ("generation", "first token, ms", "each further token, ms", "whole, ms", "of the time with a K/V cache"),
         [

@@ -1,4 +1,4 @@
-"""Tables of calibrated reuse: what was chosen in advance, hindsight, the bound, and whole passes."""
+"""Tables of calibrated reuse: limits chosen in advance, hindsight, the bound, and whole passes."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -15,7 +15,7 @@ from llmcache import ConfigError
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")
 SOURCES = ("frozen", "growing")
 
-#: Curves in the order of the columns, and their headings.
+#: Curves in column order, with their headings.
 WAYS = {
     ("llmcache", "frozen"): "llmcache, frozen",
     ("llmcache", "growing"): "llmcache, growing",
@@ -24,7 +24,7 @@ WAYS = {
     ("paper", None): "the paper's method",
     ("student", "frozen"): "student: the forecast alone",
 }
-#: What the configurations of whole passes ask for: streams by experiment.
+#: Streams of whole passes in the configurations, by experiment.
 SERVICES = {
     "service_small": ("banking77", "hwu64", "snips"),
     "service_exact": ("banking77", "hwu64", "snips", "banking77-repeats", "support_desk"),
@@ -37,7 +37,7 @@ def trust_runs(results_dir: Path) -> dict[str, list[Run]]:
 
 
 def calibrated(results_dir: Path) -> str:
-    """What was chosen in advance: every stream, claim and seed, with frozen sources and with growing ones."""
+    """Return the table of limits chosen in advance: every stream, claim and seed, with frozen and growing sources."""
     asked = ("hits", "changed", "points lost")
     rows = []
     for task, runs in trust_runs(results_dir).items():
@@ -63,14 +63,14 @@ def _chosen(run: Run, sources: str, drop: float) -> Figures:
 
 
 def chosen(run: Run, method: str, sources: str, drop: float) -> Figures | None:
-    """What a way got with a limit that was chosen in advance; None where that was not measured."""
+    """Return a method's figures at a limit chosen in advance; None if not measured."""
     wanted = (method, sources, drop)
     rows = run.metrics["calibrated"]
     return next((r for r in rows if (r.get("method", "llmcache"), r["sources"], r["max_drop"]) == wanted), None)
 
 
 def hindsight(results_dir: Path) -> str:
-    """The best threshold on the very requests it is counted on, of every way."""
+    """Return the table of each method's best threshold in hindsight, on the requests it is counted on."""
     trust = trust_runs(results_dir)
     rows = [
         (task, told, *(_frontier(runs, way, loss) for way in WAYS))
@@ -81,7 +81,7 @@ def hindsight(results_dir: Path) -> str:
 
 
 def _frontier(runs: Sequence[Run], way: tuple[str, str | None], loss: str) -> str:
-    """Hits of every seed; where accuracy is the limit, also how many answers changed."""
+    """Format the hits of every seed; if accuracy is the limit, also the changed answers."""
     found = [best(run.metrics["points"], way, loss) for run in runs]
     if all(point is None for point in found):
         return MISSING
@@ -92,7 +92,7 @@ def _frontier(runs: Sequence[Run], way: tuple[str, str | None], loss: str) -> st
 
 
 def bound(results_dir: Path) -> str:
-    """How often a calibration was worse than its bound, of as many as were tried."""
+    """Return the table of calibrations that exceeded their bound, and of all tried."""
     runs = runs_of(results_dir, "trust_bound")
     return columns(BOUND, [{"run": run, **row} for run in runs for row in run.metrics["claims"]])
 
@@ -108,7 +108,7 @@ BOUND: Mapping[str, Cell] = {
 
 
 def rates(results_dir: Path) -> str:
-    """What is reached of the bound at hit rates that were set; a kind of reuse that was not measured says so."""
+    """Return the table of speed-ups against the bound at set hit rates; kinds of reuse not measured are marked."""
     rows: list[Sequence[str]] = []
     for group, kind in RATES.items():
         found = [{"run": run, **row} for run in runs_if_any(results_dir, group) for row in run.metrics["summary"]]
@@ -122,7 +122,7 @@ RATES = {"service_rates": "calibrated", "service_rates_exact": "exact repeats"}
 
 
 def service(results_dir: Path) -> str:
-    """Whole passes of a service: every stream and number of threads; a stream that was not measured says so."""
+    """Return the table of whole passes by stream and number of threads; streams not measured are marked."""
     rows: list[Sequence[str]] = []
     for group, tasks in SERVICES.items():
         found = by_task(runs_if_any(results_dir, group))
@@ -158,7 +158,7 @@ RATED: Mapping[str, Cell] = {
 
 
 def second_pass(results_dir: Path) -> str:
-    """Texts that are embedded again; a row without figures where that was not measured."""
+    """Return the table of texts embedded twice; a row is empty if not measured."""
     found = runs_if_any(results_dir, "service_second_pass")
     if not found:
         return table(tuple(SECOND_PASS), [("banking77", MISSING, *[""] * (len(SECOND_PASS) - 2))])

@@ -1,4 +1,4 @@
-"""The tables of servers over HTTP, and of a store that workers share; times of a busy machine are not shown."""
+"""Tables of HTTP servers, and of a store shared by workers; times from a busy machine are not shown."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -25,7 +25,7 @@ def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Cal
 
 
 def _run(name: str, show: Callable[..., str] = str) -> Cell:
-    """A figure of the whole run."""
+    """Return a cell for a figure of the whole run."""
     return lambda row: show(row["run"].metrics[name])
 
 

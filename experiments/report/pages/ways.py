@@ -1,4 +1,4 @@
-"""Tables of calibrated reuse beside other ways with the same bound, by hit and by intent, and in time order."""
+"""Tables of calibrated reuse and other methods with the same bound: by hit, by intent, and in time order."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from experiments.report.pages.files import MISSING, by_task, each, row_of, runs_
 from experiments.report.pages.reuse import chosen, trust_runs
 from experiments.runs.read import Figures, Run
 
-#: Ways that are calibrated by the same tests on the same requests, in the order of the rows, and what they are called.
+#: Methods calibrated by the same tests on the same requests, in row order, with their titles.
 NAMES = {
     "llmcache": "llmcache: neighbours and forecast",
     "student": "student: the forecast alone",
@@ -16,17 +16,17 @@ NAMES = {
     "doccache": "DocCache",
     "paper": "the paper's method",
 }
-#: Of those whose errors are told by hit and by intent.
+#: Methods whose errors are shown by hit and by intent.
 OWN = ("llmcache", "student")
-#: In which order requests come, and the experiment that serves such streams live.
+#: Orders of requests, and the experiment that serves such a stream live.
 ORDERS = {"shuffled": None, "bursts": "trust_bursts", "repeats": "trust_repeats"}
-#: Streams of `configs/trust_bound_time.yaml`, and those that are served live in time order.
+#: Streams of `configs/trust_bound_time.yaml`, and those served live in time order.
 STREAMS, LIVE = ("banking77", "hwu64", "snips"), ("banking77", "hwu64")
-WORTH_TELLING = 0.01  # of all requests: from that share on exact repeats are told beside all hits
+WORTH_TELLING = 0.01  # share of all requests from which exact repeats are shown apart from all hits
 
 
 def ways(results_dir: Path) -> str:
-    """Hits and changed answers of every way with frozen sources, its limit chosen in advance, of every seed."""
+    """Return the table of hits and changed answers: every method and seed, frozen sources, limits chosen in advance."""
     trust = trust_runs(results_dir)
     drops = _drops(next(iter(trust.values())))
     heads = [f"target {percent(drop)}: {what}" for drop in drops for what in ("hits", "changed")]
@@ -39,7 +39,7 @@ def ways(results_dir: Path) -> str:
 
 
 def errors(results_dir: Path) -> str:
-    """Changed answers by hit and by intent beside those of all requests, of every seed, with frozen sources."""
+    """Return the table of changed answers by hit, by intent and overall: every seed, frozen sources."""
     trust = trust_runs(results_dir)
     heads = ("stream", "way", "target", "changed", "of hits", "worst intent", "median intent")
     rows = [
@@ -52,7 +52,7 @@ def errors(results_dir: Path) -> str:
 
 
 def time_order(results_dir: Path) -> str:
-    """How often a bound did not hold by the order in which requests come, and what live streams of that kind got."""
+    """Return the table of broken bounds by order of requests, and the live results for streams in that order."""
     bounds = runs_if_any(results_dir, "trust_bound_time")
     trust = trust_runs(results_dir)
     drops = _drops(next(iter(trust.values())))
@@ -76,7 +76,7 @@ def _drops(runs: Sequence[Run]) -> list[float]:
 
 
 def _found(runs: Sequence[Run], way: str, drop: float) -> list[Figures] | None:
-    """What a way got in every run; None where it was not measured in all of them."""
+    """Return a method's figures in every run; None if any run lacks them."""
     rows = [chosen(run, way, "frozen", drop) for run in runs]
     found = [row for row in rows if row is not None]
     return found if rows and len(found) == len(rows) else None
@@ -92,7 +92,7 @@ def _hits_and_changed(found: Sequence[Figures] | None) -> tuple[str, str]:
 
 
 def _exact(row: Figures) -> float:
-    """Hits of a request's own repeat, a share of all requests."""
+    """Return the hits on a request's own repeat, as a share of all requests."""
     return float(row["hits_by_rung"].get("exact", 0.0))
 
 
@@ -108,7 +108,7 @@ def _errors(found: Sequence[Figures] | None) -> tuple[str, ...]:
 
 
 def _worse(runs: Sequence[Run], task: str, order: str, drop: float) -> str:
-    """Orders in which more answers changed than was asked, and those beyond chance."""
+    """Format how many orders changed more answers than the target, and how many of them beyond chance."""
     for run in runs:
         if (run.task, run.metrics["arrival"]) == (task, order):
             row = row_of(run.metrics["claims"], max_drop=drop)
