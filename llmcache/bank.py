@@ -74,26 +74,17 @@ class Entry:
 class Bank:
     """Stores entries by key and evicts them; each namespace has its own share of the budget. Thread-safe."""
 
-    def __init__(
-        self,
-        make_policy: Callable[[], Policy],
-        max_bytes: int,
-        max_entries: int | None = None,
-        make_way: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, make_policy: Callable[[], Policy], max_bytes: int, max_entries: int | None = None) -> None:
         """Start empty.
 
         Args:
             make_policy: Makes a policy; its methods are called under the bank's lock.
             max_bytes: Budget for the sum of the entries' `nbytes`.
             max_entries: Most entries; None: no limit.
-            make_way: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget. None:
-                nothing shares it.
         """
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self._shares = Shares(make_policy)
-        self._make_way = make_way
         self._entries: dict[str, Entry] = {}
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
         self._n_clears = Counter[str]()
@@ -109,6 +100,8 @@ class Bank:
         self._has_warned = False
         #: Called under the lock with the key of each removed entry that was not pinned.
         self.on_leave: Callable[[str], object] = lambda key: None
+        #: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
+        self.make_way: Callable[[], object] = lambda: None
         self._pinned: set[str] = set()  # removed only by `clear` and `forget`; unknown to the policy
         self._pinned_nbytes = 0
         #: By key, for entries that serve only once confirmed: mark of the weights before they were computed.
@@ -156,8 +149,7 @@ class Bank:
             self._pinned |= {entry.key for entry in entries}
             self._pinned_nbytes += nbytes
             self.nbytes += nbytes
-        if self._make_way is not None:
-            self._make_way()
+        self.make_way()
         return True
 
     def release(self) -> None:
@@ -220,8 +212,7 @@ class Bank:
                 if cost is not None and self.heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
         self._trimmer.stored(n_stored, len(self))
-        if self._make_way is not None:
-            self._make_way()
+        self.make_way()
         return n_too_large
 
     def generation(self, namespace: str) -> int:

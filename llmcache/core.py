@@ -69,8 +69,9 @@ class Core:
         self.blocks = self._make_blocks()
         # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
         max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
-        make_way = None if self.blocks is None else self.blocks.make_way
-        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, make_way)
+        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries)
+        if self.blocks is not None:
+            self.bank.make_way = self.blocks.make_way
         reader = RequestReader(self.trunk, self.head, self.payload, tokenizer)
         self.installed = Installed()
         self.calibrator: Calibrator | None = None
