@@ -130,21 +130,34 @@ class Features(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def _filled(name: str) -> Callable[..., Any]:
-    """Return a method of dict that computes the states first."""
+def _filled(name: str, is_of_one_key: bool) -> Callable[..., Any]:
+    """Return a method of dict that computes the states first; a method of one key, only if the key is theirs."""
     method = getattr(dict, name)
 
     def run(self: Features, *args: Any, **kwargs: Any) -> Any:
-        self._fill()
+        if not is_of_one_key or args[:1] == (_TOKENS,):
+            self._fill()
         return method(self, *args, **kwargs)
 
     return run
 
 
-for _name in ("items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"):
-    setattr(Features, _name, _filled(_name))
-for _name in ("__delitem__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__"):
-    setattr(Features, _name, _filled(_name))
+_OF_ONE_KEY = ("pop", "setdefault", "__delitem__")
+_OF_ALL_KEYS = (
+    "items",
+    "values",
+    "copy",
+    "popitem",
+    "update",
+    "clear",
+    "__eq__",
+    "__ne__",
+    "__or__",
+    "__ror__",
+    "__ior__",
+)
+for _name in (*_OF_ONE_KEY, *_OF_ALL_KEYS):
+    setattr(Features, _name, _filled(_name, _name in _OF_ONE_KEY))
 
 
 class SentenceSwap(Swap):

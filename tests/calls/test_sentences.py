@@ -89,6 +89,13 @@ def test_states_that_could_not_be_computed_are_computed_when_asked_for_again() -
     assert features["token_embeddings"] == features["token_embeddings"] == "states"
 
 
+def test_what_concerns_another_key_computes_no_states() -> None:
+    features = Features({"token_embeddings": "vector", "a": 1, "b": 2}, lambda: pytest.fail("the states were computed"))
+    assert features.pop("a") == 1 and features.setdefault("b", 3) == 2
+    del features["b"]
+    assert list(features) == ["token_embeddings"]
+
+
 @pytest.mark.parametrize("how", NEAR)
 def test_in_the_callers_dict_no_vector_stands_for_states(model: Any, how: str) -> None:
     with LLMCache.wrap(model, **NEAR[how]) as cache, torch.inference_mode():  # type: ignore[arg-type]
