@@ -9,7 +9,9 @@ statistics are not.
 """
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -26,7 +28,6 @@ from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 
 FORMAT = 11
-_TRIES = 10
 _META = "__meta__"  # the tensor that holds a section's JSON
 #: Settings that affect neither the stored data nor a calibration's bound.
 _FREE: Final = frozenset(("auto_bypass", "policy"))
@@ -120,20 +121,24 @@ class Saved:
             BankFileError: The folder is incomplete or damaged.
         """
         self.folder = folder
-        for _ in range(_TRIES):
-            self.manifest = read_manifest(folder)
-            _check(self.manifest, model, tokenizer, folder)
-            try:
-                self._parts = {
-                    name.split("-")[0]: _read_checked(Path(folder) / name, sha)
-                    for name, sha in self.manifest.files.items()
-                }
-                return
-            except BankFileError:
-                if read_manifest(folder).files == self.manifest.files:
-                    raise
-                # Another save replaced it meanwhile and removed its files.
-        raise BankFileError(f"{folder}: replaced {_TRIES} times while it was being read: load it when fewer save there")
+        self.manifest = read_manifest(folder)
+        try:
+            self._parts = self._read(model, tokenizer)
+        except BankFileError:
+            if read_manifest(folder).files == self.manifest.files:
+                raise
+            # Another save replaced it meanwhile and removed its files. Under the lock none can; a folder that may not
+            # be written cannot be locked.
+            with locked(Path(folder)) if os.access(folder, os.W_OK) else nullcontext():
+                self.manifest = read_manifest(folder)
+                self._parts = self._read(model, tokenizer)
+
+    def _read(self, model: nn.Module, tokenizer: Any) -> dict[str, dict[str, Tensor]]:
+        _check(self.manifest, model, tokenizer, self.folder)
+        return {
+            name.split("-")[0]: _read_checked(Path(self.folder) / name, sha)
+            for name, sha in self.manifest.files.items()
+        }
 
     @property
     def sections(self) -> set[str]:

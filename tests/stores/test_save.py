@@ -1,6 +1,7 @@
 """Saving and loading: hits survive a restart, and nothing that does not fit is ever served."""
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -222,7 +223,7 @@ def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
     cache = LLMCache.wrap(build(BARE["bert"]))
     cache(**padded([5]))
     cache.save(tmp_path)
-    saves, read_checked = iter([True, True, False]), save._read_checked
+    saves, read_checked = iter([True, False]), save._read_checked
 
     def read_late(path: Path, sha: str) -> Any:
         if next(saves):
@@ -232,9 +233,11 @@ def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
 
     monkeypatch.setattr(save, "_read_checked", read_late)
     with LLMCache.load(build(BARE["bert"]), tmp_path) as again:
-        assert again.stats().n_stored == 3
+        assert again.stats().n_stored == 2
+    # A folder that cannot be locked, replaced at each attempt.
+    monkeypatch.setattr(os, "access", lambda *of: False)
     monkeypatch.setattr(save, "_read_checked", lambda *of: cache.save(tmp_path) or read_checked(*of))
-    refused(tmp_path, "replaced 10 times while it was being read")
+    refused(tmp_path, "missing; the save is incomplete")
 
 
 @pytest.mark.slow
