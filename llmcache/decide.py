@@ -208,7 +208,7 @@ class Semantic:
             rows = [row for row in rows if not row.is_misread]
         if made is None or (limit := made.limit) is None or not rows:
             return
-        if call.requests.may_be_refused() or not call.requests.are_positions_usual():  # a fingerprint reads tokens only
+        if call.requests.may_be_refused() or not call.requests.are_usual():  # a fingerprint reads tokens only
             return
         vectors, forecasts = self.fingerprint.project(call.requests.tokens(rows))
         if not isfinite(np.add.reduce(vectors, axis=None)):  # rows whose token vectors are not finite are computed

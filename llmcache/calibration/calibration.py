@@ -227,8 +227,8 @@ def watch(trial: HoldoutOutcome, point: OperatingPoint, max_changed: float | Non
         # Over one half, reuse changes more answers than it keeps: the alarm must ring in any case.
         max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
     risks = np.sort(trial.risk[served & np.isfinite(trial.risk)])
-    middle = float(risks[(len(risks) - 1) // 2]) if len(risks) else point.limit
-    return AlarmLevels(max_changed, min(middle, float(np.nextafter(point.limit, -np.inf))))
+    middle = risks[len(risks) // 2] if len(risks) else point.limit
+    return AlarmLevels(max_changed, float(np.nextafter(middle, -np.inf)))  # below it, since risks may be tied
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:

@@ -114,9 +114,24 @@ class Requests:
         n_positions = self.tables.n_positions
         return n_positions is not None and self.inputs.ids.shape[1] + self.first_position > n_positions
 
-    def are_positions_usual(self) -> bool:
-        """Whether positions, if passed, count up from `first_position` in every row."""
-        return self.inputs.positions is None or all(row.start == self.first_position for row in self.rows)
+    def are_usual(self) -> bool:
+        """Whether positions and types, if passed, follow from the tokens, in every row.
+
+        Positions count up from `first_position`; types count up from 0 and change only beside a special token.
+        """
+        types = self.inputs.types
+        if self.inputs.positions is not None and any(row.start != self.first_position for row in self.rows):
+            return False
+        if types is None or not types.any():
+            return True
+        is_content = np.frombuffer(self.tables.content, np.bool_)[self.ids]
+        for row in self.rows:
+            own = types[row.number if len(types) > 1 else 0][row.valid].astype(np.int64)
+            is_within = is_content[row.number][row.valid]
+            steps = np.diff(own, prepend=0)
+            if (steps < 0).any() or (steps[:1] > 0).any() or (steps[1:] > 0)[is_within[1:] & is_within[:-1]].any():
+                return False
+        return True
 
     def take(self, numbers: Sequence[int]) -> "Requests":
         """Return the requests with these numbers, renumbered from 0."""

@@ -20,6 +20,7 @@ from llmcache.calibration.calibration import (
     losses,
     split,
     try_limits,
+    watch,
 )
 from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.errors import CalibrationError, ConfigError
@@ -104,6 +105,14 @@ def test_the_chosen_setting_is_seldom_worse_than_claimed() -> None:
             rates.append(best.limit)
     assert n_wrong <= 24
     assert np.median(rates) > 0.3
+
+
+@pytest.mark.parametrize("risks", [[0.1] * 5, [0.1, 0.2, 0.2, 0.2, 0.3], [0.1, 0.2, 0.3, 0.4], [0.0]])
+def test_after_an_alarm_at_most_half_of_the_hits_are_served(risks: list[float]) -> None:
+    """Risks may be tied."""
+    trial = HoldoutOutcome(np.array([*risks, np.inf, -np.inf]), np.zeros(len(risks) + 2))
+    tighter = watch(trial, OperatingPoint(max(risks), 0.9, 0.0, 0.01), 0.01, 0.05).tighter
+    assert sum(risk <= tighter for risk in risks) <= len(risks) / 2
 
 
 def test_a_metric_that_is_not_a_share_is_bounded_by_betting() -> None:

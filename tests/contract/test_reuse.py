@@ -1,4 +1,4 @@
-"""What approximate reuse does not answer: requests that the model itself refuses, or at other positions."""
+"""What approximate reuse does not answer: what the model itself refuses, and other positions or token types."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from llmcache import LLMCache
 from tests.contract.judge import ask
 from tests.contract.streams import calibrated, classifier, requests
+from tests.tiny_models import PAD
 
 FRESH = requests(12, seed=7)[0]
 N_TOKENS = FRESH.shape[1]
@@ -69,10 +70,31 @@ def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache,
             ask(cache.model, **made(row, refused))
 
 
-def test_a_request_at_other_positions_is_computed(cache: LLMCache, plain: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"position_ids": PLACES + 3},
+        {"token_type_ids": 1},
+        {"token_type_ids": (PLACES > 3).long()},
+        {"token_type_ids": (PLACES < 1).long()},
+    ],
+    ids=["positions", "one type", "types that change within a text", "types that fall"],
+)
+def test_a_request_with_unusual_arguments_is_computed(cache: LLMCache, plain: nn.Module, given: dict[str, Any]) -> None:
     """Its tokens alone do not tell that its answer may be another one."""
     for row in FRESH:
-        moved = made(row, {"attention_mask": 1, "position_ids": PLACES + 3})
-        output = ask(cache.model, **moved)
+        call = made(row, {"attention_mask": 1} | given)
+        output = ask(cache.model, **call)
         assert cache.last[0].rung is None
-        torch.testing.assert_close(output, ask(plain, **moved))
+        torch.testing.assert_close(output, ask(plain, **call))
+
+
+def test_usual_token_types_of_a_pair_are_reused(cache: LLMCache) -> None:
+    """They change behind a separator, as a tokenizer has them."""
+    rungs = []
+    for row in FRESH:
+        pair = torch.cat([row, torch.tensor([PAD]), row[1:]])  # the only special token of this model
+        types = (torch.arange(len(pair)) > len(row)).long()[None]
+        ask(cache.model, **made(pair, {"attention_mask": 1, "token_type_ids": types}))
+        rungs.append(cache.last[0].rung)
+    assert "semantic" in rungs

@@ -20,7 +20,7 @@ from tests.tiny_models import BARE, build, padded
 N_SAVERS, N_LOADS, N_KILLED = 2, 4, 6
 
 
-def save(folder: Path, n_requests: int, n_rounds: int, may_end: Any = None) -> None:
+def save(folder: Path, n_requests: int, n_rounds: int, may_end: Any = None, has_saved: Any = None) -> None:
     """Save a cache of so many requests so many times, and on until it may end."""
     cache = LLMCache.wrap(build(BARE["bert"]))
     for seed in range(n_requests):
@@ -28,6 +28,8 @@ def save(folder: Path, n_requests: int, n_rounds: int, may_end: Any = None) -> N
     while n_rounds > 0 or not (may_end is None or may_end.is_set()):
         cache.save(folder)
         n_rounds -= 1
+        if has_saved is not None:
+            has_saved.set()
 
 
 def load(folder: Path) -> int:
@@ -62,9 +64,12 @@ def kill(folder: Path) -> int:
     """Kill processes that save, and return how many left something behind."""
     rng, n_left = random.Random(0), 0
     for _ in range(N_KILLED):
-        saver = multiprocessing.get_context("fork").Process(target=save, args=(folder, 2, 10_000))
+        fork = multiprocessing.get_context("fork")
+        has_saved = fork.Event()
+        saver = fork.Process(target=save, args=(folder, 2, 10_000, None, has_saved))
         saver.start()
-        time.sleep(0.6 + 0.3 * rng.random())  # it wraps a model first
+        has_saved.wait()
+        time.sleep(0.1 * rng.random())
         saver.kill()
         saver.join()
         n_left += len(list(folder.iterdir())) > 3
