@@ -1,6 +1,6 @@
 """A fingerprint fitted to the wrapped model, so that similar requests are likely to have the same answer.
 
-    token ids -> rows of token vectors -> pooled -> scaled -> one linear map -> unit vector
+    token ids -> rows of token vectors -> pooled (means, and extremes along principal axes) -> linear map -> unit vector
 
 The map is a ridge regression from pooled vectors of requests to the model's final states and logits, solved in closed
 form; it needs no labels. A second map from the same vectors forecasts the model's output: roughly, but from the request
@@ -8,8 +8,11 @@ itself, not from its neighbours.
 A token has two vectors: its input embedding, and a static vector, which is the model's final state for a request of
 this token alone (as in Minishlab's model2vec). Static vectors are computed for the tokens of the fitted requests. For
 other tokens a third ridge regression estimates them from input embeddings.
+Extremes are taken along R principal axes of each kind of vector. Along all D, a request would read five times as many
+weights, and find no more hits.
 
-Sizes: N requests, n content tokens, D hidden width, P pooled width (6 D), T target width, C outputs, F dimensions.
+Sizes: N requests, n content tokens, D hidden width, R axes, P pooled width (2 D + 4 R), T target width, C outputs, F
+dimensions.
 """
 
 import threading
@@ -24,7 +27,7 @@ from llmcache.threads import forkable
 Lookup = Callable[[Ids], Floats]
 
 _EXACT = 1e-6  # ridge penalty of the map to outputs: nearly none, since outputs are a function of the targets
-_N_POOLED = 6  # mean of input embeddings; max of both vectors; min of both; weighted mean of static vectors
+_N_AXES = 64  # R at most
 
 
 class Learned:
@@ -68,10 +71,12 @@ class Learned:
             "guess": guess.weights,
             "guess_centre": guess.centre,
             "guess_mean": guess.mean,
+            "embedded_axes": _principal_axes(embedded, counts),
+            "static_axes": _principal_axes(static, counts),
         }
         extremes, means = _Pool(learned, self._embed)(requests)
-        pooled = np.concatenate([means[:, 0], extremes, means[:, 1]], axis=1)
-        scale = _scale(pooled)
+        kinds = [means[:, 0], *np.split(extremes, 4, axis=1), means[:, 1]]
+        pooled, scale = np.concatenate(kinds, axis=1), _scale(kinds)
         aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
         fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
         learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * fitted.weights).T)}
@@ -103,8 +108,8 @@ class _Fitted:
         """Prepare the arrays that `Learned.fit` made."""
         self.learned = learned
         weights = np.ascontiguousarray(learned["map"].T)
-        width = len(weights) // _N_POOLED
-        mean, extremes, weighted = np.split(weights, [width, 5 * width])
+        width = len(learned["guess"])
+        mean, extremes, weighted = np.split(weights, [width, len(weights) - width])
         self._pool = _Pool(learned, embed, (mean, weighted))
         # Stored with one dimension per row: one request then takes two thirds of the time.
         self._weights = torch.from_numpy(np.ascontiguousarray(extremes.T)).T
@@ -143,7 +148,7 @@ class _Pool:
         self._learned, self._embed, self._maps = learned, embed, maps
         self._lock = forkable(threading.Lock())
         self._place: dict[int, int] = {}
-        self._n_extremes = 2 * learned["static"].shape[1]
+        self._n_extremes = 2 * learned["static_axes"].shape[1]
         self._width = learned["static"].shape[1] if maps is None else maps[0].shape[1]
         self._table: Floats = np.empty((0, self._n_extremes + 2 * self._width + 1), np.float32)
 
@@ -151,7 +156,7 @@ class _Pool:
         """Pool the content tokens of B requests; zeros for a request without any.
 
         Returns:
-            Maxima of embeddings and of static vectors, then minima of both (B, 4 D); and both mapped means (B, 2, A).
+            Maxima of embeddings and of static vectors, then minima of both (B, 4 R); and both mapped means (B, 2, A).
         """
         n, width = self._n_extremes, self._width
         extremes = np.zeros((len(requests), 2 * n), np.float32)
@@ -165,7 +170,7 @@ class _Pool:
                 except KeyError:
                     self._add([token for token in dict.fromkeys(tokens) if token not in self._place])
                     places = list(map(self._place.__getitem__, tokens))
-                # Per token: embedding, static vector, mapped embedding, mapped weighted static vector, weight.
+                # Per token: both vectors along their axes, mapped embedding, mapped weighted static vector, weight.
                 rows = self._table.take(places, axis=0)
             np.maximum.reduce(rows[:, :n], out=extreme[:n])
             np.minimum.reduce(rows[:, :n], out=extreme[n:])
@@ -185,7 +190,7 @@ class _Pool:
         self._place |= {token: first + i for i, token in enumerate(tokens)}
 
     def _make(self, ids: Ids) -> Floats:
-        """Return table rows (m, 2 D + 2 A + 1) for m tokens."""
+        """Return table rows (m, 2 R + 2 A + 1) for m tokens."""
         learned, embedded = self._learned, self._embed(ids)
         static = _by_row(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
         weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)
@@ -193,10 +198,11 @@ class _Pool:
         is_known = learned["tokens"][place] == ids
         static[is_known] = learned["static"][place[is_known]]
         weights[is_known, 0] = learned["idf"][place[is_known]]
+        axes = [_by_row(embedded, learned["embedded_axes"]), _by_row(static, learned["static_axes"])]
         means = [embedded, weights * static]
         if self._maps is not None:
             means = list(map(_by_row, means, self._maps))
-        return np.concatenate([embedded, static, *means, weights], axis=1).astype(np.float32, copy=False)
+        return np.concatenate([*axes, *means, weights], axis=1).astype(np.float32, copy=False)
 
 
 class _Ridge:
@@ -225,13 +231,21 @@ def _by_row(x: Floats, weights: Floats) -> Floats:
     return np.concatenate([product(row[None], weights) for row in x])
 
 
-def _scale(pooled: Floats) -> Floats:
+def _scale(kinds: Sequence[Floats]) -> Floats:
     """Return factors (P,) that scale each pooled number to a spread of about 1 / sqrt(P)."""
-    spread = pooled.std(axis=0)
-    kinds = np.split(spread, _N_POOLED)
-    steady = np.concatenate([kind + 0.01 * kind.mean() + 1e-6 for kind in kinds])
-    scale: Floats = (1 / steady / np.sqrt(len(spread))).astype(np.float32)
+    spreads = [kind.std(axis=0) for kind in kinds]
+    steady = np.concatenate([spread + 0.01 * spread.mean() + 1e-6 for spread in spreads])
+    scale: Floats = (1 / steady / np.sqrt(len(steady))).astype(np.float32)
     return scale
+
+
+def _principal_axes(vectors: Floats, counts: Ids) -> Floats:
+    """Return the R principal axes (D, R) of token vectors (m, D), weighted by how many requests have each token."""
+    shares = (counts / counts.sum())[:, None]
+    centred = np.sqrt(shares) * (vectors - (shares * vectors).sum(axis=0))
+    _, _, axes = np.linalg.svd(centred.astype(np.float32), full_matrices=False)
+    chosen: Floats = np.ascontiguousarray(axes[:_N_AXES].T)
+    return chosen
 
 
 def _axes(targets: Floats, dim: int) -> Floats:
