@@ -124,7 +124,7 @@ class Requests:
             return False
         if types is None or not types.any():
             return True
-        is_content = np.frombuffer(self.tables.content, np.bool_)[self.ids]
+        is_content = self.content()
         for row in self.rows:
             own = types[row.number if len(types) > 1 else 0][row.valid].astype(np.int64)
             is_within = is_content[row.number][row.valid]
