@@ -130,6 +130,7 @@ class LLMCache:
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
             BankFileError: The folder is incomplete or damaged.
+            StoreError: It was replaced while it was read, and another save there does not end.
             ConfigError: The saved cache cannot be used with `config`.
             WrapError: The model is wrapped already.
         """

@@ -119,6 +119,7 @@ class Saved:
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
             BankFileError: The folder is incomplete or damaged.
+            StoreError: It was replaced while it was read, and another save there does not end.
         """
         self.folder = folder
         self.manifest = read_manifest(folder)
