@@ -29,7 +29,7 @@ _CLASSES = {
     "NystromformerSelfAttention": "inverts matrices, which amplifies rounding",
 }
 _N_TOKENS = 8  # of a trial row
-#: By dtype, how far a state of a row beside others may be off, as a share of the largest state.
+#: By dtype: see `_rounding`. TF32 has float16's.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 _MAX_STATES = 16  # digests whose result is kept
 
@@ -91,9 +91,10 @@ def _are_independent(trunk: Trunk) -> bool:
     run = partial(_run, trial, keeps_no_kv)
     first, second, *others = _rows(trunk)
     together = run(first, second)
-    is_second_alike = _is_alike(together[1], run(others[0], second)[1])
-    is_first_alike = is_second_alike and _is_alike(together[0], run(first, others[1], n_padded=2)[0], 10.0)
-    return is_first_alike and _is_alike(together[0], run(first)[0], 10.0)
+    usual = _rounding(trial, together)
+    is_second_alike = _is_alike(together[1], run(others[0], second)[1], usual)
+    is_first_alike = is_second_alike and _is_alike(together[0], run(first, others[1], n_padded=2)[0], 10 * usual)
+    return is_first_alike and _is_alike(together[0], run(first)[0], 10 * usual)
 
 
 def _rows(trunk: Trunk) -> Tensor:
@@ -115,8 +116,15 @@ def _run(trial: nn.Module, arguments: Mapping[str, Any], *rows: Tensor, n_padded
     return states
 
 
-def _is_alike(one: Tensor, other: Tensor, factor: float = 1.0) -> bool:
-    """Whether states of a row differ by at most `factor` times the usual rounding."""
+def _rounding(trial: nn.Module, states: Tensor) -> float:
+    """Return how far a state of a row beside others may be off, as a share of the largest state."""
+    may_be_tf32 = torch.get_float32_matmul_precision() != "highest"
+    may_be_tf32 |= any(isinstance(part, nn.modules.conv._ConvNd) for part in trial.modules())  # cuDNN's default
+    is_tf32 = may_be_tf32 and states.dtype == torch.float32 and not states.is_cpu
+    return _ROUNDING[torch.float16 if is_tf32 else states.dtype]
+
+
+def _is_alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether states of a row differ by at most this share of the largest."""
     one, other = one.nan_to_num(), other.nan_to_num()
-    usual = _ROUNDING[torch.float16 if one.dtype == torch.float32 and not one.is_cpu else one.dtype]  # TF32
-    return bool((one - other).abs().max() <= factor * usual * one.abs().max())
+    return bool((one - other).abs().max() <= tolerance * one.abs().max())

@@ -85,8 +85,9 @@ class Samples:
         return self._differ
 
     def edited(self) -> list[Tensor]:
-        """Return the tensors whose bytes differ from the samples at any place, each once."""
+        """Return the tensors whose bytes differ at any place from the samples, each once; `differ` then is true."""
         found = {id(tensor): tensor for view in (*self._near, *self._far) for tensor in view.edited()}
+        self._differ = self._differ or bool(found)
         return list(found.values())
 
 

@@ -53,6 +53,15 @@ def test_what_was_seen_once_stays_seen() -> None:
     assert taken.differ() and not taken.edited()
 
 
+def test_what_was_seen_at_any_place_stays_seen() -> None:
+    """An edit that `edited` finds for a save is not overlooked by the comparison of one place that follows."""
+    tensor = torch.zeros(64, 64)
+    taken = Samples([tensor])
+    taken.take()
+    tensor.data[-16:] = 1
+    assert taken.edited() and all(taken.differ() for _ in range(N_PLACES))
+
+
 def test_memory_of_other_devices_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.zeros(64, 64), torch.zeros(3)]
     monkeypatch.setattr(Tensor, "is_cpu", False)
