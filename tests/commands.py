@@ -1,4 +1,4 @@
-"""The command line, called as a user does."""
+"""Runs the command line in the test's process."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from llmcache.cli import main as cli
 
 
 def run_main(*args: str | Path) -> int:
-    """The exit status of `llmcache` with these arguments."""
+    """Run `llmcache` with these arguments; return its exit status."""
     with pytest.raises(SystemExit) as exit_info:
         cli.main([str(arg) for arg in args])
     return int(exit_info.value.code or 0)

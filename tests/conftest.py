@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, one thread each in torch and FAISS, seeded."""
+"""Setup of all tests: no network, seeded, one thread each in torch and FAISS."""
 
 import gc
 import importlib
@@ -17,34 +17,34 @@ from typing import Any
 
 import pytest
 
-# Nothing heavy is imported here: the process that hands tests out to others would import it before they begin.
+# Import nothing heavy here: xdist's controller would import it before the workers start.
 
 
-#: What is traced while it is imported takes twice as long: these are imported before llmcache, whose own modules are.
+#: Tracing doubles import time: import these untraced, before llmcache, whose own modules are traced.
 _OF_OTHERS = ("faiss", "hypothesis", "peft", "sentence_transformers", "sklearn.linear_model", "tests.tiny_models")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    if not session.config.getoption("numprocesses", None):  # else other processes collect
+    if not session.config.getoption("numprocesses", None):  # else xdist's workers collect
         with _untraced():
             for name in _OF_OTHERS if session.config.getoption("cov_source", None) else ():
                 importlib.import_module(name)
             _set_examples()
-    # Collecting garbage then looks at what tests made, not at all of torch and transformers, for a third of a second.
+    # Freeze imported objects: each garbage collection then skips torch and transformers, and saves a third of a second.
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
-        # Little of what models are made of is garbage: looking for some each 700 objects took a tenth of all tests.
+        # Models leave little garbage: collecting every 700 objects took a tenth of the test time.
         gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 
 def _set_examples() -> None:
-    """Properties are tried on 30 examples, not on hypothesis' 100: nearly all of them are traced."""
+    """Try 30 examples per property, not Hypothesis's 100: nearly all property tests are traced."""
     from hypothesis import settings
 
     settings.register_profile("suite", max_examples=30)
@@ -53,7 +53,7 @@ def _set_examples() -> None:
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    # Not by pytest-cov's own pause: in a process of xdist's that leaves another tracer, begun before its own, at work.
+    # Not pytest-cov's own pause: in an xdist worker it leaves an earlier tracer on.
     tracers = sys.gettrace(), threading.gettrace()
     sys.settrace(None)
     threading.settrace(None)
@@ -66,8 +66,8 @@ def _untraced() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Quick tests come first, so that what is made once a process is made, and traced, by those whose coverage counts.
-    # Where nothing is traced they come last: many slow ones wait for a server, while the other process computes.
+    # With coverage, quick tests run first: they build, traced, what is made once per process.
+    # Without coverage, slow tests run first: many wait for a server while the other process computes.
     items.sort(key=_is_slow, reverse=not config.getoption("cov_source", None))
 
 
@@ -76,27 +76,27 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # hypothesis, which may be loaded for the summary, asks who holds an object of trio's
+    gc.unfreeze()  # Hypothesis, if loaded for the summary, asks gc for the referrers of a trio object
 
 
 def pytest_collection_finish() -> None:
     import faiss
     import torch
 
-    # Tiny models gain nothing from threads, and on a busy machine they wait for each other.
+    # Tiny models gain nothing from threads; on a busy machine threads wait for each other.
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Coverage is what quick tests cover: those marked slow are not traced, which would make them slower still."""
+    """Trace quick tests only: coverage counts those, and tracing would slow the slow tests further."""
     with nullcontext() if not _is_slow(item) else _untraced():
         return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """List what was skipped, a line for each reason; a reason says what would enable the test."""
+    """List skip reasons with counts; each reason says how to enable the test."""
     skipped = terminalreporter.stats.get("skipped", [])
     if skipped:
         terminalreporter.section("skipped")
@@ -111,12 +111,12 @@ def _fresh() -> None:
     from llmcache.models import loading
 
     torch.manual_seed(0)
-    loading.FAILED.clear()  # the hub is asked anew
+    loading.FAILED.clear()  # ask the hub again
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with small data sets of every kind that recipes read."""
+    """A folder with a small data set of each kind that recipes read."""
     from tests.tiny_data import write_data
 
     return write_data(tmp_path_factory.mktemp("data"))
@@ -124,7 +124,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model that recipes begin from."""
+    """A folder with the tiny base model that recipes train."""
     from tests.tiny_data import save_base
 
     return save_base(tmp_path_factory.mktemp("base") / "tiny")

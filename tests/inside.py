@@ -1,4 +1,4 @@
-"""What tests ask of a cache beyond its public names: a rename inside touches this file alone."""
+"""Gives tests a cache's private parts: a rename inside the library changes only this file."""
 
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
@@ -19,7 +19,7 @@ def audit(cache: LLMCache) -> Audit:
 
 
 def keep_quiet(cache: LLMCache) -> LLMCache:
-    """Have nothing audited before `drain`."""
+    """Keep the audit's worker idle until `drain`."""
     worker = audit(cache).worker
     worker._idle_s = worker._patience_s = 1e6
     return cache

@@ -1,4 +1,4 @@
-"""A real Redis for tests, which are skipped where none is installed."""
+"""A real Redis for tests; without Redis, tests are skipped."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ __all__ = ["RedisServer", "redis_server", "wait_until"]
 
 @contextmanager
 def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
-    """A server that answers; without one the test is skipped, and says how to get it."""
+    """Start a server and wait until it answers; without Redis, skip the test and say how to install it."""
     try:
         check_installed()
     except ConfigError as error:

@@ -1,9 +1,9 @@
-"""Draws `docs/server.png`: the server's page after an hour of made-up traffic, of which half comes again.
+"""Draws `docs/server.png`: the server's page after an hour of synthetic traffic, half of it repeats.
 
     python -m tests.server_screenshot docs/server.png
 
-The model is a small BERT with random weights whose head tells five topics apart; nothing is downloaded. Requests are
-answered one after the other in a minute, and the clock of the page is set forward between them.
+The model is a small BERT with random weights and a head fitted to five topics; nothing is downloaded. The requests
+take a minute; the script advances the page's clock between them.
 """
 
 import sys
@@ -43,7 +43,7 @@ def main(path: Path) -> None:
         settings = ServerSettings(model="bert-of-five-topics", warmup_tokens=0)
         server = Server(settings, served, cache, Saves(None))
         with listening(server) as (_, address):
-            server.history = History(lambda: now)  # filled here: a minute stands for an hour
+            server.history = History(lambda: now)  # filled below: a minute stands for an hour
             for part in _traffic():
                 for ids in part:
                     begun = perf_counter()
@@ -76,7 +76,7 @@ def _cache() -> LLMCache:
 
 
 def _traffic() -> Iterator[list[list[int]]]:
-    """Token ids of the requests of each interval: more in its middle, and some of them asked before."""
+    """Yield the token ids of each interval's requests: more in the middle of the hour, and some repeats."""
     rng = np.random.default_rng(0)
     fresh = iter(requests(20 * _N_SAMPLES, seed=1)[0])
     asked: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Debian's Chromium without a window, driven by selenium, with what tests of a page do in it."""
+"""Debian's Chromium, headless, driven by Selenium, with the actions that page tests need."""
 
 import shutil
 from collections.abc import Iterator
@@ -35,15 +35,15 @@ class Browser:
         self._driver = driver
 
     def show(self, address: str, size_name: str) -> None:
-        """Load a page in a window of a size of `SIZES`."""
+        """Load a page in a window; `size_name` is a key of `SIZES`."""
         width, height = SIZES[size_name]
         told = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size_name == "phone"}
         self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", told)
-        self.complaints()  # of the page before
+        self.complaints()  # drop the previous page's
         self._driver.get(address)
 
     def prefer(self, scheme: str) -> None:
-        """Set what the user prefers, `light` or `dark`, and less motion."""
+        """Prefer the `light` or `dark` colour scheme, and reduced motion."""
         features = [
             {"name": "prefers-color-scheme", "value": scheme},
             {"name": "prefers-reduced-motion", "value": "reduce"},
@@ -51,11 +51,11 @@ class Browser:
         self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def run(self, script: str) -> Any:
-        """What a piece of JavaScript returns."""
+        """Run JavaScript; return its result."""
         return self._driver.execute_script(script)
 
     def press(self, action: str, answer: str, namespace: str | None = None) -> None:
-        """Press a button, and answer what it asks."""
+        """Press a button, and answer its dialog."""
         self._find(f"[data-action={action}]").click()
         if namespace is not None:
             field = self._find("#namespace")
@@ -64,23 +64,23 @@ class Browser:
         self._find(f"dialog button[value={answer}]").click()
 
     def shows(self, action: str) -> bool:
-        """Whether a button is to be seen."""
+        """Whether a button is visible."""
         return bool(self._find(f"[data-action={action}]").is_displayed())
 
     def told(self) -> str:
-        """What the last action came to."""
+        """Return the message of the last action."""
         return self.text("result")
 
     def text(self, name: str) -> str:
-        """What an element shows, by its id."""
+        """Return the visible text of the element with this id."""
         return str(self.run(f"return document.getElementById({name!r}).innerText"))
 
     def complaints(self) -> list[str]:
-        """What the console was told since it was last asked."""
+        """Return the console messages since the last call."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
     def least_contrast(self) -> float:
-        """Of all texts that are to be seen, the least ratio of luminances, as WCAG defines it."""
+        """Return the lowest contrast ratio of the visible texts, as WCAG defines it."""
         return float(self.run(_CONTRAST))
 
     def fit(self) -> None:
@@ -90,7 +90,7 @@ class Browser:
         self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", told)
 
     def save(self, path: str) -> None:
-        """A picture of the window."""
+        """Save a picture of the window."""
         self._driver.save_screenshot(path)
 
     def _find(self, selector: str) -> Any:
@@ -99,7 +99,7 @@ class Browser:
 
 @contextmanager
 def open_browser() -> Iterator[Browser | None]:
-    """A browser, or None where Chromium, its driver or selenium is missing."""
+    """Yield a browser; None if Chromium, its driver or Selenium is missing."""
     binary, service = shutil.which("chromium"), shutil.which("chromedriver")
     try:
         from selenium import webdriver

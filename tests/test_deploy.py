@@ -1,4 +1,4 @@
-"""What `deploy/` holds is what the tools that read it take."""
+"""The files in `deploy/` are valid for their tools, and agree with each other and with the server."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import yaml
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 KUBERNETES = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != "kustomization.yaml")
-RELEASES = ("1.30", "1.37")  # of Kubernetes: the oldest and the newest that are checked
+RELEASES = ("1.30", "1.37")  # of Kubernetes: oldest and newest checked
 BOARD = DEPLOY / "compose" / "grafana" / "llmcache.json"
 
 
@@ -23,7 +23,7 @@ def _read(path: Path) -> Any:
 
 
 def _objects(kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """What Kubernetes is told to have."""
+    """Yield the Kubernetes objects, of one kind if given."""
     for path in KUBERNETES:
         for found in yaml.safe_load_all(path.read_text(encoding="utf-8")):
             if kind in (None, found["kind"]):
@@ -40,7 +40,7 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
         pytest.skip("there is no systemd-analyze: apt-get install systemd")
     unit = tmp_path / "llmcache.service"
     text = (DEPLOY / unit.name).read_text(encoding="utf-8")
-    unit.write_text(text.replace("/opt/llmcache/bin/llmcache", sys.executable))  # one that is there
+    unit.write_text(text.replace("/opt/llmcache/bin/llmcache", sys.executable))  # an existing executable
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
@@ -79,17 +79,17 @@ def test_the_servers_of_kubernetes_are_probed_limited_and_refuse_everybody_at_fi
     (server,) = (one for one in _containers() if one["name"] == "server")
     for probe in ("startupProbe", "readinessProbe"):
         assert server[probe]["httpGet"] == {"path": "/health", "port": "http"}
-    assert server["livenessProbe"]["tcpSocket"] == {"port": "http"}  # a server that is drained lives
+    assert server["livenessProbe"]["tcpSocket"] == {"port": "http"}  # a draining server must stay alive
     assert set(server["resources"]) == {"requests", "limits"}
     (secret,) = _objects("Secret")
     (tmp_path / "keys.yaml").write_text(secret["stringData"]["keys.yaml"])
     assert read_keys(tmp_path / "keys.yaml") == []
     assert "--keys=/etc/llmcache/keys/keys.yaml" in server["args"]
-    assert all(not value or value == "[]" for value in secret["stringData"].values())  # nothing that all would share
+    assert all(not value or value == "[]" for value in secret["stringData"].values())  # no shared default secret
 
 
 def _check_command(words: Sequence[str]) -> None:
-    """Whether `llmcache serve` has these options."""
+    """Assert that `llmcache serve` has these options."""
     import typer
 
     from llmcache.cli.serve import command
@@ -119,7 +119,7 @@ def test_servers_are_started_with_options_and_settings_that_there_are(tmp_path: 
 def test_compose_takes_its_file_and_what_it_mounts_is_there() -> None:
     from compose_spec import PyCompose
 
-    found = _read(DEPLOY / "compose.yaml")  # anchors and merges are YAML's, and done by now
+    found = _read(DEPLOY / "compose.yaml")  # YAML has resolved anchors and merges
     names = PyCompose.from_json(json.dumps(found)).service_names()
     assert set(names) == {"server-1", "server-2", "redis", "prometheus", "grafana"}
     with pytest.raises(ValueError, match="comand"):
@@ -134,7 +134,7 @@ def test_compose_takes_its_file_and_what_it_mounts_is_there() -> None:
 
 
 def _exported(tmp_path: Path) -> tuple[set[str], set[str]]:
-    """Names of the samples that a server exports, as Prometheus stores them, and of their labels."""
+    """Return the names of a server's samples, as Prometheus stores them, and of their labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     from tests.serving.served import client_of, make_server, write
@@ -143,7 +143,7 @@ def _exported(tmp_path: Path) -> tuple[set[str], set[str]]:
     names, labels = set(), set()
     server = make_server(write(tmp_path, "classifier"))
     with client_of(server) as client:
-        for is_disabled in (False, False, True):  # a miss, a hit, and one that bypasses the cache
+        for is_disabled in (False, False, True):  # a miss, a hit, a bypass
             server.is_disabled = is_disabled
             client.post("/predict", json={"inputs": "my card"}).raise_for_status()
         for family in text_string_to_metric_families(server.metrics.text().decode()):
@@ -163,7 +163,7 @@ def test_the_dashboard_asks_for_what_a_server_exports(tmp_path: Path) -> None:
         assert wanted <= names, query
         grouped = {name for group in re.findall(r"by \(([^)]*)\)", query) for name in group.split(", ")}
         selected = set(re.findall(r"(\w+)=~?\"", query))
-        assert grouped | selected <= labels | {"instance", "job"}, query  # these two are Prometheus' own
+        assert grouped | selected <= labels | {"instance", "job"}, query  # Prometheus adds these two
     assert len(asked) > 30
 
 

@@ -1,4 +1,4 @@
-"""The pages of docs/: their examples run, their links lead somewhere, and they say each thing by its one name."""
+"""The pages of docs/: examples run, links resolve, and each idea has one name."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENE
 REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, CODECS, ADAPTERS]
 N_LOG = 240  # requests that examples calibrate on
 
-#: Words for ideas that have another name; see docs/glossary.md.
+#: Words that docs/glossary.md replaces.
 OUT_OF_USE = re.compile(
     r"\b(at the door|shel(f|ves)|step(s|ped)? aside|struck|strikes?|doubt(s|ed)?|go(es)? by the cache|looked into)\b"
 )
-#: What prose may say in numbers with a unit: settings.
+#: Figures with a unit that prose may contain: settings.
 SETTINGS = {"0.5 %", "1 %", "30 %", "99 %", "120 %", "100 ms", "180 s"}
 
 
@@ -42,12 +42,12 @@ def text_of(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[str]:
-    """Its examples, in their order."""
+    """Return the page's Python examples in order."""
     return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
 
 
 def save_models(folder: Path, words: list[str]) -> None:
-    """Tiny models under the names that the examples load."""
+    """Save tiny models under the names that the examples load."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 
@@ -67,7 +67,7 @@ def save_models(folder: Path, words: list[str]) -> None:
 
 @pytest.fixture
 def added() -> Iterator[Callable[[], list[str]]]:
-    """What examples have registered: it is taken out again."""
+    """A function that returns the names registered by examples; they are removed afterwards."""
     before = [dict(registry) for registry in REGISTRIES]
     yield lambda: [name for registry, known in zip(REGISTRIES, before, strict=True) for name in registry.keys() - known]
     for registry, known in zip(REGISTRIES, before, strict=True):
@@ -76,7 +76,7 @@ def added() -> Iterator[Callable[[], list[str]]]:
 
 
 def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
-    """Run the examples of a page one after the other; returns what they defined."""
+    """Run a page's examples in order; return the names they defined."""
     words = sorted(set(re.findall(r"[a-z]+", " ".join(re.findall(r'"([a-z ]+)"', "\n".join(blocks(page)))))))
     save_models(folder, words)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Locks at a fork: taken without a deadlock, free in the child, and no longer waited for than a second."""
+"""Locks at a fork: taken without deadlock, free in the child, with a limit on the wait."""
 
 import os
 import threading
@@ -19,12 +19,15 @@ pytestmark = [
 def in_child(does: Callable[[], bool]) -> bool:
     """Whether a function returns true in a forked process."""
     if (child := os.fork()) == 0:
-        os._exit(0 if does() else 1)
+        try:
+            os._exit(0 if does() else 1)
+        finally:
+            os._exit(2)  # it raised
     return os.waitpid(child, 0)[1] == 0
 
 
 def holding(lock: threading.Lock, *others: threading.Lock) -> tuple[threading.Thread, threading.Event]:
-    """A thread that holds a lock, and takes others, until it is told to end."""
+    """Start a thread that holds a lock and takes others, until the returned event is set."""
     begun, end = threading.Event(), threading.Event()
 
     def work() -> None:

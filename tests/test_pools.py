@@ -1,4 +1,4 @@
-"""Pools of processes, each of which loads the libraries: too slow for the contract, whose pickles they rest on."""
+"""Process pools: too slow for `tests/contract/`, as each process loads the libraries."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""README.md and docs/results.md: figures of tables are those of files in `results/`."""
+"""README.md and docs/results.md: table figures equal those in the files of `results/`."""
 
 import json
 import re
@@ -18,7 +18,7 @@ RESULTS = ROOT / "results"
 
 
 def figures_without_a_file(text: str) -> Iterator[str]:
-    """Lines of tables without a mark that hold a digit outside code and the targets of links."""
+    """Yield lines of unmarked tables that have a digit outside code and link targets."""
     for line in MARK.sub("", text).splitlines():
         if line.startswith("|") and re.search(r"\d", re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
             yield line
@@ -26,7 +26,7 @@ def figures_without_a_file(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_what_the_files_of_results_say(name: str) -> None:
-    """After a measurement: python -m experiments.report.pages"""
+    """To renew the tables after a measurement: python -m experiments.report.pages"""
     ((page, lines),) = [(page, found[2]) for page in PAGES for found in MARK.finditer(TEXTS[page]) if found[1] == name]
     assert lines.rstrip("\n") == lines_of(name, RESULTS, PAGES[page])
 

@@ -1,4 +1,4 @@
-"""The files around the code agree with each other."""
+"""Makefile, CI script, pins, version and pages agree with each other."""
 
 import re
 import subprocess
@@ -58,7 +58,7 @@ def test_ci_runs_what_a_developer_runs_and_judges_coverage() -> None:
 
 
 def test_no_line_installs_the_package_of_another_project() -> None:
-    """`llmcache` on PyPI is somebody else's; ours has a name of its own."""
+    """`llmcache` on PyPI is another project; ours has another name."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     lines = [
         f"{name}: {line}"

@@ -1,4 +1,4 @@
-"""Imports run one way: each room imports those above it only, in the library and in the experiments."""
+"""Imports run one way: a room, that is a top-level module or package, imports only rooms of earlier rows."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ from llmcache import lab
 
 ROOT = Path(__file__).parents[1]
 
-#: From the ground up; what stands in one row knows nothing of the rows below it.
+#: In import order: a room may import only rooms of earlier rows.
 LIBRARY = (
     ("arrays", "errors", "heap", "threads"),
     ("registry", "yaml_file", "stacks", "folder"),
@@ -60,15 +60,15 @@ EXPERIMENTS = (
     ("decisions",),
 )
 ROWS = {"llmcache": LIBRARY, "experiments": EXPERIMENTS}
-#: Modules of the library that its users import from.
+#: Modules of the library that users import.
 PUBLIC = {"llmcache", "llmcache.generation", "llmcache.serving.ray"}
-#: What generation may know of the library: it works on models that are wrapped, and on others.
+#: Rooms that `generation` may import: it works on wrapped models and on plain ones.
 GENERATION = {"generation", "models", "request", "errors", "threads"}
 
 
 @functools.cache
 def imports(path: Path) -> list[tuple[str, list[str], bool]]:
-    """Modules that a file imports, the names it takes from them, and whether it does so for types alone."""
+    """Return a file's imports: module, names, and whether the import is for types only."""
     nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     guards = (node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     for_types = {node for guard in guards for node in ast.walk(guard)}
@@ -83,7 +83,7 @@ def imports(path: Path) -> list[tuple[str, list[str], bool]]:
 
 
 def rooms_of(package: str) -> Iterator[tuple[Path, str, str, list[str]]]:
-    """Each import of one room by a file of the package: file, its own room, the room imported, the names."""
+    """Yield each import within the package: file, its room, the imported room, the names."""
     for path in sorted((ROOT / package).rglob("*.py")):
         own = path.relative_to(ROOT / package).with_suffix("").parts[0]
         for module, names, is_for_types in imports(path):
@@ -126,7 +126,7 @@ def test_the_library_knows_nothing_of_the_experiments() -> None:
 
 
 def test_experiments_know_public_names_and_the_lab_alone() -> None:
-    """Of the inside they take what `llmcache.lab` has, and all of that; commands share the console's rooms."""
+    """Of the library's internals, experiments use exactly the names of `llmcache.lab`, and `llmcache.cli`."""
     taken = set()
     for path in (ROOT / "experiments").rglob("*.py"):
         for module, names, _ in imports(path):

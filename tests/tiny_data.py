@@ -1,4 +1,4 @@
-"""Every data set of the experiments, tiny, as its authors publish it."""
+"""Tiny versions of all data sets of the experiments, in their published formats."""
 
 import json
 import random
@@ -11,13 +11,13 @@ NAMES = ("Ada Lovelace", "Paris", "Zoë", "1999", "Rome")
 
 
 def passage(seed: int) -> str:
-    """Sentences that mention the same few names again and again, long enough for clozes."""
+    """Return sentences that repeat a few names, long enough for clozes."""
     rng = random.Random(seed)
     return " ".join(f"{name} went to {rng.choice(NAMES)} by train in winter ." for name in rng.choices(NAMES, k=10))
 
 
 def write_data(folder: Path) -> Path:
-    """Write all of them, and give the folder back."""
+    """Write all data sets; return the folder."""
 
     def write(name: str, text: str) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +63,6 @@ def write_data(folder: Path) -> Path:
 
 
 def save_base(folder: Path) -> Path:
-    """Save a tiny BERT whose tokenizer knows the words of all of them."""
+    """Save a tiny BERT whose tokenizer knows the words of all data sets."""
     text = " ".join(passage(seed) for seed in range(20))
     return save_bert(folder, f"{text} who or what is in ? 0 1 2 3 4 5 6 7 8 9")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 VOCABULARY = 96
 PAD = 0
 
-#: Sizes by the names that most families give them; and the ids of special tokens.
+#: Sizes under the most common setting names, and ids of special tokens.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -50,7 +50,7 @@ _T5: dict[str, Any] = {
 }
 _QWEN3: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "head_dim": 8}
 
-#: By family: what the names of its classes begin with, and the settings of its config.
+#: By family: prefix of its class names, and settings of its config.
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", _SIZES),
     "roberta": ("Roberta", {**_SIZES, **_SPECIAL}),
@@ -71,7 +71,7 @@ Make = Callable[[], nn.Module]
 
 
 def _maker(prefix: str, kind: str, settings: dict[str, Any]) -> Make:
-    """Makes, say, a `BertModel` of a `BertConfig` with these settings."""
+    """Return a function that builds, say, a `BertModel` from a `BertConfig` with these settings."""
     return lambda: getattr(tf, prefix + kind)(getattr(tf, f"{prefix}Config")(**settings))
 
 
@@ -81,11 +81,11 @@ def _of(family: str, kind: str, **more: Any) -> Make:
 
 
 def llama(**changes: Any) -> tf.LlamaConfig:
-    """A tiny Llama's settings, some of them changed."""
+    """Return a tiny Llama's config with some settings changed."""
     return tf.LlamaConfig(**{**_FAMILIES["llama"][1], **changes})
 
 
-# Bare models; the value is built anew for each test.
+# Bare models; each test builds its own.
 BARE: dict[str, Make] = {
     **{family: _of(family, "Model") for family in _FAMILIES},
     "t5": _of("t5", "EncoderModel"),
@@ -104,7 +104,7 @@ GENERATORS: dict[str, Make] = {
     "bart": _of("bart", "ForConditionalGeneration"),
 }
 
-# Families that no adapter names, and one that keeps a window of K/V only.
+# Families without an adapter; and Mistral, whose K/V covers only a sliding window.
 STRANGERS: dict[str, Make] = {
     "qwen3": _maker("Qwen3", "Model", _QWEN3),
     "modernbert": _maker(
@@ -137,7 +137,7 @@ TOKEN_HEADS: dict[str, Make] = {
 
 
 def build(make: Make, seed: int = 0) -> nn.Module:
-    """A seeded model in eval mode, its weights large enough that different inputs give clearly different outputs."""
+    """Build a seeded model in eval mode; its large weights give clearly different outputs for different inputs."""
     torch.manual_seed(seed)
     model = make().eval()
     with torch.no_grad():
@@ -171,7 +171,7 @@ def padded(lengths: list[int], seed: int = 0, left: bool = False) -> dict[str, T
 
 
 class _ByPlace(nn.Module):
-    """Stands for kernels whose last bits hang on the row's place in a batch."""
+    """Mimics kernels whose rounding depends on a row's place in the batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         places: Tensor = torch.arange(len(x), dtype=x.dtype)[:, None, None]
@@ -179,7 +179,7 @@ class _ByPlace(nn.Module):
 
 
 def rounding(family: str) -> Any:
-    """A bare BERT, or a GPT-2 that generates, of which no two rows of a batch come out alike."""
+    """Return a bare BERT or a generating GPT-2 whose equal rows of a batch differ by rounding."""
     model: Any = build((BARE if family == "bert" else GENERATORS)[family])
     if family == "bert":
         model.encoder.layer[1].output.dropout = _ByPlace()
@@ -189,13 +189,13 @@ def rounding(family: str) -> Any:
 
 
 def states(output: object) -> Tensor:
-    """Whatever a model answers with: logits, or the last hidden states."""
+    """Return a model's logits, or else its last hidden states."""
     logits = getattr(output, "logits", None)
     return logits if logits is not None else output.last_hidden_state  # type: ignore[attr-defined]
 
 
 def tokenizer(side: str = "right", words: list[str] | None = None) -> tf.PreTrainedTokenizerFast:
-    """A tokenizer of some words, by default w0, w1, ... as many as there is room for, that frames texts BERT's way."""
+    """Return a word tokenizer with BERT's special tokens; by default w0, w1, ... fill its vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -1,4 +1,4 @@
-"""What prompts are made of, tiny: text, a tokenizer, a trace of conversations, and a language model."""
+"""Tiny inputs for streams of prompts: text, a tokenizer, a trace of conversations, and a language model."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ N_PASSAGES = 80  # of some 100 tokens each
 #: A GPT-2 of three layers.
 SHAPE = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
 
-#: Arrival and blocks; block 0 is everyone's. Conversations begin with blocks 1, 5 and 8.
+#: Arrival time and blocks; all share block 0. Conversations begin with blocks 1, 5 and 8.
 TRACE = [
     (0, [0, 1, 2]),
     (10, [0, 5]),
@@ -29,7 +29,7 @@ TRACE = [
 
 
 def write_trace(folder: Path) -> None:
-    """Write the trace as Mooncake publishes it, not quite in order."""
+    """Write the trace in Mooncake's format, not quite in order."""
     lines = [
         json.dumps({"timestamp": at, "input_length": 512 * len(ids), "output_length": 5, "hash_ids": ids})
         for at, ids in (*TRACE[3:], *TRACE[:3])
@@ -39,7 +39,7 @@ def write_trace(folder: Path) -> None:
 
 
 def write_prompts(folder: Path) -> Folders:
-    """Write data and a prepared model, `tiny`, whose weights are random and large."""
+    """Write data and a prepared model, `tiny`, with large random weights."""
     from tokenizers import ByteLevelBPETokenizer
 
     data, models = folder / "data", folder / "models"

@@ -1,4 +1,4 @@
-"""Requests of `tests.contract.streams`, each as inputs of its own, and what tests of calibrations ask of a cache."""
+"""Requests of `tests.contract.streams`, one per call, and helpers for tests of calibrations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,25 +9,25 @@ import torch
 from llmcache import AuditStats, LLMCache
 from tests.contract import streams
 
-N_CALIBRATED = 300  # requests, of those that `streams.calibrated` was calibrated on
+N_CALIBRATED = 300  # requests on which `streams.calibrated` calibrates
 
 Inputs = dict[str, torch.Tensor]
 
 
 def requests(n: int, seed: int = 0, **how: Any) -> tuple[list[Inputs], list[int]]:
-    """Inputs, one request each, and their topics."""
+    """Return inputs of one request each, and their topics."""
     ids, topics = streams.requests(n, seed, **how)
     return [{"input_ids": row[None]} for row in ids], topics.tolist()
 
 
 def batched(inputs: list[Inputs], size: int = 50) -> list[Inputs]:
-    """The same requests, several in a call: nothing else is calibrated on, and sooner."""
+    """Join requests into larger calls: a calibration sees the same requests, and runs faster."""
     parts = [inputs[i : i + size] for i in range(0, len(inputs), size)]
     return [{name: torch.cat([one[name] for one in part]) for name in part[0]} for part in parts]
 
 
 def ask(cache: LLMCache, inputs: list[Inputs]) -> tuple[list[int], list[str | None]]:
-    """Answers of all rows, and which rung gave each."""
+    """Return the answers of all rows, and the rung that served each."""
     answers, rungs = [], []
     for one in inputs:
         answers += cache(**one).logits.argmax(dim=-1).tolist()
@@ -36,12 +36,12 @@ def ask(cache: LLMCache, inputs: list[Inputs]) -> tuple[list[int], list[str | No
 
 
 def rungs_of(cache: LLMCache, inputs: list[Inputs]) -> list[str | None]:
-    """Which rung gave each answer."""
+    """Return the rung that served each row."""
     return ask(cache, inputs)[1]
 
 
 def known(cache: LLMCache) -> AuditStats:
-    """What the audit tells."""
+    """Return the audit's statistics."""
     stats = cache.stats().audit
     assert stats is not None
     return stats
@@ -49,7 +49,7 @@ def known(cache: LLMCache) -> AuditStats:
 
 @contextmanager
 def edited(weight: torch.Tensor) -> Iterator[None]:
-    """Within: other values."""
+    """Change a weight's values within the context."""
     own = weight.detach().clone()
     with torch.no_grad():
         weight.copy_(own.flip(0) + 0.5)
@@ -61,7 +61,7 @@ def edited(weight: torch.Tensor) -> Iterator[None]:
 
 
 class Reading:
-    """Finds logits; on demand those of a model that has another opinion now."""
+    """Reads logits; with `drifts`, rolled, as if the model answered differently."""
 
     drifts = False
 

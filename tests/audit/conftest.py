@@ -1,4 +1,4 @@
-"""A calibrated cache whose approximate hits are all audited, and what can disturb it."""
+"""Fixtures: a calibrated cache whose approximate hits are all audited, its model and its reading."""
 
 from collections.abc import Iterator
 
@@ -23,6 +23,6 @@ def reading() -> Reading:
 
 @pytest.fixture
 def cache(model: nn.Module, reading: Reading) -> Iterator[LLMCache]:
-    """Of the model, with the reading; nothing is audited before `drain`."""
+    """A calibrated cache of the model, with the reading; nothing is audited before `drain`."""
     with calibrated(model, reading, audit=1.0) as cache:
         yield inside.keep_quiet(cache)

@@ -1,4 +1,4 @@
-"""Limits, alarm and draws keep what they promise, at every moment, and are not vacuous. All seeds are fixed."""
+"""Limits, alarm and draws keep their promises at every moment, and are not vacuous. All seeds are fixed."""
 
 import random
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def observe(rate: Rate, n: int, n_events: int, chance: float) -> None:
     ],
 )
 def test_limits_hold_at_all_moments_together(shares: list[float]) -> None:
-    """Those of a rate that changes are of its mean so far, also where events are looked for more often at first."""
+    """Limits hold for the mean so far of a changing rate, even if more is drawn at first."""
     rng = np.random.default_rng(5)
     n_wrong = np.zeros(2, int)
     for _ in range(60):
@@ -51,7 +51,7 @@ def test_limits_hold_at_all_moments_together(shares: list[float]) -> None:
 
 @pytest.mark.slow
 def test_limits_hold_where_probabilities_are_lowered_for_a_while() -> None:
-    """In 300 streams of one rate, limits at 10 % are wrong at most as often, eased by what was drawn before."""
+    """In 300 streams of one rate, limits at 10 % are wrong in at most 10 %, though waiting samples lower the draws."""
     rng, wrong = np.random.default_rng(0), np.zeros(2)
     for _ in range(300):
         rate, n_waiting = Rate(0.2), 0
@@ -70,7 +70,7 @@ def test_limits_hold_where_probabilities_are_lowered_for_a_while() -> None:
 
 def test_limits_close_in_on_the_rate() -> None:
     rate = Rate(0.5)
-    assert (rate.lower(0.05), rate.upper(0.05), rate.mean) == (0.0, 1.0, None)  # of nothing seen nothing is known
+    assert (rate.lower(0.05), rate.upper(0.05), rate.mean) == (0.0, 1.0, None)  # nothing seen, nothing known
     widths = []
     for n in (200, 2000, 20_000):
         observe(rate, n, n // 100, chance=0.5)
@@ -116,7 +116,7 @@ def test_limits_enclose_the_estimate_whatever_the_probabilities(floors: list[flo
 
 
 def rings_at(alarm: Alarm, events: Iterator[bool] | np.ndarray, weight: float) -> int | None:
-    """Number of requests after which it rings."""
+    """Return the number of requests after which the alarm rings."""
     for n, has_event in enumerate(events, start=1):
         number = alarm.see()
         if has_event:
@@ -172,7 +172,7 @@ def test_epochs_are_longer_the_more_came_before() -> None:
 
 
 def serve(auditor: AuditAccount, n: int, hit_rate: float, wrong_per_hit: float, seed: int) -> int | None:
-    """Serve requests, each sample audited at once; the number of requests after which the alarm rang."""
+    """Serve requests, auditing each sample at once; return after how many the alarm rang."""
     rng = random.Random(seed)
     for number in range(1, n + 1):
         sample = auditor.see(rng.random() if rng.random() < hit_rate else None)
@@ -206,7 +206,7 @@ def test_it_rings_once_and_within_what_is_needed() -> None:
     ratios = []
     for seed in range(15):
         auditor = AuditAccount(limit=0.02, floor=0.1, alpha=0.05, seed=seed)
-        needed = auditor.figures()["needed"]  # for twice the limit; serves at over twice
+        needed = auditor.figures()["needed"]  # for twice the limit; the stream has 2.5 times
         rang = serve(auditor, 10 * needed, hit_rate=0.8, wrong_per_hit=0.0625, seed=seed)
         ratios.append(rang / needed)
         assert serve(auditor, 2000, hit_rate=0.8, wrong_per_hit=0.5, seed=seed) is None

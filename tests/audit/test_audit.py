@@ -1,4 +1,4 @@
-"""The audit in a cache: what it sees is the truth, what follows from it, and what cannot disturb it."""
+"""The audit in a cache: its figures are right, alarms and quarantine follow, and nothing disturbs it."""
 
 import gc
 import logging
@@ -34,24 +34,24 @@ def fresh(n: int, seed: int = 7) -> list[Inputs]:
 
 
 def n_hits_of(cache: LLMCache, inputs: list[Inputs]) -> int:
-    """How many requests are served approximately."""
+    """Ask requests; return the number of approximate hits."""
     return rungs_of(cache, inputs).count("semantic")
 
 
 def first_hit(cache: LLMCache) -> Inputs:
-    """Ask until a request is served approximately."""
+    """Ask until a request is an approximate hit; return it."""
     return next(one for one in fresh(50) if n_hits_of(cache, [one]))
 
 
 def known_after(cache: LLMCache) -> tuple[int, int, int, int]:
-    """Hits drawn, audited, lost and waiting after a drain."""
+    """Drain; return the numbers of hits drawn, audited, lost and waiting."""
     cache.drain()
     stats = known(cache)
     return stats.n_drawn, stats.n_recomputed, stats.n_lost, stats.n_waiting
 
 
 def ring(cache: LLMCache, reading: Reading, seed: int = 20) -> int:
-    """Serve answers that are all wrong until the alarm rings; returns after how many requests."""
+    """Serve only wrong answers until the alarm rings; return the number of requests."""
     reading.drifts, before = True, known(cache).n_alarms
     for n, one in enumerate(fresh(400, seed=seed), start=1):
         cache(**one)
@@ -66,7 +66,7 @@ def trunk_weight(model: nn.Module) -> Tensor:
     return model.bert.encoder.layer[0].output.dense.weight
 
 
-# -- what it sees ------------------------------------------------------------------------------------------------------
+# -- figures -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_without_an_audit_nothing_is_looked_into(model: nn.Module, cache: LLMCac
     assert (known(cache).upper, cache.drain()) == (1.0, 0)
     assert inside.audit(cache).worker._thread is None
     cache.unwrap()
-    with LLMCache.wrap(model, tau=0.9) as cache:  # reuse that is not calibrated has none
+    with LLMCache.wrap(model, tau=0.9) as cache:  # reuse without a calibration has no audit
         assert (cache.stats().audit, cache.drain()) == (None, 0)
 
 
@@ -135,7 +135,7 @@ def test_a_hit_that_is_not_served_after_all_counts_as_none(cache: LLMCache, monk
     assert known(cache).n_drawn == n_hits + sum(rungs.count("semantic") for rungs in pairs)
 
 
-# -- what follows ------------------------------------------------------------------------------------------------------
+# -- consequences ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_the_first_alarm_halves_what_is_served_and_the_second_ends_it(
     assert (tightened.limit, tightened.to_dict()["n_alarms"]) == (found.watch.tighter, 1)
     assert (known(cache).status, known(cache).n_alarms) == ("tightened", 1)
     assert known(cache).n_requests < 5  # a new account
-    cache.calibrated.alarm(found)  # one that has ended
+    cache.calibrated.alarm(found)  # a calibration that has ended
     assert cache.calibration is tightened
     assert 0 < n_hits_of(cache, fresh(150, seed=42)) < 0.75 * before
     cache.save(tmp_path)
@@ -213,7 +213,7 @@ def test_a_calibration_is_renewed_from_what_was_drawn() -> None:
         renewed = cache.calibration
         assert renewed is not first
         assert (renewed.max_drop, renewed.delta, renewed.sources) == (first.max_drop, first.delta, first.sources)
-        # Every request since then was drawn, and the newest 2 * 118 are kept.
+        # Every request since the calibration was drawn, and the newest 2 * 118 are kept.
         assert renewed.n_sources + renewed.n_tested == pytest.approx(236, abs=3)
         assert known(cache).n_requests == 0
         assert cache.stats().errors == 0
@@ -222,7 +222,7 @@ def test_a_calibration_is_renewed_from_what_was_drawn() -> None:
         assert cache.calibration is renewed
 
 
-# -- what cannot disturb it --------------------------------------------------------------------------------------------
+# -- disturbances ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_a_calibration_is_renewed_from_what_was_drawn() -> None:
 def test_adapters_that_take_turns_lose_no_look(
     cache: LLMCache, model: nn.Module, weight_of: Callable[[nn.Module], Tensor], n_counted: int
 ) -> None:
-    """A look takes the weights that served: it waits for them, however often others come in between."""
+    """A recompute needs the weights that served: it waits for them, however often others come in between."""
     n_hits = 0
     for one, other in zip(fresh(40), fresh(40, seed=82), strict=True):
         n_hits += n_hits_of(cache, [one])
@@ -259,12 +259,12 @@ def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
             cache.drain()
     stats = known(cache)
     assert (n_hits, stats.n_waiting, stats.n_lost, stats.status) == (10, 10, 0, "certified")
-    assert stats.n_recomputed == stats.n_drawn - 10 > 10  # those were computed in their calls
+    assert stats.n_recomputed == stats.n_drawn - 10 > 10  # all but ten were computed in their calls
 
 
 @contextmanager
 def another_attention(model: nn.Module) -> Iterator[None]:
-    """Within: one that is no part of the weights' digest, and whose answers may differ in the last bits."""
+    """Within: another attention, which the weights' digest ignores; answers may differ in the last bits."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -274,7 +274,7 @@ def another_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
-    """Within: in training mode."""
+    """Within: the model is in training mode."""
     model.train()
     try:
         yield
@@ -295,7 +295,7 @@ def test_looks_wait_for_the_model_to_be_as_it_was(
 
 
 def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of looks that fail together each is computed by itself; some are done when a call comes."""
+    """Recomputes that fail as a batch run one by one; a call comes when some are done."""
     n_hits = n_hits_of(cache, fresh(40))
     settled, run, settle, n_runs = [], Recomputer._run, AuditAccount.settle, 0
 
@@ -314,7 +314,7 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
 
     monkeypatch.setattr(Recomputer, "_run", run_some)
     monkeypatch.setattr(AuditAccount, "settle", settle_once)
-    inside.audit(cache)._recomputer.queue._batchable.add(1)  # they are taken to come out alike together
+    inside.audit(cache)._recomputer.queue._batchable.add(1)  # marks batches as coming out alike
     cache.drain()
     cache.drain()
     assert n_runs > 14 and len(settled) == len(set(settled)) == n_hits == known(cache).n_recomputed
@@ -333,7 +333,7 @@ def test_who_handles_a_log_record_may_ask_for_the_stats(cache: LLMCache, reading
         thread = threading.Thread(target=ring, args=(cache, reading), daemon=True)
         thread.start()
         thread.join(15)
-        assert not thread.is_alive()  # it waits for nobody
+        assert not thread.is_alive()  # no deadlock
     finally:
         logging.getLogger("llmcache").removeHandler(handler)
     assert "tightened" in seen
@@ -402,10 +402,12 @@ def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -
 
 
 def test_hits_of_graphs_are_audited(model: nn.Module) -> None:
-    """What graphs keyed is recomputed under the same keys, and found the same."""
+    """The audit recomputes hits of graphs under the graphs' keys, and loses none."""
     with LLMCache.wrap(model, max_drop=0.1, audit={"rate": 1.0, "in_background": False}) as cache:
         cache.compile(lengths=(8,), rows=(1,), backend="eager")
         cache.calibrate(requests(130)[0])
         n_hits = n_hits_of(cache, fresh(30))
         n_drawn, n_recomputed, n_lost, _ = known_after(cache)
         assert 0 < n_hits == n_drawn == n_recomputed and n_lost == 0
+        compiled = cache.stats().compiled
+        assert compiled is not None and compiled.n_requests > 0

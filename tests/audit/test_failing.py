@@ -1,4 +1,4 @@
-"""A cache that fails promises nothing: looks that fail count as changed, calls that fail stop approximate reuse."""
+"""A failed recompute counts as a changed answer; calls that fail stop approximate reuse."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("not today")
 
 
-# -- looks -------------------------------------------------------------------------------------------------------------
+# -- recomputes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
         assert set(rungs_of(cache, fresh(20, seed=9)[:3])) == {"exact"}
     health = cache.stats().health
     assert health.is_failing and health.failed_calls >= 0.05
-    assert health.failures["look up a call: RuntimeError"] < 20  # it was not asked any more
+    assert health.failures["look up a call: RuntimeError"] < 20  # later calls did not search
     assert "nothing is reused under a calibration meanwhile" in caplog.text
     assert n_hits_of(cache, fresh(20, seed=10)) == 0
     ask(cache, fresh(150, seed=11))

@@ -1,4 +1,4 @@
-"""The audit and calls: looks stop for calls that come, and calls that leave no idle moment do some themselves."""
+"""Recomputes stop when a call comes; calls that leave no idle moment do some recomputes themselves."""
 
 import threading
 from typing import Any
@@ -46,9 +46,7 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(cache: LLMCache, monke
             reached.append(shadow._n_calls)
         return call(part, *args, **inputs)
 
-    monkeypatch.setattr(
-        kind, "__call__", meet
-    )  # no hook, which the audit does not run, and no forward, which it watches
+    monkeypatch.setattr(kind, "__call__", meet)  # no hook, which the audit skips, and no forward, which it watches
     with shadow._condition:
         shadow._idle_s = 0.0
         shadow._condition.notify()

@@ -1,4 +1,4 @@
-"""Jobs wait for idle moments, for their patience or for `drain`; none is lost or done twice."""
+"""Jobs run in idle moments, after their patience or in `drain`; none is lost or done twice."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from llmcache.audit.idle_worker import IdleWorker, Job
 
 
 class Owner:
-    """Whose jobs they are; the worker's thread ends with it."""
+    """Owner of the jobs; the worker's thread ends with it."""
 
     def __init__(self, **settings: Any) -> None:
         self.worker: IdleWorker[Owner] = IdleWorker(self, **settings)
@@ -43,7 +43,7 @@ def test_a_job_is_done_by_a_thread_of_its_own_once_nobody_calls() -> None:
 
 
 class Clock:
-    """Seconds that pass where a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -53,7 +53,7 @@ class Clock:
 
 
 def busy(seconds: float, **settings: float) -> tuple[Owner, Clock]:
-    """Calls that have left no idle moment for so long."""
+    """Return an owner whose calls have left no idle moment for `seconds`, and its clock."""
     clock = Clock()
     owner = Owner(idle_s=1e6, clock=clock, **settings)
     owner.worker.enter()
@@ -63,7 +63,7 @@ def busy(seconds: float, **settings: float) -> tuple[Owner, Clock]:
 
 
 def work(clock: Clock, seconds: float) -> Callable[[Owner], None]:
-    """What takes so long."""
+    """Return a job that takes `seconds` of the clock."""
 
     def spend(owner: Owner) -> None:
         owner.done.append(seconds)
@@ -164,7 +164,7 @@ def test_draining_does_what_waits_here_and_in_order() -> None:
         full.append(owner.worker.is_full)
         owner.add(n)
     assert full == [False] * 4 + [True]
-    assert owner.worker.drain() == 5  # what was added all the same is not lost
+    assert owner.worker.drain() == 5  # jobs beyond the limit are not lost
     assert owner.done == [(n, threading.current_thread().name) for n in range(5)]
     assert owner.worker.drain() == 0
 
@@ -211,7 +211,7 @@ def test_without_a_background_only_draining_does_jobs() -> None:
     owner.add(1)
     time.sleep(0.05)
     assert owner.worker._thread is None and not owner.done
-    assert owner.worker.ease == 1.0  # who drains has asked for all of it
+    assert owner.worker.ease == 1.0  # draining does all of them
     assert owner.worker.drain() == 1
 
 

@@ -1,4 +1,4 @@
-"""Looks are computed together where a model answers the same so, and alone where it does not."""
+"""The audit recomputes hits in batches if the model answers alike then, else one by one."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -94,7 +94,7 @@ def test_what_came_out_alike_without_padding_says_nothing_of_padding() -> None:
 def test_what_a_model_does_not_take_it_is_not_passed() -> None:
     looks = waiting(*map(look, (5, 6, 5)), names={"input_ids"})
     assert set(looks.inputs([look(5)])) == {"input_ids"}
-    assert taken(looks) == ["5", "5"]  # it would not know what is padding
+    assert taken(looks) == ["5", "5"]  # without a mask the model cannot see padding
 
 
 def test_parked_ones_wait_for_their_origin_and_are_dropped_once_that_is_over() -> None:
@@ -122,7 +122,7 @@ def test_those_of_a_namespace_are_dropped() -> None:
 
 
 class Own(nn.Module):
-    """A classifier of one's own on a tiny trunk."""
+    """A user's classifier on a tiny trunk."""
 
     def __init__(self, pool: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def masked(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def careless(states: Tensor, mask: Tensor) -> Tensor:
-    """Padding counts, too, and it weighs a lot."""
+    """Padding counts too, and weighs a lot."""
     return states.sum(1) / 8 + (mask == 0).sum(1, keepdim=True)
 
 
@@ -152,7 +152,7 @@ def single(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def varied(n: int, seed: int) -> list[Inputs]:
-    """Requests of several lengths, in turns."""
+    """Requests of alternating lengths."""
     by_length = [requests(n // 3 + 1, seed=seed + i, n_words=words)[0] for i, words in enumerate((5, 6, 8))]
     return [one | {"attention_mask": torch.ones_like(one["input_ids"])} for one in chain(*zip(*by_length, strict=True))]
 

@@ -1,4 +1,4 @@
-"""Auto-bypass: searches stop where they do not pay, with the numbers in the log, and come back once they do."""
+"""Auto-bypass stops searches that do not pay, logs the numbers, and resumes once they pay."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from llmcache.account import Account
 
 
 def call(n_rows: int, n_hits: int, search_s: float, made: object = None, length: int = 12) -> Any:
-    """A call that was searched: each row that was no hit took 10 ms to compute."""
+    """Make a searched call; each miss took 10 ms to compute."""
     return SimpleNamespace(
         arguments={"input_ids": torch.ones(n_rows, length, dtype=torch.long)},
         made=made,
@@ -33,10 +33,10 @@ def test_searches_stop_where_they_cost_more_than_they_save(
     account = Account()
     for n_seen in range(32, 2049, 32):
         account.took(call(32, n_hits, search_s))
-        assert n_seen >= 512 or account.pays(call(32, 0, 0))  # nothing follows from fewer
+        assert n_seen >= 512 or account.pays(call(32, 0, 0))  # fewer rows decide nothing
     asked = [account.pays(call(1, 0, 0)) for _ in range(128)]
     assert asked.count(True) == (2 if is_off else 128)
-    assert account.pays(call(1, 0, 0, length=40))  # of another length nothing is known
+    assert account.pays(call(1, 0, 0, length=40))  # another length is not known yet
     told = [text for text in caplog.messages if "is searched for in 1 of 64 calls" in text]
     assert len(told) == is_off and all("of up to 16 tokens" in text and "auto_bypass=False" in text for text in told)
 

@@ -1,4 +1,4 @@
-"""Signatures of answers: what they are read from, and which are the same."""
+"""Signatures of answers: how outputs are read, and which signatures agree."""
 
 from typing import Any
 

@@ -51,7 +51,7 @@ def test_mean_upper_of_nothing_is_all() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0)])
 def test_mean_upper_is_where_gamblers_get_rich(low: float, high: float) -> None:
-    """Draw by draw: whoever stakes a share of what he has against a mean wins if draws are below it."""
+    """A gambler who bets against a mean, draw by draw, gets rich if the draws are below it."""
     x = np.random.default_rng(2).choice([low, 0.0, high], p=[0.02, 0.95, 0.03], size=300)
 
     def richest(mean: float) -> float:

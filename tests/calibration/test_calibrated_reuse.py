@@ -1,4 +1,4 @@
-"""Calibrated reuse in a cache: what is turned on, what it rests on, and what turns nothing on."""
+"""Calibrated reuse in a cache: what turns it on, what ends it, and what is refused."""
 
 import copy
 import types
@@ -27,7 +27,7 @@ N = N_CALIBRATED
 SAMPLE, LABELS = requests(N)
 BATCHES = batched(SAMPLE)
 LOOSE = {"max_drop": 0.05}
-LEAST = 120  # requests, about, with which that can be shown
+LEAST = 120  # requests, about, that can show that bound
 LEARNING = {"learn": N, **LOOSE}
 
 
@@ -55,7 +55,7 @@ def fresh(n: int, seed: int = 7) -> list[Inputs]:
 
 
 def check_serves_within(cache: LLMCache, most: float) -> None:
-    """New requests are served from others, and few are answered otherwise."""
+    """Check that new requests are served from others, and that at most a share `most` of answers changes."""
     answers, rungs = ask(cache, fresh(400))
     with cache.disabled():
         own, _ = ask(cache, fresh(400))
@@ -79,7 +79,7 @@ def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
     with LLMCache.wrap(model, **LEARNING) as cache:
         assert set(rungs_of(cache, BATCHES)) <= {None, "exact"}
         ask(cache, fresh(50, seed=5))  # repeats were not learned from, so a few more may be needed
-        cache.drain()  # it learns beside the calls
+        cache.drain()  # it learns in the background
         assert cache.calibration.chosen is not None
         check_serves_within(cache, most=0.1)
         assert cache.stats().errors == 0
@@ -93,7 +93,7 @@ def test_frozen_sources_stay_and_are_joined_by_no_other(model: nn.Module) -> Non
         n_stored, n_standing = len(bank), len(shelf)
         ask(cache, fresh(600, seed=9))
         assert 0.9 * found.n_sources < len(shelf) == n_standing <= found.n_sources
-        assert n_stored < len(bank) <= N  # misses are stored all the same, for exact repeats
+        assert n_stored < len(bank) <= N  # misses are still stored, for exact repeats
 
 
 def test_growing_sources_are_joined_by_others_and_leave_room_for_more(model: nn.Module) -> None:
@@ -109,11 +109,11 @@ def test_growing_sources_are_joined_by_others_and_leave_room_for_more(model: nn.
 
 @pytest.mark.parametrize("sources", ["frozen", "growing"])
 def test_after_loading_a_purge_of_its_sources_ends_it_too(model: nn.Module, sources: str, tmp_path: Path) -> None:
-    """Also where none is kept from leaving, so that only where they are found tells whose they are."""
+    """Also for growing sources, which are not pinned: only the index tells their namespace."""
     with LLMCache.wrap(model) as cache:
         with cache.namespace("tenant"):
             cache.calibrate(BATCHES, sources=sources, **LOOSE)
-        ask(cache, fresh(1, seed=9))  # stored in another namespace, where nobody serves
+        ask(cache, fresh(1, seed=9))  # stored in a namespace without sources
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
         assert cache.calibrated.serves_in("tenant")
@@ -145,10 +145,10 @@ def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> Non
     changed = cache.calibrate(BATCHES, **LOOSE)
     accuracy = cache.calibrate(BATCHES, labels=LABELS, metric="accuracy", **LOOSE)
     assert accuracy.metric == "accuracy"
-    assert accuracy.chosen.limit >= changed.chosen.limit  # less is counted
-    assert changed.watch.most_changed == 0.05 != accuracy.watch.most_changed  # what may change rings no alarm
+    assert accuracy.chosen.limit >= changed.chosen.limit  # fewer changes count as losses
+    assert changed.watch.most_changed == 0.05 != accuracy.watch.most_changed  # permitted changes ring no alarm
     assert 0.01 < accuracy.watch.most_changed <= 0.5
-    names = [f"LABEL_{label}" for label in LABELS]  # those of the model's config
+    names = [f"LABEL_{label}" for label in LABELS]  # names from the model's config
     assert cache.calibrate(BATCHES, labels=names, metric="accuracy", **LOOSE).curve == accuracy.curve
 
 
@@ -159,7 +159,7 @@ def test_a_metric_of_ones_own_is_bounded(cache: LLMCache) -> None:
     assert found.chosen.bound <= 0.1
 
 
-# -- what turns nothing on ---------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def nothing_is_reused(cache: LLMCache) -> None:
@@ -210,7 +210,7 @@ def test_what_cannot_be_learned_from_is_refused_at_once(
 ) -> None:
     with pytest.raises(CalibrationError, match=message):
         cache.calibrate(given, **{"max_drop": 0.4, **more})
-    assert cache.stats().n_requests <= 1  # which a metric was tried on
+    assert cache.stats().n_requests <= 1  # a metric is tried on one request
     nothing_is_reused(cache)
     assert set(rungs_of(cache, fresh(60))) == {"exact"}
 
@@ -246,7 +246,7 @@ def test_texts_are_neither_blank_nor_cut(model: nn.Module, text: str, message: s
 
 @pytest.mark.slow
 def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
-    """Answers that have nothing to do with the request: nearly all hits are wrong, however much may be lost."""
+    """Random answers: nearly all hits would be wrong, so nearly nothing is served, even with a large `max_drop`."""
     with LLMCache.wrap(model, answer_of=lambda output: torch.randn(len(output.logits), 5)) as cache:
         assert cache.calibrate(batched(requests(700)[0]), max_drop=0.01).chosen is None
         nothing_is_reused(cache)
@@ -287,7 +287,7 @@ def test_settings_under_which_no_bound_holds_are_refused(
 
 
 def with_marks(inputs: list[dict[str, torch.Tensor]], *numbers: int) -> list[dict[str, torch.Tensor]]:
-    """The same requests, of which some have token 9."""
+    """Copy requests, and put token 9 into some."""
     marked = [dict(one, input_ids=one["input_ids"].clone()) for one in inputs]
     for number in numbers:
         marked[number]["input_ids"][0, 3] = 9
@@ -352,7 +352,7 @@ def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> Non
         assert rungs_of(cache, with_not).count("semantic") < n_voted
 
 
-# -- what could make the bound a lie -----------------------------------------------------------------------------------
+# -- what could break the bound ----------------------------------------------------------------------------------------
 
 
 def test_requests_answered_by_two_heads_are_refused(model: nn.Module) -> None:
@@ -416,7 +416,7 @@ def test_a_wrong_claim_is_refused_and_leaves_the_one_before(ready: LLMCache) -> 
 
 
 def test_what_was_computed_before_a_purge_is_not_learned_from() -> None:
-    """The purge comes while requests are computed to be learned from: it has nothing of them to forget yet."""
+    """A purge while requests are computed to be learned from: it finds no entries, but excludes them."""
     n_calls = 0
 
     def answer_of(output: Any) -> Any:
@@ -434,7 +434,7 @@ def test_what_was_computed_before_a_purge_is_not_learned_from() -> None:
 
 
 def test_a_purge_while_it_is_learned_leaves_nothing_to_serve(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is purged between the last request and the calibration is learned from by nobody."""
+    """A purge between the last request and the calibration leaves nothing to learn from."""
     with LLMCache.wrap(model, learn=LEAST, max_drop=0.1) as cache:
         honest = calibrated_reuse.compute_alone
         monkeypatch.setattr(calibrated_reuse, "compute_alone", lambda: (honest(), cache.purge(namespace="default")))
@@ -444,7 +444,7 @@ def test_a_purge_while_it_is_learned_leaves_nothing_to_serve(model: nn.Module, m
 
 
 def test_a_forgotten_source_goes_on_voting() -> None:
-    """A source that was forgotten, computed again and forgotten once more changes no other request's risk."""
+    """Forgetting a source, computing it again and forgetting it once more changes no other request's risk."""
     asked = requests(20, seed=7)[0]
 
     def risks(cache: LLMCache) -> list[float | None]:
@@ -459,11 +459,11 @@ def test_a_forgotten_source_goes_on_voting() -> None:
             cache(**source)
         assert len(sources) == n_before
         again = [(one, other) for one, other in zip(before, risks(cache), strict=True) if None not in (one, other)]
-        assert again and all(other in (one, inf) for one, other in again)  # infinite: it would have served
+        assert again and all(other in (one, inf) for one, other in again)  # infinite if it would have served
 
 
 def test_a_request_that_comes_twice_in_a_batch_is_one_source(cache: LLMCache) -> None:
-    """Whoever calibrates on repeats has as many sources as there are different requests to learn from."""
+    """A calibration on repeats has one source per different request."""
     order = np.random.default_rng(0).permutation([*range(200), *range(50)])
     ask(cache, batched(SAMPLE[:100], 20))
     made = cache.calibrate(batched([SAMPLE[number] for number in order]), max_drop=0.1)

@@ -1,4 +1,4 @@
-"""Settings are tested in their order, on requests of their own, at the level that was asked for."""
+"""Limits are tested in their order, on requests of their own, at the given confidence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The content gate refuses reuse where a word turns the meaning."""
+"""The content gate refuses reuse if a word turns the meaning."""
 
 import numpy as np
 import pytest

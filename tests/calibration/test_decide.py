@@ -1,4 +1,4 @@
-"""Who serves and how risky that is: pure functions of similarities and agreement, then sources and their search."""
+"""The choice of a source and its risk, from similarities and agreement; then sources and their search."""
 
 from collections.abc import Sequence
 from math import inf
@@ -21,7 +21,7 @@ def seen(similarity: Sequence[float], answers: Sequence[int], favour: Sequence[f
 
 
 def made(n: int, seed: int = 0) -> tuple[list[Evidence], list[list[bool]]]:
-    """Evidence, and whether neighbours are right: the likelier, the more alike and the more agree."""
+    """Make evidence, and whether neighbours are right: the likelier, the more similar they are."""
     rng = np.random.default_rng(seed)
     similarity = -np.sort(-rng.uniform(0.2, 1.0, (n, K)), axis=1)
     own = rng.integers(0, 5, n)
@@ -69,7 +69,7 @@ def test_risks_are_the_chance_that_an_answer_changes() -> None:
     again = Risk()
     again.restore(risk.state())
     assert [again.choose(one) for one in evidence] == chosen
-    for far in (-1e6, 1e6):  # no odds are too long
+    for far in (-1e6, 1e6):  # extreme odds do not overflow
         assert 0 <= risk.choose(seen([0.9] * K, [1] * K, [far] * K))[1] <= 1
 
 

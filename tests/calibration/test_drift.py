@@ -1,4 +1,4 @@
-"""Requests that are like those of the calibration pass; others are told, and the certificate with them."""
+"""Requests like the calibration's pass; unlike requests are detected and void the certificate."""
 
 from math import inf
 from pathlib import Path
@@ -13,12 +13,12 @@ from tests import inside, topics
 from tests.contract.streams import calibrated, classifier
 from tests.topics import N_CALIBRATED, Inputs, batched, known, requests
 
-N = 800  # of C
-REPEAT = Marks(-inf, 1.0, 0)  # of a source
+N = 800  # requests in C
+REPEAT = Marks(-inf, 1.0, 0)  # a repeat of a source
 
 
 def draw(rng: np.random.Generator, n: int, risk: float = 0.2, classes: int = 20, repeats: float = 0.05) -> list[Marks]:
-    """Marks of requests: some repeats of sources, some that nobody may serve, the others in between."""
+    """Draw marks of requests: some repeats of sources, some that no source may serve, the others in between."""
     risks = np.where(rng.random(n) < 0.05, inf, rng.beta(1, 1 / risk, n)).tolist()
     others = zip(risks, rng.beta(8, 2, n).tolist(), rng.integers(0, classes, n).tolist(), strict=True)
     return [
@@ -33,7 +33,7 @@ def compared(seed: int, repeats: float = 0.05) -> Profile:
 
 
 def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | None = None) -> int | None:
-    """Number of requests after which they are told to be unlike."""
+    """Return the number of requests after which they are detected as unlike."""
     batch: dict[str, Marks] = {}
     for n, (key, marks) in enumerate(zip(keys or map(str, range(len(asked))), asked, strict=False), start=1):
         if key not in likeness.seen:
@@ -47,7 +47,7 @@ def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | No
 
 @pytest.mark.slow
 def test_like_requests_are_seldom_told() -> None:
-    """At most 1 % a 20,000 requests, beside the 1 % of calibrations whose sample misleads; here 20 streams of 5,000."""
+    """At most 1 % in 20,000 requests, besides 1 % of calibrations with a misleading sample; here 20 times 5,000."""
     told = [
         told_after(DriftDetector(compared(seed)), draw(np.random.default_rng(seed + 1000), 5000)) for seed in range(20)
     ]
@@ -75,13 +75,13 @@ def test_a_request_that_comes_again_and_again_counts_once() -> None:
     asked = [one if i % 50 == 0 else odd for i, one in enumerate(draw(rng, 5000))]
     keys = [str(i) if i % 50 == 0 else "odd" for i in range(5000)]
     assert told_after(likeness, asked, keys) is None
-    assert told_after(DriftDetector(compared(2)), asked) is not None  # as many different ones are
+    assert told_after(DriftDetector(compared(2)), asked) is not None  # as many different odd requests are detected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("on_c", "later"), [(0.0, 0.95), (0.3, 0.3), (0.3, 0.95)])
 def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -> None:
-    """They are served their own answers. Where a cache learned from what it computed, C holds none of them."""
+    """Repeats are served their own answers. If a cache learned from its misses, C holds no repeats."""
     told = [
         told_after(DriftDetector(compared(seed, on_c)), draw(np.random.default_rng(seed + 50), 4000, repeats=later))
         for seed in range(5)
@@ -96,7 +96,7 @@ def test_what_is_no_repeat_is_compared_among_repeats() -> None:
 
 
 def test_fewer_repeats_than_on_c_are_told() -> None:
-    """The bound counts them among all requests: without them, more of the others' answers may change than it says."""
+    """The bound counts repeats as requests: with fewer of them, more answers may change than it says."""
     rng = np.random.default_rng(4)
     assert (told_after(DriftDetector(compared(1, 0.6)), draw(rng, 1000, repeats=0.1)) or inf) < 300
 
@@ -113,12 +113,12 @@ def test_a_sample_of_nothing_but_repeats_tells_others() -> None:
 
 
 def ask(cache: LLMCache, inputs: list[Inputs]) -> list[str | None]:
-    """Which rung gave each answer; some requests a call, for each of which the detector is asked by itself."""
+    """Ask five requests per call; return the rungs. The detector sees each request by itself."""
     return topics.rungs_of(cache, batched(inputs, size=5))
 
 
 def unlike(n: int, noise: float = 1.0, seed: int = 7) -> list[Inputs]:
-    """Requests that are not like those of the calibration."""
+    """Requests unlike the calibration's."""
     return requests(n, seed=seed, noise=noise)[0]
 
 
@@ -128,7 +128,7 @@ def test_requests_that_come_again_and_again_void_nothing() -> None:
     with calibrated(audit=AuditOptions(rate=1.0, in_background=False)) as cache:
         for few in batched([pool[i] for i in np.random.default_rng(0).integers(len(pool), size=900)], size=5):
             cache(**few)
-            cache.drain()  # what was audited is stored, and its repeats are exact
+            cache.drain()  # audited requests are stored, and their repeats are exact hits
         assert known(cache).status == "certified"
         assert min(cache.stats().hits.values()) > 150
 
@@ -145,7 +145,7 @@ def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
         assert known(cache).status == (before if noise == 0.2 else "drifted")
         assert cache.calibration.is_certified == (noise == 0.2)
         assert ("no longer like those" in caplog.text) == (noise == 1.0)
-        n_later = ask(cache, requests(100, seed=8)[0]).count("semantic")  # it does not come back by itself
+        n_later = ask(cache, requests(100, seed=8)[0]).count("semantic")  # the certificate does not come back by itself
         assert n_later == 0 if noise == 1.0 else n_later > 20
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
@@ -200,7 +200,7 @@ def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:
             n += 1
         assert n < 300
         cache.drain()
-        assert len(audit._renewal.cases) <= n  # of those before the drift none is left
+        assert len(audit._renewal.cases) <= n  # no case from before the drift is left
         for one in unlike(300, noise=0.1):
             cache(**one)
             cache.drain()

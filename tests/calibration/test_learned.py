@@ -1,4 +1,4 @@
-"""The learned fingerprint: what it is fitted on, and that similarity tells whether answers are alike."""
+"""The learned fingerprint: what it is fitted on, and that similar vectors mean similar answers."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def think(ids: np.ndarray) -> Floats:
 
 
 def made(n: int, seed: int = 0) -> tuple[list[list[int]], Floats]:
-    """Content tokens of requests, and what a model that averages meanings makes of them."""
+    """Return content tokens of requests, and the outputs of a model that averages meanings."""
     rng = np.random.default_rng(seed)
     requests = [rng.integers(5, VOCABULARY, rng.integers(3, 9)) for _ in range(n)]
     return [ids.tolist() for ids in requests], np.stack([think(ids).mean(axis=0) for ids in requests])
@@ -81,7 +81,7 @@ def test_a_request_without_content_is_like_nothing() -> None:
 
 @pytest.mark.parametrize("first", [50, 0])
 def test_a_token_that_alone_comes_to_no_number_is_guessed(first: int) -> None:
-    """Those from `first` on: some, or all."""
+    """Tokens from `first` on have no finite vector: some, or all."""
     learned, (requests, targets) = Learned(dim=8), made(200)
     learned.bind(lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), think(ids)))
     learned.fit(requests, targets, targets @ OUT)

@@ -1,4 +1,4 @@
-"""One calibration for all caches on a store: published, taken up, decided alike, and ended for all of them."""
+"""Caches on one store share a calibration: they publish it, take it up, decide alike, and end it together."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ def wrap(folder: Path, **settings: Any) -> LLMCache:
 
 
 def begun(cache: LLMCache) -> LLMCache:
-    """A cache that has met a request, and taken up what is there."""
+    """Ask one request, so that the cache takes up the published calibration."""
     cache(input_ids=requests(1, seed=77)[0])
     cache.drain()
     return cache
@@ -26,7 +26,7 @@ def begun(cache: LLMCache) -> LLMCache:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the calibration of a cache that has ended."""
+    """A store with the calibration of a closed cache."""
     folder = tmp_path_factory.mktemp("published") / "store"
     with wrap(folder) as cache:
         cache.calibrate(batched(requests(300)[0]))
@@ -36,12 +36,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(published: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the published store."""
     return shutil.copytree(published, tmp_path / "store")
 
 
 def told(cache: LLMCache) -> list[tuple[str | None, float | None, str | None]]:
-    """By which rung each request of the stream is served, at which risk, and from which source."""
+    """Ask the stream; return rung, risk and source of each request."""
     found = []
     for row in STREAM:
         cache(input_ids=row[None])
@@ -50,25 +50,25 @@ def told(cache: LLMCache) -> list[tuple[str | None, float | None, str | None]]:
 
 
 def test_what_one_has_calibrated_all_decide_alike(folder: Path) -> None:
-    """A cache takes up the calibration that another one published, also in place of learning one."""
+    """A cache takes up the calibration that another one published, even if it was set to learn its own."""
     with begun(wrap(folder)) as first, begun(wrap(folder)) as second, begun(wrap(folder, learn=200)) as third:
         assert first.calibration == second.calibration == third.calibration is not None
         decided = told(first)
         assert {"semantic", None} == {rung for rung, *_ in decided}
         for other in (second, third):
             for one, again in zip(decided, told(other), strict=True):
-                assert one == again or (one[0] is None and again[0] == "exact")  # which the first one has stored
+                assert one == again or (one[0] is None and again[0] == "exact")  # stored by the first
 
 
 @pytest.mark.parametrize("settings", [{"max_drop": 0.2}, {"answer": "embedding"}])
 def test_other_settings_share_nothing(folder: Path, settings: dict[str, Any]) -> None:
-    """A calibration is for those who ask for what it shows, and decide as it does."""
+    """Caches with another risk target or kind of answer do not take up a calibration."""
     with begun(wrap(folder, **settings)) as other:
         assert other.calibration is None
 
 
 def test_a_purge_ends_it_for_all(folder: Path) -> None:
-    """After a purge of the sources' namespace nobody reuses them, and nobody takes them up."""
+    """After a purge of the sources' namespace no cache keeps the calibration or takes it up."""
     with begun(wrap(folder)) as first, begun(wrap(folder)) as second:
         assert second.calibration is not None
         first.purge(namespace="default")
@@ -79,7 +79,7 @@ def test_a_purge_ends_it_for_all(folder: Path) -> None:
 
 
 def test_a_newer_one_takes_its_place(folder: Path) -> None:
-    """Who calibrates again does so for all."""
+    """A new calibration replaces the old one in all caches."""
     with begun(wrap(folder)) as first, begun(wrap(folder)) as second:
         first.calibrate(batched(requests(320, seed=5)[0]))
         first.drain()
@@ -88,7 +88,7 @@ def test_a_newer_one_takes_its_place(folder: Path) -> None:
 
 
 def test_drift_ends_it_for_all(folder: Path) -> None:
-    """Once one cache sees requests unlike those of the calibration, no cache reuses approximately."""
+    """Once one cache detects drift, no cache reuses approximately."""
     with begun(wrap(folder)) as first, begun(wrap(folder)) as second:
         made = first.calibration
         assert made is not None and first.calibrated is not None

@@ -1,4 +1,4 @@
-"""The steps of a calibration, one by one: what a replay counts is what serving does."""
+"""The steps of a calibration, one by one: a replay counts what serving does."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def observed(cache: LLMCache) -> list[Observation]:
 
 @pytest.fixture
 def calibrated(cache: LLMCache, observed: list[Observation]) -> CalibratedReuse:
-    """Of a cache that has observed, and learned nothing yet."""
+    """The calibrated reuse of a cache that has observed, and learned nothing yet."""
     return cache.calibrated
 
 
@@ -45,7 +45,7 @@ def test_what_was_observed_is_calibrated_on_as_if_it_were_computed_now(
     assert [case.label for case in observed] == LABELS
     assert cache.stats().n_stored == 0  # observing stores nothing
     again = calibrated.calibrate(observed, CLAIM)
-    assert not calibrated.fitter._forecasts  # nothing of the requests is left with the teacher
+    assert not calibrated.fitter._forecasts  # no forecast of the requests is kept
     assert again.curve == cache.calibrate(batched(SAMPLE), max_drop=0.05).curve
     with pytest.raises(CalibrationError):
         calibrated.calibrate(observed[:5], CLAIM)
@@ -59,7 +59,7 @@ def test_growing_sources_widen_what_serves_and_leave_the_decision_as_the_limit_w
     frozen, taught = calibrated.calibrate(observed, CLAIM), calibrated.chooser.state()
     growing = calibrated.calibrate(observed, replace(CLAIM, sources="growing"))
     assert growing.curve == frozen.curve and growing.chosen == frozen.chosen
-    assert growing.n_sources == frozen.n_sources + frozen.n_tested  # C serves, too
+    assert growing.n_sources == frozen.n_sources + frozen.n_tested  # tested requests serve, too
     assert all(np.array_equal(array, taught[name]) for name, array in calibrated.chooser.state().items())
 
 

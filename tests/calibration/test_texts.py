@@ -1,4 +1,4 @@
-"""Calibrating on texts: in batches of one length, in order, and told in three lines."""
+"""Calibration on texts: in batches of one length, in order, and printed in three lines."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.contract.streams import calibrated, classifier, requests
 
 
 class Words:
-    """A tokenizer of texts that are token ids in decimal."""
+    """A tokenizer for texts of decimal token ids."""
 
     model_max_length = 16
     all_special_ids = (1, 2)
@@ -26,7 +26,7 @@ def texts(n: int) -> list[str]:
 
 
 def test_texts_are_computed_together_and_observed_in_order() -> None:
-    """32 texts of one length are one call of the model; each is seen as it is alone."""
+    """Up to 32 texts of one length are one call of the model; each is observed as if alone."""
     model: Any = classifier()
     sizes: list[int] = []
     model.register_forward_pre_hook(
@@ -44,7 +44,7 @@ def test_texts_are_computed_together_and_observed_in_order() -> None:
 
 
 def test_the_one_that_cannot_be_computed_is_named() -> None:
-    """A text that the model refuses is told by its number, though it was computed with others."""
+    """The error names the number of a text that the model refuses, even within a batch."""
     model: Any = classifier()
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
@@ -60,7 +60,7 @@ def test_the_one_that_cannot_be_computed_is_named() -> None:
 
 
 def test_a_calibration_prints_in_three_lines() -> None:
-    """Hits, bound and sources come first, also in a notebook."""
+    """The first line has hits, bound and sources, also in a notebook."""
     with calibrated(audit=0) as cache:
         made = cache.calibration
     assert made is not None and made.chosen is not None

@@ -32,7 +32,7 @@ X = padded([6, 4, 5])
 
 
 def asking(**more: Any) -> Call:
-    """Makes a call with more arguments; those that are functions are given the model."""
+    """Return a call with more arguments; functions among them get the model."""
 
     def call(model: nn.Module) -> Any:
         made = {name: value(model) if callable(value) else value for name, value in more.items()}
@@ -47,7 +47,7 @@ def mask_4d(model: nn.Module) -> torch.Tensor:
 
 
 def in_training(kind: type[nn.Module]) -> Call:
-    """Makes a call while modules of a kind are in training mode."""
+    """Return a call made while modules of a kind are in training mode."""
 
     def call(model: nn.Module) -> Any:
         for module in model.modules():
@@ -95,7 +95,7 @@ BYPASSES: dict[str, tuple[str, Call]] = {
 def test_bypassed_calls_are_the_plain_models(case: str, caplog: pytest.LogCaptureFixture) -> None:
     reason, call = BYPASSES[case]
     model = build(BARE["bert"])
-    model.set_attn_implementation("eager")  # the one that has attentions
+    model.set_attn_implementation("eager")  # only eager returns attentions
     plain = call(model)
     with LLMCache.wrap(model) as cache:
         cache(**X)  # entries that could be served wrongly
@@ -165,7 +165,7 @@ def test_rows_without_content_go_by_alone(make: Make, emptied: str) -> None:
 
 def test_the_tokenizers_special_tokens_are_no_content() -> None:
     class Tokenizer:
-        all_special_ids = (0, 7, 8, 5000)  # also some that the embedding does not have
+        all_special_ids = (0, 7, 8, 5000)  # 5000 is beyond the vocabulary
 
     cache = wrapped(BARE["bert"], tokenizer=Tokenizer())
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_the_tokenizers_special_tokens_are_no_content() -> None:
 
 
 class QuantizedCache(tf.DynamicCache):
-    """Stands for those whose layers do not keep K/V as given."""
+    """Stands for caches whose layers do not keep K/V as given."""
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_mean_after_a_final_norm_is_right(family: str) -> None:
 
 def test_an_input_on_another_device_is_the_models_own_affair_and_nothing_is_stored() -> None:
     cache = wrapped(BARE["bert"])
-    cache(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"))  # the one other device that is everywhere
+    cache(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"))  # the only other device on every machine
     assert (cache.stats().n_stored, cache.stats().bypassed) == (0, {"error": 1})
     for _ in range(2):
         cache(**padded([5]))
@@ -257,7 +257,7 @@ def test_what_a_classifiers_entry_does_not_keep_is_not_taken_for_states() -> Non
     assert hidden[0, 1:].isnan().all()
 
 
-# -- what decides an output and is not part of the key -----------------------------------------------------------------
+# -- arguments and settings outside the key ----------------------------------------------------------------------------
 
 PACKED = {"input_ids": tokens(1, 8), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
 

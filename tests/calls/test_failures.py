@@ -1,4 +1,4 @@
-"""A part that breaks costs speed: the answer is right, the failure counted and logged once, later calls are fine."""
+"""A part that fails costs speed only: answers are right, the failure is counted and logged once, later calls hit."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_a_broken_part_costs_speed_only(
     agree(cache, alone, input_ids=tokens(4, 5))
     with monkeypatch.context() as broken:
         broken.setattr(f"llmcache.{owner}.{method}", fail)
-        for seeds in ((0, 1), (0, 0), (2, 0), (3, 4)):  # hits beside misses, hits, and misses that have others evicted
+        for seeds in ((0, 1), (0, 0), (2, 0), (3, 4)):  # mixed, hits only, and misses that evict
             agree(cache, alone, input_ids=torch.cat([tokens(1, 5, seed=seed) for seed in seeds]))
     stats = cache.stats()
     assert stats.errors > 0 and {failure.split(":")[0] for failure in stats.health.failures} == {step}

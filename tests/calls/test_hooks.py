@@ -79,7 +79,7 @@ def test_an_exception_above_the_trunk_is_the_callers_alone() -> None:
 
 
 def test_a_hook_on_a_module_that_was_put_in_place_of_an_equal_one_is_run() -> None:
-    """Weights are as before, so entries are served, but not past hooks of others."""
+    """An equal module keeps its entries, but a hook on it bypasses the cache."""
     cache = wrapped(BARE["bert"])
     for _ in range(2):
         before = states(cache(**X))

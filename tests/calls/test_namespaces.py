@@ -30,7 +30,7 @@ def test_names_are_told_apart(cache: LLMCache) -> None:
 
 
 class Masked(str):
-    """A name that passes for another one in every way that its class can decide."""
+    """A name that imitates another in repr, equality and hash."""
 
     def __repr__(self) -> str:
         return "'victim'"
@@ -62,11 +62,11 @@ def test_a_name_that_is_no_plain_text_is_refused_and_purges_nothing(cache: LLMCa
 
 
 def test_a_scope_is_hashed_by_its_characters() -> None:
-    """Nothing within gets another class; if it ever does, its methods are not asked."""
+    """A scope gets a plain str only; methods of a subclass would not be called."""
     names = ["victim", "attacker", Masked("attacker"), "a', 'b", "\ud800", "\\ud800", "\x00"]
     keys = [Scope(name, "w", "d", "a").key for name in names]
     assert len(set(keys)) == len(names) - 1 and keys[1] == keys[2]
-    assert Scope("a", "b", "c", "d").key == b"('a', 'b', 'c', 'd')"  # as saved caches have it
+    assert Scope("a", "b", "c", "d").key == b"('a', 'b', 'c', 'd')"  # the format of saved caches
 
 
 def test_purge_forgets_one_namespace_whole(cache: LLMCache) -> None:
@@ -102,7 +102,7 @@ def test_clear_forgets_all_and_keeps_counters(settings: dict[str, object]) -> No
 
 
 def held_within(root: object, wanted: set[str]) -> set[str]:
-    """Which of these strings the cache's own objects and containers hold, from one of them on."""
+    """Return which of these strings `root` holds, directly or within objects of llmcache and containers."""
     found: set[str] = set()
     seen, waiting = {id(root)}, [root]
     while waiting:
@@ -123,7 +123,7 @@ _ENTERED = ("builtins", "collections", "functools", "llmcache")
 
 @pytest.mark.slow
 def test_a_purge_leaves_no_key_of_the_namespace() -> None:
-    """Neither of what was stored, nor of what was compared, noted, audited or learned from."""
+    """No key of an entry, a comparison, the audit or the calibration stays."""
     asked = requests(300, seed=7)[0]
     with LLMCache.wrap(
         classifier(),
@@ -153,7 +153,7 @@ def test_a_purge_leaves_no_key_of_the_namespace() -> None:
 
 
 def test_namespaces_that_come_and_go_leave_nothing(cache: LLMCache) -> None:
-    """A namespace for each session takes no memory once it is purged."""
+    """A purged namespace leaves no scopes: the cache keeps at most 256."""
     for number in range(300):
         with cache.namespace(str(number)):
             cache(**ONE)

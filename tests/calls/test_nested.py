@@ -1,4 +1,4 @@
-"""Calls within calls: a module of one's own, or a hook, calls the wrapped model while it is being called."""
+"""Calls within calls: a user's module or hook calls the wrapped model during a call."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ OUTER, OTHER = padded([6, 4, 5]), padded([7, 3], seed=50)
 GENERATION = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
 
 
-MAKE: list[Callable[[], Any]] = []  # the call to be made
-MADE: list[Any] = []  # what such calls returned
+MAKE: list[Callable[[], Any]] = []  # the inner call
+MADE: list[Any] = []  # results of inner calls
 IS_INSIDE = threading.local()
 
 
 class Calling(torch.nn.Module):
-    """A layer that makes a call at each call of its own, but for those that are made so."""
+    """A layer that makes an inner call whenever an outer call runs it."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _begin() -> Iterator[None]:
 
 
 def nesting(make: Callable[[LLMCache], Any] | None = None) -> tuple[LLMCache, Any]:
-    """A wrapped BERT in which a call of its own is made in each call, and the plain one."""
+    """Return a wrapped BERT that makes an inner call in each call, and the plain BERT."""
     model, alone = build(BARE["bert"]), build(BARE["bert"])
     model.encoder.layer[1] = Calling(model.encoder.layer[1])
     cache = LLMCache.wrap(model)
@@ -71,7 +71,7 @@ def test_each_call_gets_its_own_states_and_outcomes() -> None:
 
 @pytest.mark.parametrize("is_caught", [True, False])
 def test_an_inner_call_that_raises(is_caught: bool) -> None:
-    """Caught, it leaves the outer call as it is; else both have ended."""
+    """If the error is caught, the outer call goes on; else both calls end."""
 
     def fail(cache: LLMCache) -> None:
         with suppress(IndexError) if is_caught else nullcontext():
@@ -169,7 +169,7 @@ def test_a_thread_that_is_started_in_a_copy_of_the_context() -> None:
             return pool.submit(copy_context().run, lambda: states(cache(**OTHER))).result()
 
         cache, alone = nesting(elsewhere)
-        pool.submit(setattr, IS_INSIDE, "now", True).result()  # the other thread's calls make no more
+        pool.submit(setattr, IS_INSIDE, "now", True).result()  # calls of the other thread make no inner calls
         for _ in range(2):
             agree(cache, alone, **OUTER)
     assert_close(MADE[0], run(alone, **OTHER), OTHER["attention_mask"])

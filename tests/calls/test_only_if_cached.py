@@ -1,4 +1,4 @@
-"""A call that is answered from the cache or not at all: what a server does before it queues a request."""
+"""`only_if_cached()`: a call is answered from the cache or raises; a server tries this before it queues a request."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_an_unknown_request_raises_before_a_layer_runs_and_leaves_no_trace(cache
     after = cache.stats()
     assert (after.n_requests, after.n_misses, after.errors) == (before.n_requests, before.n_misses, 0)
     assert cache.last == ()
-    cache(**TWO)  # computed as ever
+    cache(**TWO)  # computed as usual
     assert cache.stats().n_misses == 2
 
 

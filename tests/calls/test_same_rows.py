@@ -1,4 +1,4 @@
-"""Rows of one batch that are the same request: kernels round by the place in a batch, and each comes back as it was."""
+"""A batch that repeats a request: kernels round by row, and each row comes back with its own bits."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def model() -> Any:
 
 
 def states(cache: LLMCache, *numbers: int) -> Tensor:
-    """Of a batch of requests of these numbers."""
+    """Return the states of a batch of these requests."""
     found: Tensor = cache(input_ids=torch.cat([tokens(1, 6, seed) for seed in numbers])).last_hidden_state
     return found
 

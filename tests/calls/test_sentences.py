@@ -1,4 +1,4 @@
-"""Sentence-transformers of which one vector a text is kept: where states of all tokens are owed, and other pooling."""
+"""Sentence-transformers with one stored vector per text: calls that need all token states, or another pooling."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    """A mean of BERT's states."""
+    """An embedder: the mean of BERT's states."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 
@@ -70,7 +70,7 @@ def test_another_pooling_after_wrapping_is_computed(model: Any, change: str, pay
             plain = model.encode(TEXTS)
         n_hits = cache.stats().n_hits
         check(model, plain)
-        # Also with all tokens kept: those that pooling layers mask were left out of the key.
+        # Also with all tokens stored: the key omits tokens that pooling layers mask.
         assert cache.stats().bypassed.get("other_pooling") == len(TEXTS)
         assert cache.stats().n_hits == n_hits
 
@@ -114,7 +114,7 @@ def to_tokens(model: Any) -> None:
 
 
 def watched(model: Any) -> list[torch.Tensor]:
-    """Append a module with a hook, which adds to the list the states that it sees."""
+    """Append a module with a hook; return the list of token states that the hook sees."""
     from sentence_transformers.base.modules import Normalize
 
     seen: list[torch.Tensor] = []
@@ -165,7 +165,7 @@ def test_what_a_module_puts_in_place_of_states_is_no_state(model: Any, how: str)
 @pytest.mark.slow
 def test_they_are_calibrated_on_texts(model: Any) -> None:
     rng = np.random.default_rng(0)
-    subjects = rng.integers(5, 90, (12, 12))  # a text is about one of them, and has two words of its own
+    subjects = rng.integers(5, 90, (12, 12))  # each text has the words of one subject, and two more
     words = [[*subjects[rng.integers(12)], *rng.integers(5, 90, 2)] for _ in range(800)]
     texts = [" ".join(f"w{word}" for word in rng.permutation(row)) for row in words]
     with LLMCache.wrap(model, tokenizer=tokenizer(), payload="mean") as cache:

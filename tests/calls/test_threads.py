@@ -18,7 +18,7 @@ N_THREADS = 8
 
 
 def in_threads(work: Callable[[int], Any]) -> list[Any]:
-    """What each of several threads makes of its number; all begin at once."""
+    """Run `work` on each thread's number, all starting at once; return the results."""
     barrier = threading.Barrier(N_THREADS)
 
     def begin(seed: int) -> Any:
@@ -69,7 +69,7 @@ def test_weights_that_change_while_threads_run_are_followed() -> None:
     ("kind", "n_known"), [("dynamic", 0), ("dynamic", 4), ("dynamic", 6), ("static", 4), ("none", 6)]
 )
 def test_a_call_during_which_the_cache_is_taken_off_ends_right(kind: str, n_known: int) -> None:
-    """With what was found so far, and K/V that a decode step continues."""
+    """The call keeps the hits found before `unwrap`, and a decode step continues its K/V."""
     cache, alone = pair(GENERATORS["llama"], prefix={"block": 2})
     ids, step = tokens(2, 6), tokens(2, 1, seed=5)
     if n_known:

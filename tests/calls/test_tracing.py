@@ -1,4 +1,4 @@
-"""Calls that are traced, transformed or watched: never answered from the store, and counted."""
+"""Traced, transformed or watched calls are computed, and counted as bypassed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -39,7 +39,7 @@ def alone() -> nn.Module:
 
 @pytest.fixture
 def cache() -> LLMCache:
-    """What a hit would come from is stored, and how a hit is answered before the layers is known."""
+    """A warm cache: both requests are stored, and were served once."""
     cache = LLMCache.wrap(build(one_layer))
     for _ in range(2):
         cache(input_ids=SEEN)
@@ -71,7 +71,7 @@ def test_make_fx_records_the_model(cache: LLMCache, alone: nn.Module, mode: str)
 
 
 class Doubling(TorchFunctionMode):
-    """Changes what an operation does, as one that simulates quantisation would."""
+    """Changes the result of an operation, as simulated quantisation does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -153,7 +153,7 @@ def test_an_export_holds_the_model_alone(cache: LLMCache, model: nn.Module, alon
         program = torch.export.export(model, (), kwargs=inputs, strict=is_strict)
         found = program.module()(**{**inputs, "input_ids": OTHER}).logits
     assert_close(found, run(alone, input_ids=OTHER))
-    # A strict one cannot leave its graph to count.
+    # A strict export cannot leave its graph to count.
     assert cache.stats().bypassed == ({} if is_strict else {"compiled": 2})
     assert (cache.stats().hits, cache.stats().errors) == ({"exact": 2}, 0)
 
@@ -169,7 +169,7 @@ def test_a_jit_trace_records_the_model_and_no_stored_state(cache: LLMCache, mode
 
 
 class Symbols(torch.fx.Tracer):
-    """Goes into the trunk, but not into what it is made of."""
+    """Traces into the trunk, but not into its modules."""
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return not isinstance(module, tf.BertPreTrainedModel)
@@ -179,4 +179,4 @@ def test_a_symbolic_trace_holds_the_model_alone(cache: LLMCache, model: nn.Modul
     with torch.no_grad():
         graph, expected = (Symbols().trace(nn.Sequential(one)) for one in (model, alone))
     assert str(graph) == str(expected)
-    assert bypassed(cache) == 1  # how many rows is not known
+    assert bypassed(cache) == 1  # the number of rows is unknown

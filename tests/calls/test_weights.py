@@ -1,4 +1,4 @@
-"""Weights and settings that are edited before, between and during calls: never a stale answer, nothing hashed twice."""
+"""Edits of weights and settings before, between and during calls: no stale answer, and nothing is hashed twice."""
 
 import warnings
 from collections.abc import Callable
@@ -21,13 +21,13 @@ Edit = Callable[[Any], Any]
 
 
 def plain(cache: LLMCache, **inputs: Any) -> Tensor:
-    """What a wrapped model answers without its cache."""
+    """Return a wrapped model's answer without its cache."""
     with cache.disabled():
         return states(cache(**inputs))
 
 
 def check(cache: LLMCache, n_hits: int | None = None, **inputs: Any) -> None:
-    """Assert that two calls answer as the model does by itself now, and how many rows of them are hits."""
+    """Assert that two calls answer as the model does now, with this number of hits if given."""
     expected, before = plain(cache, **inputs), cache.stats().n_hits
     for _ in range(2):
         assert_close(states(cache(**inputs)), expected, inputs.get("attention_mask"))
@@ -36,7 +36,7 @@ def check(cache: LLMCache, n_hits: int | None = None, **inputs: Any) -> None:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors were hashed at a time."""
+    """Number of tensors hashed at a time."""
     counts: list[int] = []
 
     def counted(tensors: list[Tensor]) -> list[str]:
@@ -83,17 +83,17 @@ def test_what_takes_turns_finds_its_own_entries_at_no_cost(
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "marian"])
 def test_calls_in_a_row_look_at_nothing_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = X | ({"decoder_input_ids": tokens(2, 3)} if family == "marian" else {})
-    if family == "t5":  # its head reads the last end of a text
+    if family == "t5":  # its head reads the last end-of-text token
         inputs = {"input_ids": tokens(2, 6).index_fill(1, torch.tensor([5]), 1)}
     cache = wrapped((CLASSIFIERS | STRANGE_GENERATORS)[family])
-    cache(**inputs)  # the first one sees what was hung on the model
+    cache(**inputs)  # the first call sees what wrapping changed
     monkeypatch.setattr(cache._core.weights, "_refresh", lambda: pytest.fail("nothing was edited"))
     for _ in range(2):
         cache(**inputs)
     assert "weights_changed" not in cache.stats().bypassed and cache.stats().errors == 0
 
 
-# -- what cannot be read -----------------------------------------------------------------------------------------------
+# -- unreadable weights ------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_cannot_be_read_are_computed_and_never_saved(tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_offloaded_weights_are_computed_and_counted(is_warm: bool) -> None:
     assert (stats.bypassed["meta_weights"], stats.errors, stats.n_hits) == (2, 0, 0)
 
 
-# -- edits while looks at the weights wait -----------------------------------------------------------------------------
+# -- edits between checks of the weights -------------------------------------------------------------------------------
 
 
 def steady() -> LLMCache:
-    """A cache of weights that were not edited for so long that not every call looks at them; it holds 85 requests."""
+    """A cache of 85 requests whose weights have been steady for so long that not every call checks them."""
     cache = wrapped(BARE["bert"])
     for seed in range(85):
         cache(input_ids=tokens(1, 5, seed))
@@ -175,7 +175,7 @@ def test_an_edit_during_a_call_that_did_not_look_is_seen_by_the_next_hit(monkeyp
     cache(input_ids=asked)
     monkeypatch.undo()
     with torch.no_grad():
-        weight.mul_(0.5)  # the same numbers as before, under which the other state was stored
+        weight.mul_(0.5)  # the old values again, under which the edited state was stored
     check(cache, n_hits=1, input_ids=asked)
     check(cache, input_ids=tokens(1, 5, 3))
     assert cache.stats().errors == 0
@@ -196,7 +196,7 @@ def test_a_save_holds_nothing_that_was_stored_under_other_weights(tmp_path: Path
 
 
 def train_a_step(model: nn.Module) -> torch.optim.Optimizer:
-    """A forward with gradients and a backward; the step is left."""
+    """Run a forward and a backward with gradients; the caller makes the step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
     model(**X).logits.sum().backward()

@@ -1,4 +1,4 @@
-"""What tests of conversations share."""
+"""Typed input for tests of conversations."""
 
 import builtins
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Says lines to the conversation; an exception among them is raised instead."""
+    """Types lines into the conversation; raises lines that are exceptions."""
 
     def give(*lines: str | BaseException) -> None:
         left = iter(lines)

@@ -138,8 +138,8 @@ def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
     for registry in (POLICIES, STORES, INDEXES, FINGERPRINTS, CODECS):
         section = text.split(f"## `{registry.kind}`\n")[1].split("\n## ")[0]
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(registry)
-    assert "| `ttl` | `ttl_s` |" in text  # no clock, which no setting can give
-    assert "| `flat` |  |" in text  # no width, which the library gives
+    assert "| `ttl` | `ttl_s` |" in text  # no clock: a setting cannot give one
+    assert "| `flat` |  |" in text  # no width: the library gives it
 
 
 def test_reference_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

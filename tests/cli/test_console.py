@@ -1,4 +1,4 @@
-"""What the console shows: tables that fit and break no number, and progress where there is no terminal."""
+"""Console output: tables fit and break no number; without a terminal, progress is printed in lines."""
 
 import itertools
 from typing import Any
@@ -23,7 +23,7 @@ def test_a_table_shows_every_number_whole(
     shown = capsys.readouterr().out
     assert all(shown.split().count(cell(number)) >= 3 for number in numbers.values())
     assert shown.startswith("title\n")
-    if room == 200:  # with room for all nothing is folded
+    if room == 200:  # wide enough: nothing is folded
         assert max(map(len, shown.splitlines())) <= room and "minilm-banking77-row-2" in shown.split()
 
 
@@ -34,7 +34,7 @@ def test_a_table_shows_every_number_whole(
         (1, "1"),
         (1_234_567, "1,234,567"),
         (0.123456, "0.1235"),
-        (0.99996, "0.99996"),  # a threshold that is not 1
+        (0.99996, "0.99996"),  # a threshold below 1
         (1.0, "1"),
         (1.00001, "1"),
         (12345.6, "12,346"),
@@ -54,7 +54,7 @@ def test_nothing_below_1_is_shown_as_1(value: float) -> None:
 def test_without_a_terminal_long_phases_tell_how_far_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = itertools.count()  # a second passes with each look
+    clock = itertools.count()  # each reading adds a second
     monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
     assert list(tracked(range(1000), "Round 1 of 5")) == list(range(1000))
     told = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""`llmcache generate` and `llmcache repl`: answers, what they tell of themselves, and bad input in one line."""
+"""`llmcache generate` and `llmcache repl`: answers, their figures, and one-line errors."""
 
 import io
 import json
@@ -111,7 +111,7 @@ def test_what_cannot_be_taken_as_it_is_is_told_and_the_conversation_goes_on(
     shown = capsys.readouterr()
     assert told in shown.err
     assert shown.out.count("prompt new") == n_answered
-    assert n_answered or "/stats" in shown.out  # the commands there are
+    assert n_answered or "/stats" in shown.out  # lists the commands
 
 
 def test_a_prompt_that_was_cut_off_is_told(models: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`llmcache repl --url`: a conversation with a server, and what is told of one that refuses or breaks off."""
+"""`llmcache repl --url`: a conversation with a server, and errors if the server refuses or breaks off."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ Say = Callable[..., None]
 
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[tuple[str, list[Any]]]:
-    """A server that answers everything alike; yields its address, and paths, headers and bodies that it was asked."""
+    """Run a server with one fixed answer; yield its address and the (path, headers, body) of each request."""
     asked: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel holds the library alone, and its commands work where no checkout is."""
+"""The wheel: it holds only the library, and its commands work without a checkout."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of an environment that holds the wheel and, from this one, what the wheel depends on."""
+    """Python of an environment with the wheel, and with this environment's packages as dependencies."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
@@ -37,12 +37,12 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", *target], check=True, capture_output=True
     )
-    # A plain line of a .pth file adds a folder without reading the .pth files in it: no checkout comes along.
+    # A folder added by a .pth file does not have its own .pth files read: no editable checkout comes along.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin" / "python"
 
 
-#: Runs commands one after another, as one process loads torch and transformers once; their outputs end with "\0".
+#: Runs commands in one process, which loads torch and transformers once; each output ends with "\0".
 RUN_EACH = """
 import json, sys
 from llmcache.cli.main import main
@@ -56,7 +56,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def run(environment: Path, code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run code there. Isolated: a checkout in `PYTHONPATH` or the working directory is not seen."""
+    """Run code in the environment, isolated from `PYTHONPATH` and the working directory."""
     command = [environment, "-I", "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 

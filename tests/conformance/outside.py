@@ -1,6 +1,6 @@
-"""Parts as a user of the library would write them: one of each kind, made of public names alone.
+"""Parts as a user would write them: one of each kind, from public names only.
 
-`n_used` counts, over all objects of a class, what its kind is there for.
+`n_used` counts the uses of all objects of a class.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from llmcache import Call, Codec, Fingerprint, Hit, Index, Policy, View
 
 
 class MostRecent(Policy):
-    """What was used last leaves first."""
+    """Evicts the entry used last."""
 
     n_used = 0
 
     def __init__(self, spare: int = 0) -> None:
-        """Spare the keys used last, that many, as long as others are held."""
+        """Spare the keys used last, up to `spare`, as long as others are held."""
         self.spare = spare
         self.keys: dict[str, None] = {}
 
@@ -49,7 +49,7 @@ class Scan(Index):
     n_used = 0
 
     def __init__(self, dim: int, block: int = 1000) -> None:
-        """Open an empty index that looks at so many rows at a time."""
+        """Open an empty index that compares `block` rows at a time."""
         if dim < 1:
             raise ValueError(f"dim must be at least 1, got {dim}")
         self.dim, self.block = dim, block
@@ -94,13 +94,13 @@ class Scan(Index):
 
 
 class Lengths(Fingerprint):
-    """Requests with as many content tokens are alike, whatever these are."""
+    """Requests with equally many content tokens are alike."""
 
     reads_states = False
     n_used = 0
 
     def __init__(self, longest: int = 512) -> None:
-        """Tell lengths apart up to the longest."""
+        """Tell lengths apart up to `longest`."""
         self.longest = longest
 
     def features(self, view: View) -> Tensor:
@@ -113,7 +113,7 @@ class Lengths(Fingerprint):
 
 
 class Mirrored(Codec):
-    """Each row from its end to its beginning."""
+    """Stores each row reversed."""
 
     n_used = 0
 
@@ -138,7 +138,7 @@ class SameTokens:
     n_used = 0
 
     def __init__(self, bank: Any, least: int = 1) -> None:
-        """Serve requests of so many tokens or more."""
+        """Serve requests of at least `least` tokens."""
         self.bank, self.least = bank, least
         self.seen: dict[tuple[object, ...], str] = {}
 
@@ -153,7 +153,7 @@ class SameTokens:
 
 
 class Stage(nn.Module):
-    """A layer in none of the usual words."""
+    """A layer without the usual argument names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Stage(nn.Module):
 
 
 class Tower(nn.Module):
-    """A trunk that is of no known family."""
+    """A trunk of no known family."""
 
     def __init__(self, n_layers: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The checks of `llmcache.testing` pass a class from outside, and tell of one that breaks a rule which."""
+"""The checks of `llmcache.testing` pass a class from outside, and name the rule that a wrong class breaks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every policy against an oracle that remembers everything, and what is special about each."""
+"""Every policy agrees with an oracle that remembers everything; then each policy's own rules."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +18,14 @@ from llmcache.testing import check_policy
 from tests.conformance.outside import MostRecent
 
 TTL_S = 10.0
-TRIAL = 0.3  # of a few bytes, a tenth would be less than the smallest entry
-HALF_LIFE_S = 7.0  # no multiple of the steps in which time passes here: sums of different matches never tie
+TRIAL = 0.3  # a tenth of a few bytes would be less than the smallest entry
+HALF_LIFE_S = 7.0  # no multiple of the tests' time steps, so that scores never tie
 LIMIT, WEIGHT = 0.15, 0.25
 
 
 @dataclass
 class Clock:
-    """Time that passes when told."""
+    """A clock that a test advances."""
 
     time_s: float = 100.0
 
@@ -35,7 +35,7 @@ class Clock:
 
 @dataclass
 class Record:
-    """What happened to a key, in ticks of the oracle's own count."""
+    """History of a key, in the oracle's ticks."""
 
     put: int
     used: int
@@ -47,7 +47,7 @@ class Record:
 
 @dataclass
 class Oracle:
-    """Remembers everything; `rank` says who leaves first."""
+    """Remembers everything; `rank` orders keys for eviction."""
 
     rank: Callable[[Record], Any]
     clock: Clock
@@ -87,7 +87,7 @@ class Oracle:
 
 
 def score(record: Record) -> float:
-    """Sum of its matches, each halved once a half-life; seen from a fixed time, which changes no order."""
+    """Sum the matches, each halved once per half-life; the fixed reference time changes no order."""
     return sum(2 ** (matched_s / HALF_LIFE_S) for matched_s in record.matched_s)
 
 
@@ -115,7 +115,7 @@ def make(name: str, clock: Clock) -> Policy:
 
 
 def victims(policy: Policy) -> list[str]:
-    """Evict everything, in order; nothing is left then."""
+    """Evict everything and check that nothing is left; return the order."""
     order: list[str] = []
     try:
         while True:
@@ -142,7 +142,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(VERBS), st.sampled_from("abcdef")), m
 @settings(deadline=None)
 @given(steps=STEPS)
 def test_any_sequence_agrees_with_the_oracle(name: str, steps: list[tuple[str, str]]) -> None:
-    """Steps may name keys that are not held; to ask changes nothing."""
+    """Steps may name keys that are not held; `victim` and `expired` change nothing."""
     clock = Clock()
     policy = make(name, clock)
     oracle = Oracle(
@@ -180,7 +180,7 @@ def test_a_time_that_makes_no_sense_is_refused(make_policy: Callable[[float], Po
 
 
 def test_scores_do_not_overflow() -> None:
-    """Ten years in half-lives of a millisecond."""
+    """Ten years with a half-life of a millisecond."""
     clock = Clock()
     policy = Staleness(1e-3, now=clock)
     policy.on_put("a", 1)
@@ -219,7 +219,7 @@ def test_checks_are_drawn_at_their_rate_and_seeded(rate: float, least: int, most
 
 
 def n_hits(make: Callable[[], Policy], keys: Iterable[str], max_entries: int = 20, pinned: Sequence[str] = ()) -> int:
-    """Hits of a bank that stores what it does not hold; pinned entries come first and stay."""
+    """Return the hits of a bank that stores every miss; pinned entries come first and stay."""
     bank, scope = Bank(make, 10**6, max_entries), Scope("default", "w", "", "sdpa")
     made = {key: Entry(key, scope, (torch.zeros(1),)) for key in (*pinned, *keys)}
     assert bank.pin([made[key] for key in pinned])
@@ -234,14 +234,14 @@ def n_hits(make: Callable[[], Policy], keys: Iterable[str], max_entries: int = 2
 
 
 def with_scans(popular: int = 16, rounds: int = 20, scanned: int = 40) -> list[str]:
-    """Popular keys twice a round, and after them many that are asked once."""
+    """Return rounds of popular keys, each twice, followed by many keys requested once."""
     once = count()
     again = [f"popular {i}" for i in range(popular)]
     return [key for _ in range(rounds) for key in (*again, *again, *(f"once {next(once)}" for _ in range(scanned)))]
 
 
 def test_a_scan_drives_out_newcomers_alone() -> None:
-    """Each round but the first finds all popular keys; LRU finds them only the second time of each round."""
+    """S3-FIFO keeps popular keys through each scan; LRU finds them only the second time of each round."""
     assert n_hits(S3FIFO, with_scans()) == 16 * (2 * 20 - 1)
     assert n_hits(LRU, with_scans()) == 16 * 20
     assert n_hits(S3FIFO, with_scans(), 24, ["pinned 1", "pinned 2"]) == 16 * (2 * 20 - 1)

@@ -1,9 +1,9 @@
-"""What calibrated reuse decides about a small stream: made here, and recorded in `decisions.json`.
+"""Makes the decisions of calibrated reuse on small streams, which `decisions.json` records.
 
-    python -m tests.contract.decisions    writes decisions.json anew: after decisions were changed on purpose
+    python -m tests.contract.decisions    writes decisions.json anew, after decisions were changed on purpose
 
-The stream, the model's weights and every seed are the same on all machines. The model computes in float64, so that what
-a processor rounds otherwise shows in the last bits of float32 only, as risks that differ by some 1e-6.
+The stream, the model's weights and every seed are the same on all machines. The model computes in float64, so that the
+rounding of processors shows in the last bits of float32 only: risks differ by some 1e-6.
 """
 
 import json
@@ -20,12 +20,12 @@ import transformers as tf
 from llmcache import LLMCache
 
 FILE = Path(__file__).with_suffix(".json")
-#: How far limits and risks may be off. Between sets of kernels, SSE to AVX-512, it was 5e-6.
+#: Tolerance of limits and risks. Kernels from SSE to AVX-512 differed by 5e-6.
 ROUNDING = 2e-5
 N_LATER, N_REPEATS = 60, 10
 _N_TOPICS, _N_WORDS, _FIRST_WORD = 5, 12, 10  # words of each topic; id of the first one
 _HIDDEN = 32
-_INFINITE = 2.0  # stands for an infinite risk in the file: others are chances
+_INFINITE = 2.0  # an infinite risk in the file; other risks are probabilities
 
 #: The model's problem type and number of outputs, by the kind of its answers.
 _HEADS = {
@@ -43,10 +43,10 @@ class Case:
     seed: int  # of the model and of all requests
     settings: Mapping[str, Any]
     answer: str = "class"
-    n: int = 200  # requests that are calibrated on
+    n: int = 200  # requests to calibrate on
     calibrate: Mapping[str, Any] = field(default_factory=dict)  # arguments of `calibrate`, without labels
-    n_rows: int = 1  # of a call that is served
-    span: int = 40  # weights are up to this many 256ths: the larger, the less alike are states
+    n_rows: int = 1  # of a later call
+    span: int = 40  # weights are up to this many 256ths; larger makes states less alike
 
 
 CASES: Mapping[str, Case] = {
@@ -104,17 +104,17 @@ def make_model(case: Case) -> Any:
         centred, middle = pooled - pooled.mean(axis=0), aims.mean(axis=0)
         spread = centred.T @ centred
         solved = np.linalg.solve(spread + 0.01 * np.trace(spread) / _HIDDEN * np.eye(_HIDDEN), centred.T @ aims)
-        weights = (64 * solved).round() / 64  # what is left of a processor's rounding is cut off
+        weights = (64 * solved).round() / 64  # cuts off the processor's rounding
         model.classifier.weight.copy_(torch.from_numpy(weights.T))
         model.classifier.bias.copy_(torch.from_numpy((64 * (middle - pooled.mean(axis=0) @ weights)).round() / 64))
     return model
 
 
 def decide(case: Case) -> dict[str, Any]:
-    """Calibrate and serve, and tell what was decided: the limit, and of each later request who served it at which risk.
+    """Calibrate and serve; return the limit, and the rung and risk of each later request.
 
-    `served` has a letter a request: `s`, another request's state, `e`, its own, `-`, computed. A capital letter: the
-    answer is not the model's own.
+    `served` has one letter per request: `s` semantic, `e` exact, `-` computed; a capital if the answer is not the
+    model's own.
     """
     model = make_model(case)
     first, topics = draw(case.n, 10 + case.seed)
@@ -128,7 +128,7 @@ def decide(case: Case) -> dict[str, Any]:
         if "learn" in settings:
             for part in first.split(5):
                 cache(input_ids=part)
-            cache.drain()  # what was learned is in force
+            cache.drain()  # the learned calibration is in force
         else:
             labels = _counts(topics).argmax(axis=1).tolist() if "metric" in case.calibrate else None
             cache.calibrate([{"input_ids": part} for part in first.split(50)], labels=labels, **case.calibrate)
@@ -164,7 +164,7 @@ def decide(case: Case) -> dict[str, Any]:
 
 
 def check_same(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Compare decisions: numbers within `ROUNDING`, and hits differ only where the risk is as near to the limit.
+    """Compare decisions: numbers within `ROUNDING`; hits may differ only if the risk is as near to the limit.
 
     Raises:
         AssertionError: They differ.
@@ -176,7 +176,7 @@ def check_same(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
         if by != by_then:
             at_the_limit = risk_then is not None and abs(risk_then - limit) <= ROUNDING
             assert at_the_limit, f"request {number}: {by!r}, not {by_then!r}, at a risk of {risk_then}, limit {limit}"
-            return  # what is stored or audited after this may differ
+            return  # storing and auditing may differ after this
         is_same = risk == risk_then if None in (risk, risk_then) else abs(risk - risk_then) <= ROUNDING
         assert is_same, f"request {number}: risk {risk}, not {risk_then}"
     for name in recorded.keys() - {"limit", "served", "risks"}:
@@ -186,19 +186,19 @@ def check_same(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
 
 
 def read_recorded() -> dict[str, dict[str, Any]]:
-    """What was recorded, by the name of the case."""
+    """Return the recorded decisions, by the name of the case."""
     known: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return known
 
 
 def _counts(topics: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """How many words of each request are of each topic (n, topics)."""
+    """Count the words of each request by topic (n, topics)."""
     counts: np.ndarray[Any, Any] = (topics[:, :, None] == np.arange(_N_TOPICS)).sum(axis=1)
     return counts
 
 
 def _reading(answer: str) -> Callable[[torch.Tensor], list[Any]]:
-    """What is compared of logits: class or labels. Scores and embeddings have a tolerance, and are not compared."""
+    """Return how to read answers from logits: class or labels. Scores and embeddings are not compared."""
     if answer == "class":
         return lambda logits: logits.argmax(dim=-1).tolist()
     if answer == "labels":

@@ -1,4 +1,4 @@
-"""Asks a wrapped model and a plain copy of it the same, and compares everything that they return."""
+"""Calls a wrapped model and a plain copy alike, and compares everything that they return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: How far a float may be off where rows of a batch were computed in other company (docs/reuse.md), by dtype.
+#: Tolerance by dtype for rows computed in another batch (docs/reuse.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -21,9 +21,9 @@ def check_same(found: Any, expected: Any, *, exact: bool = False, where: str = "
     """Compare two outputs at every position: types, keys, shapes, dtypes, values, K/V.
 
     Args:
-        found: Of the wrapped model.
-        expected: Of the plain one.
-        exact: Whether tensors have to be equal bit for bit; else floats may differ by `ROUNDING`.
+        found: Output of the wrapped model.
+        expected: Output of the plain model.
+        exact: Whether tensors must be equal bit for bit; else floats may differ by `ROUNDING`.
         where: Path to the value, named in the message of a failure.
 
     Raises:
@@ -45,7 +45,7 @@ def check_same(found: Any, expected: Any, *, exact: bool = False, where: str = "
 def check_calls(
     wrapped: Any, plain: nn.Module, *calls: Mapping[str, Any], exact: bool = False, repeats: int = 2
 ) -> None:
-    """Make each call on both, all of them `repeats` times, and compare every output."""
+    """Make all calls `repeats` times on the wrapped model; compare each output with the plain model's."""
     expected = [ask(plain, **call) for call in calls]
     for turn in range(repeats):
         for number, (call, output) in enumerate(zip(calls, expected, strict=True)):
@@ -66,7 +66,7 @@ def _check_tensor(found: Tensor, expected: Tensor, exact: bool, where: str) -> N
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What a container holds, by name or place; None for a single value."""
+    """Return a container's parts by name or position; None for a single value."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -1,4 +1,4 @@
-"""Tiny models of many families: one table of their classes and of the sizes that they name otherwise."""
+"""Tiny models of many families: a table of their classes and of the sizes that they name otherwise."""
 
 from copy import deepcopy
 from functools import cache as once
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-#: What a class name ends with, by what the model answers with.
+#: Endings of class names, by kind of head.
 KINDS = {
     "bare": "Model",
     "classifier": "ForSequenceClassification",
@@ -50,7 +50,7 @@ _SEQ2SEQ = {
 }
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
 
-#: By family: what its classes' names begin with, the kinds it has, and sizes that it calls otherwise or needs besides.
+#: By family: prefix of its class names, its kinds, and sizes that it needs besides or names otherwise.
 FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "bert": ("Bert", ("bare", "classifier", "token", "span", "masked", "choice", "sentence"), {}),
     "roberta": ("Roberta", ("bare", "classifier", "masked"), {}),
@@ -85,13 +85,13 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "mbart": ("MBart", ("bare", "seq2seq"), _SEQ2SEQ),
     "marian": ("Marian", ("bare", "seq2seq"), _SEQ2SEQ),
 }
-#: Where a class has another name than prefix and kind make together.
+#: Class names other than prefix and ending.
 _NAMES = {"GPT2ForCausalLM": "GPT2LMHeadModel", "MarianForConditionalGeneration": "MarianMTModel"}
 
 
 @once
 def plain(family: str, kind: str) -> Any:
-    """The model without a cache, made once: tests leave it as it is."""
+    """Return the plain model; tests share it and leave it as it is."""
     prefix, _, more = FAMILIES[family]
     config = getattr(tf, f"{prefix}Config" if family != "gemma3" else "Gemma3TextConfig")
     name = prefix + KINDS[kind]
@@ -99,22 +99,22 @@ def plain(family: str, kind: str) -> Any:
 
 
 def fresh(family: str, kind: str) -> Any:
-    """A copy of it, to be wrapped."""
+    """Return a copy of the plain model, to wrap."""
     return deepcopy(plain(family, kind))
 
 
 def rows(inputs: dict[str, Any], *numbers: int) -> dict[str, Any]:
-    """The same call with these rows only, in this order."""
+    """Return the call with these rows only, in this order."""
     return {name: value[[*numbers]] if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def inputs_of(family: str, kind: str, layout: str = "right", labels: bool = False) -> dict[str, Any]:
-    """A call of three rows, or of two with two choices each.
+    """Return a call of three rows, or of two with two choices each.
 
     Args:
-        family: Of the table.
-        kind: What the model answers with.
-        layout: `right` or `left`: padded there; `none`: without a mask; `holes`: with a mask that has some.
+        family: Key of `FAMILIES`.
+        kind: Kind of head.
+        layout: `right` or `left`: side of the padding; `none`: no mask; `holes`: a mask with holes.
         labels: Whether to ask for a loss.
     """
     config = plain(family, kind).config
@@ -123,7 +123,7 @@ def inputs_of(family: str, kind: str, layout: str = "right", labels: bool = Fals
         inputs = {"input_ids": tokens(3, 7), "attention_mask": torch.ones(3, 7, dtype=torch.int64)}
         inputs["attention_mask"][[0, 0, 2], [2, 3, 5]] = 0
     ids = inputs["input_ids"]
-    if kind == "classifier" and config.is_encoder_decoder:  # its head reads the state of the last end of text
+    if kind == "classifier" and config.is_encoder_decoder:  # its head reads the state of the last end-of-text token
         last = ids.shape[1] - 1 if layout == "left" else inputs.get("attention_mask", ids).ne(0).sum(1) - 1
         ids[torch.arange(3), last] = config.eos_token_id
     if kind == "choice":

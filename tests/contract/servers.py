@@ -1,4 +1,4 @@
-"""Runs `llmcache` commands, and servers, as a user does, each in a fork: the libraries are loaded once."""
+"""Runs `llmcache` commands and servers as a user does, each in a fork, so that libraries load once."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ _PATIENCE_S = 60
 
 
 class Answer(NamedTuple):
-    """What came of a request."""
+    """A server's response."""
 
     status: int
     headers: Mapping[str, str]
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class Command:
-    """A command that runs, or has run."""
+    """A running or finished command."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -40,11 +40,11 @@ class Command:
 
     @property
     def output(self) -> str:
-        """All that it has printed and logged."""
+        """Everything printed and logged so far."""
         return self._output.read_text() if self._output.exists() else ""
 
     def wait(self, pattern: str) -> str:
-        """The first group of a pattern, once it is printed."""
+        """Wait until the output matches a pattern; return its first group."""
         until = time.monotonic() + _PATIENCE_S
         while (found := re.search(pattern, self.output)) is None:
             assert time.monotonic() < until, f"no {pattern!r} in: {self.output}"
@@ -52,7 +52,7 @@ class Command:
         return found.group(1)
 
     def ask(self, path: str, body: Any = None, **headers: str) -> Answer:
-        """Ask a server: GET, or POST with a body of JSON."""
+        """Send a GET, or a POST if there is a JSON body."""
         self._url = self._url or self.wait(r"served on (http://\S+)")
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json", **headers})
@@ -64,14 +64,14 @@ class Command:
                 return Answer(error.code, error.headers, error.read().decode())
 
     def figure(self, name: str) -> float:
-        """A figure of `/metrics`, summed over its labels."""
+        """Return a figure of `/metrics`, summed over its labels."""
         found = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", self.ask("/metrics").text, re.MULTILINE)
         assert found, f"no {name}"
         return sum(map(float, found))
 
 
 class Commands:
-    """Runs commands until it is closed."""
+    """Starts commands; kills them on close."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,14 +92,14 @@ class Commands:
         return self.run("serve", "--model", str(model), "--port", "0", *_QUICKLY, *options)
 
     def close(self) -> None:
-        """End all that was started."""
+        """Kill every started command."""
         for child in self._children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
 def _become(output: Path, arguments: Sequence[str]) -> NoReturn:
-    """Run a command in this process, a fork, which leaves behind what the tests have set up in it."""
+    """Run a command in this forked process, without the tests' tracing, logging and warning filters."""
     try:
         file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, 1), os.dup2(file, 2)

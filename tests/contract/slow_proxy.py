@@ -1,4 +1,4 @@
-"""A TCP proxy that holds back what a server answers: a server on a busy machine, the same in every run."""
+"""A TCP proxy that delays a server's replies: a busy machine, the same in every run."""
 
 import socket
 import threading
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def slow_proxy(port: int, delay_s: float) -> Iterator[int]:
-    """Within: a port on which the server of another port answers, each time so many seconds later."""
+    """Within: a port that forwards to `port`, and delays each piece of a reply by `delay_s`."""
     listening = socket.create_server(("127.0.0.1", 0))
     ends: list[socket.socket] = [listening]
 

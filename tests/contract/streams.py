@@ -1,4 +1,4 @@
-"""Requests about a few topics, and a tiny classifier that tells them apart: what calibrations are tried on."""
+"""Requests about a few topics, and a tiny classifier of them, for tests of calibrations."""
 
 import copy
 import functools
@@ -14,11 +14,11 @@ from llmcache import LLMCache
 from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the classifier has labels
-_WORDS, _FIRST = 12, 10  # words of each topic, and the id of the first one
+_WORDS, _FIRST = 12, 10  # words of each topic; id of the first word
 
 
 def requests(n: int, seed: int = 0, n_words: int = 6, noise: float = 0.2) -> tuple[Tensor, Tensor]:
-    """Token ids (n, n_words + 2) and topics (n,): some words of a request belong to another topic."""
+    """Return token ids (n, n_words + 2) and topics (n,); a share `noise` of the words is of any topic."""
     rng = torch.Generator().manual_seed(seed)
     topics = torch.randint(N_TOPICS, (n,), generator=rng)
     other = torch.randint(N_TOPICS, (n, n_words), generator=rng)
@@ -29,17 +29,17 @@ def requests(n: int, seed: int = 0, n_words: int = 6, noise: float = 0.2) -> tup
 
 
 def batched(ids: Tensor, size: int = 50) -> list[dict[str, Tensor]]:
-    """The same requests, several a call."""
+    """Split requests into calls of several rows."""
     return [{"input_ids": part} for part in ids.split(size)]
 
 
 def ask(cache: LLMCache, ids: Tensor) -> list[str | None]:
-    """Ask each request alone; which rung answered it."""
+    """Ask each request alone; return the rungs that answered."""
     return [(cache(input_ids=row[None]), cache.last[0].rung)[1] for row in ids]
 
 
 def classifier() -> Any:
-    """A tiny BERT whose head was fitted to the topics, in eval mode."""
+    """Return a tiny BERT in eval mode, its head fitted to the topics."""
     return copy.deepcopy(_fitted())
 
 
@@ -49,7 +49,7 @@ def _fitted() -> nn.Module:
 
 
 def fit_head(model: Any) -> Any:
-    """Have a BERT with a classifier tell the topics apart, and return it."""
+    """Fit the classifier head of a BERT to the topics; return the model."""
     ids, topics = requests(400, seed=99)
     with torch.no_grad():
         pooled = model.bert(input_ids=ids).pooler_output.double()
@@ -66,7 +66,7 @@ def fit_head(model: Any) -> Any:
 def calibrated(
     model: nn.Module | None = None, answer_of: Callable[[Any], Tensor] | None = None, **settings: Any
 ) -> Iterator[LLMCache]:
-    """A cache of `classifier()` that was calibrated on `requests(300)`, as loaded: calibrated once a process."""
+    """Load a cache of `classifier()`, calibrated on `requests(300)`: one calibration per process and settings."""
     folder = _saved(tuple(sorted({"max_drop": 0.05, "auto_bypass": False, **settings}.items())))
     reading = {} if answer_of is None else {"answer_of": answer_of}
     with LLMCache.load(classifier() if model is None else model, folder.name, **reading) as cache:

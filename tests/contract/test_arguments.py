@@ -1,4 +1,4 @@
-"""Arguments that a trunk takes or refuses: the plain model decides, on a hit as on a miss."""
+"""The plain model decides which arguments a call may have, on hits as on misses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +22,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def outcome_of(model: Any, inputs: dict[str, Any]) -> Any:
-    """What a model returns, or the kind of its error."""
+    """Return a model's output, or the type of its error."""
     try:
         return ask(model, **inputs)
     except Exception as error:
         return type(error)
 
 
-# -- prompts that are run in chunks ---------------------------------------------------------------------------------
+# -- prompts in chunks ----------------------------------------------------------------------------------------------
 
 ROPE = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
 DECODERS: dict[str, Callable[[], nn.Module]] = {
@@ -55,7 +55,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_chunks_change_nothing_but_who_has_the_model_when(family: str) -> None:
-    """What a call within `chunked()` returns is that of one run: whatever it asks for, served, computed or bypassed."""
+    """A call within `chunked()` returns the output of one run: served, computed or bypassed, whatever it asks for."""
     plain = build(DECODERS[family])
     with LLMCache.wrap(build(DECODERS[family]), auto_bypass=False) as cache:
         for name, asked in ASKED.items():
@@ -75,7 +75,7 @@ def test_chunks_change_nothing_but_who_has_the_model_when(family: str) -> None:
 
 MASK = torch.ones(2, 6, dtype=torch.int64)
 MASK[1, 4:] = 0
-#: Values that every dtype holds, but for ids as bool.
+#: Values that every dtype represents, except ids as bool.
 GIVEN: dict[str, Tensor] = {
     "input_ids": tokens(2, 6),
     "attention_mask": MASK,
@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dtypes_of_arguments(family: str) -> None:
-    """Where the plain model raises for a dtype, a wrapped one raises, though the request is known; else both agree."""
+    """For every dtype the wrapped model raises or answers as the plain one does, even if the request is known."""
     make, names = FAMILIES[family]
     dtypes = (*INTEGERS, *FLOATS) if family == "bert" else (torch.bool, torch.uint8, torch.int32, torch.float32)
     model, plain, usual = build(make), build(make), {name: GIVEN[name] for name in names}
@@ -110,7 +110,7 @@ def test_dtypes_of_arguments(family: str) -> None:
 
 
 def test_masks_of_floats_are_served() -> None:
-    """A mask of zeros and ones may have whatever dtype the model takes: nothing fails, and a repeat is a hit."""
+    """A mask of zeros and ones may have any float dtype: nothing fails, and a repeat is a hit."""
     with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
         for seed, dtype in enumerate(FLOATS, 1):
             for _ in range(2):
@@ -119,7 +119,7 @@ def test_masks_of_floats_are_served() -> None:
 
 
 def test_masks_with_fractions_are_not_taken_for_others() -> None:
-    """A mask with other values than 0 and 1 gives what the model makes of it, also where the binary one is known."""
+    """A mask with fractions gets the model's own output, even if the request with a binary mask is known."""
     model, plain = build(BARE["bert"]), build(BARE["bert"])
     with LLMCache.wrap(model, auto_bypass=False):
         for seed, dtype in enumerate(FLOATS):
@@ -132,7 +132,7 @@ def test_masks_with_fractions_are_not_taken_for_others() -> None:
 
 @pytest.fixture(scope="module")
 def known() -> Iterator[tuple[nn.Module, nn.Module]]:
-    """A wrapped model and a plain one, which all refusals are tried on."""
+    """A wrapped model and a plain one, shared by all refusals."""
     model, plain = build(CLASSIFIERS["bert"]), build(CLASSIFIERS["bert"])
     with LLMCache.wrap(model, auto_bypass=False):
         yield model, plain
@@ -160,7 +160,7 @@ def known() -> Iterator[tuple[nn.Module, nn.Module]]:
     ids=lambda wrong: " ".join(f"{name} {getattr(value, 'shape', '')}" for name, value in wrong.items()),
 )
 def test_what_the_model_refuses_is_refused(known: tuple[nn.Module, nn.Module], wrong: dict[str, Any]) -> None:
-    """A call that the plain model refuses is refused by the wrapped one, though most of it is known."""
+    """The wrapped model refuses a call that the plain one refuses, even if its other arguments are known."""
     model, plain = known
     inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
     for one in (inputs, inputs, {**inputs, **wrong}, {**inputs, **wrong}):
@@ -209,9 +209,10 @@ MODELS = {"bert": CLASSIFIERS["bert"], "t5": BARE["t5"], "gpt2": BARE["gpt2"]}
     ],
 )
 def test_defaults_of_torch(family: str, default: str) -> None:
-    """Another default device or dtype than torch's own changes neither what is returned nor what is served."""
+    """A default device or dtype other than torch's own changes neither outputs nor hits."""
     model, plain = build(MODELS[family]), build(MODELS[family])
-    calls = [{"input_ids": tokens(2, 6, seed), "attention_mask": MASK} for seed in (0, 1, 0, 0)]  # not by default
+    # Made before the default changes.
+    calls = [{"input_ids": tokens(2, 6, seed), "attention_mask": MASK} for seed in (0, 1, 0, 0)]
     with DEFAULTS[default](), LLMCache.wrap(model, auto_bypass=False) as cache:
         for call in calls:
             check_same(outcome_of(model, call), outcome_of(plain, call))
@@ -221,7 +222,7 @@ def test_defaults_of_torch(family: str, default: str) -> None:
 
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_defaults_of_torch_when_prompts_are_continued(default: str) -> None:
-    """Likewise for K/V: what a stored prefix serves is put where the model is, in its own dtype."""
+    """K/V of a stored prefix have the model's device and dtype, whatever torch's defaults."""
     model, plain = build(GENERATORS["llama"]), build(GENERATORS["llama"])
     with LLMCache.wrap(model, auto_bypass=False) as cache:
         ids = tokens(1, 40)
@@ -236,7 +237,7 @@ def test_defaults_of_torch_when_prompts_are_continued(default: str) -> None:
 
 # -- names that look like flags ---------------------------------------------------------------------------------------
 
-#: Models whose configs have numbers, or names, that begin with `output_`.
+#: Models whose configs have settings `output_...` that are no flags.
 NAMED_ALIKE: dict[str, Callable[[], nn.Module]] = {
     "rembert": lambda: tf.RemBertModel(tf.RemBertConfig(**SIZES, input_embedding_size=16, output_embedding_size=24)),
     "of one's own": lambda: tf.BertModel(
@@ -247,7 +248,7 @@ NAMED_ALIKE: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("family", NAMED_ALIKE)
 def test_sizes_are_no_flags(family: str) -> None:
-    """A model whose config names sizes `output_...` is cached as any other: it was not asked for more output."""
+    """A setting `output_...` that is a size or a name asks for no further output: repeats are hits."""
     model, plain = build(NAMED_ALIKE[family]), build(NAMED_ALIKE[family])
     inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
     with LLMCache.wrap(model, auto_bypass=False) as cache:
@@ -261,7 +262,7 @@ def eager() -> nn.Module:
 
 
 def test_flags_of_the_config_are_flags() -> None:
-    """A call that is asked for more output, by an argument or by the config, returns it though the request is known."""
+    """A known request still returns hidden states or attentions if an argument or the config asks for them."""
     for name in ("output_hidden_states", "output_attentions"):
         model, plain = build(eager), build(eager)
         with LLMCache.wrap(model, auto_bypass=False):

@@ -1,4 +1,4 @@
-"""What the audit of calibrated reuse computes is none of the user's calls."""
+"""The audit runs no hook of the user's, and its recomputes count as no requests."""
 
 import threading
 from collections import Counter
@@ -17,7 +17,7 @@ FRESH = requests(40, seed=7)[0]
 
 
 class Watch:
-    """Hooks on a model and its head, where they bypass nothing: in which threads they ran, and how often."""
+    """Counts, by thread, the runs of hooks on a model and its head; these hooks cause no bypass."""
 
     def __init__(self, model: Any) -> None:
         self.n_calls: Counter[int] = Counter()
@@ -43,14 +43,14 @@ def audit_of(cache: LLMCache) -> AuditStats:
 
 
 def drained(cache: LLMCache) -> AuditStats:
-    """What the audit knows once all is audited, by another thread or by its own."""
+    """Drain the audit from another thread and return its figures."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(cache.drain).result()
     return audit_of(cache)
 
 
 def test_hits_are_audited_without_hooks(watched: tuple[LLMCache, Watch]) -> None:
-    """What the audit computes runs no hook of the user's, in whatever thread."""
+    """The audit runs no hook of the user's, in any thread."""
     cache, watch = watched
     n_hits = ask(cache, FRESH).count("semantic")
     n_calls = watch.n_calls.copy()
@@ -61,7 +61,7 @@ def test_hits_are_audited_without_hooks(watched: tuple[LLMCache, Watch]) -> None
 
 
 def test_the_audit_sees_the_model_of_now(watched: tuple[LLMCache, Watch]) -> None:
-    """Of each answer that was reused the audit tells whether the model, with its present weights, computes the same."""
+    """The audit compares the answer of each hit with the model's own, computed with the present weights."""
     cache, watch = watched
     for seed in (8, 9):
         ids = requests(40, seed=seed)[0]
@@ -82,7 +82,7 @@ def test_the_audit_sees_the_model_of_now(watched: tuple[LLMCache, Watch]) -> Non
 
 @pytest.mark.slow
 def test_learning_and_renewal_run_hooks_in_the_callers_threads_alone() -> None:
-    """What is learned in service, and renewed from what was audited, runs no hook of the user's in another thread."""
+    """Learning in service and renewal run the user's hooks only in the threads that call."""
     model = classifier()
     watch = Watch(model)
     settings: dict[str, Any] = {"max_drop": 0.1, "auto_bypass": False, "audit": 1.0, "learn": 120, "recalibrate": 120}
@@ -101,7 +101,7 @@ def test_learning_and_renewal_run_hooks_in_the_callers_threads_alone() -> None:
 
 
 def test_what_is_audited_is_no_request(watched: tuple[LLMCache, Watch]) -> None:
-    """`stats` and `last` tell of the user's calls alone: what the audit computes is counted beside them."""
+    """`last` and the request counts of `stats` cover the user's calls only, not the audit's recomputes."""
     cache, _ = watched
     ask(cache, FRESH)
     before, last = cache.stats(), cache.last

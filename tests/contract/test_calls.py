@@ -1,4 +1,4 @@
-"""Same call, same output as the unwrapped model, at every position: whatever a call is made of, whoever makes it."""
+"""Same call, same output as the unwrapped model, at every position, whatever its arguments, mode and thread."""
 
 import functools
 import itertools
@@ -27,9 +27,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": GENERATORS["gpt2"],
     "llama": GENERATORS["llama"],
 }
-#: One of each kind: an encoder under a head, one alone, and a decoder.
+#: An encoder with a head, a bare encoder, and a decoder.
 KINDS = ("classifier", "t5", "gpt2")
-#: What a family's forward takes beside ids and mask.
+#: Families whose forward takes positions, token types, K/V.
 POSITIONS, TYPES, KV = {"bert", "classifier", "gpt2", "llama"}, {"bert", "classifier"}, {"gpt2", "llama"}
 CALLS = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -38,16 +38,16 @@ CALLS = settings(
 
 @functools.cache
 def pair(family: str) -> tuple[LLMCache, nn.Module]:
-    """A cache that stays, so that calls meet what others have stored, and a plain copy of its model."""
+    """One cache per family, so that calls meet earlier entries, and a plain copy of its model."""
     return LLMCache.wrap(build(FAMILIES[family]), auto_bypass=False), build(FAMILIES[family])
 
 
-# -- calls made up ----------------------------------------------------------------------------------------------------
+# -- generated calls --------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def calls(draw: Any, family: str) -> dict[str, Any]:
-    """Arguments of a call: few different requests, so that parts of batches come again in other company."""
+    """Draw a call's arguments from few requests, so that rows come again in other batches."""
     rows = draw(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([3, 5])), min_size=1, max_size=5))
     sides = draw(st.sampled_from(["left", "right", "both", "mixed"]))
     width = max(length for _, length in rows) + draw(st.sampled_from([0, 0, 2]))
@@ -101,7 +101,7 @@ def test_arguments_by_position(family: str) -> None:
 
 
 def test_gradients() -> None:
-    """With gradients on, the model computes: outputs, losses and gradients are its own, and nothing is served."""
+    """With gradients on nothing is served: outputs, losses and gradients are the model's own."""
     model, plain = build(CLASSIFIERS["bert"]), build(CLASSIFIERS["bert"])
     call = {"input_ids": tokens(3, 5), "labels": torch.tensor([0, 1, 2])}
     with LLMCache.wrap(model, auto_bypass=False) as cache:
@@ -123,7 +123,7 @@ def test_gradients() -> None:
 
 
 def test_answers_of_every_mode_are_of_that_mode() -> None:
-    """What is stored under `inference_mode` serves under `no_grad` as a normal tensor, and the other way round."""
+    """An entry stored under `inference_mode` serves `no_grad` with normal tensors, and the other way round."""
     model, plain = build(BARE["bert"]), build(BARE["bert"])
     modes: tuple[Callable[[], AbstractContextManager[object]], ...] = (torch.inference_mode, torch.no_grad, nullcontext)
     with LLMCache.wrap(model, auto_bypass=False) as cache:
@@ -143,7 +143,7 @@ def test_answers_of_every_mode_are_of_that_mode() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "classifier", "gpt2"])
 def test_autocast(family: str) -> None:
-    """What was computed under autocast serves there alone."""
+    """Entries computed under autocast serve calls under the same autocast only."""
     model, plain = build(FAMILIES[family]), build(FAMILIES[family])
     contexts = {
         "off": nullcontext,
@@ -164,7 +164,7 @@ def test_autocast(family: str) -> None:
     [("bert", torch.float64), ("bert", torch.bfloat16), ("gpt2", torch.bfloat16), ("gpt2", torch.float16)],
 )
 def test_dtypes_of_models(family: str, dtype: torch.dtype) -> None:
-    """A model of any float dtype is answered in its dtype; a change of dtype is never served from before."""
+    """A model answers in its own dtype; after a change of dtype, older entries serve nothing."""
     model, plain = build(FAMILIES[family]), build(FAMILIES[family])
     whole, part = {"input_ids": tokens(3, 5)}, {"input_ids": tokens(3, 5)[1:]}
     with LLMCache.wrap(model, auto_bypass=False) as cache:
@@ -180,7 +180,7 @@ def test_dtypes_of_models(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head", ["classifier", "span", "token", "masked", "causal"])
 def test_losses(head: str) -> None:
-    """A loss is of the labels that are passed with it, though the request is known with others, or without."""
+    """A loss comes from the labels of the call, even if the request is known with other labels or none."""
     make = CLASSIFIERS["bert"] if head == "classifier" else TOKEN_HEADS[head]
     model, plain = build(make), build(make)
     ids = tokens(3, 6)
@@ -205,7 +205,7 @@ def test_losses(head: str) -> None:
 
 @pytest.mark.parametrize("family", KINDS)
 def test_what_was_handed_out_may_be_changed(family: str) -> None:
-    """Outputs, K/V and inputs belong to the caller: what it writes to them reaches no later answer."""
+    """Outputs, K/V and inputs belong to the caller: writes to them change no later answer."""
     model, plain = build(FAMILIES[family]), build(FAMILIES[family])
     expected = [ask(plain, input_ids=tokens(2, 5, seed)) for seed in (0, 1)]
     with LLMCache.wrap(model, auto_bypass=False) as cache:
@@ -228,7 +228,7 @@ def test_what_was_handed_out_may_be_changed(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(KV))
 def test_kv_is_continued(family: str) -> None:
-    """A K/V cache that a hit has filled is continued as one that the model filled."""
+    """A K/V cache filled by a hit continues like one filled by the model."""
     cache, plain = pair(family)
     ids = tokens(2, 9, 70)
     for _ in range(2):
@@ -242,7 +242,7 @@ def test_kv_is_continued(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_threads(family: str) -> None:
-    """A wrapped model is used from any number of threads: each is given what it asked for."""
+    """Threads that share a wrapped model each get their own answers and outcomes."""
     model, plain = build(FAMILIES[family]), build(FAMILIES[family])
     rng = torch.Generator().manual_seed(0)
     ids = tokens(4, 5)

@@ -1,4 +1,4 @@
-"""Copies of a wrapped model, pickles and replicas are those of the plain model; `unwrap` leaves nothing behind."""
+"""Copies, pickles and replicas of a wrapped model equal the plain model's; `unwrap` leaves nothing behind."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ def scale(model: nn.Module, factor: float = 1.5) -> nn.Module:
 
 
 def shallow(model: nn.Module) -> nn.Module:
-    """A copy of each module by `copy.copy`, with weights of its own put in."""
+    """Copy each module by `copy.copy`, and give the copies their own weights."""
     twin = copy.copy(model)
     twin._modules = {name: part and shallow(part) for name, part in model._modules.items()}
     twin._parameters = {
@@ -49,7 +49,7 @@ def shallow(model: nn.Module) -> nn.Module:
 
 
 def replica(model: nn.Module) -> nn.Module:
-    """What `torch.nn.parallel.replicate` makes on another device, with other weights."""
+    """Replicate as `torch.nn.parallel.replicate` does for another device, with other weights."""
     copies: dict[nn.Module, Any] = {part: part._replicate_for_data_parallel() for part in model.modules()}  # type: ignore[operator]
     for part, twin in copies.items():
         twin._modules = {name: child and copies[child] for name, child in part._modules.items()}
@@ -77,7 +77,7 @@ COPIES = [shallow, replica, pickled, saved, deep]
 
 
 def attributes(model: nn.Module) -> list[tuple[str, str, Any]]:
-    """All attributes of all modules: where, of which name, and which object; what containers hold."""
+    """List all attributes of all modules: path, name, and identity of the value or of its elements."""
 
     def held(value: Any) -> Any:
         if isinstance(value, dict):
@@ -104,7 +104,7 @@ def test_a_copy_runs_its_own_forward(family: str, make: Callable[[nn.Module], nn
         for _ in range(2):
             check_same(ask(twin, **X), expected, exact=True)
         check_same(cache(**X), ask(plain, **X))
-        assert (cache.stats().n_requests, cache.stats().n_hits) == (4, 2)  # a copy reports to nobody
+        assert (cache.stats().n_requests, cache.stats().n_hits) == (4, 2)  # calls of a copy are not counted
     check_same(ask(twin, **X), expected, exact=True)
 
 
@@ -124,11 +124,11 @@ def test_a_copy_holds_nothing_of_the_cache(make: Callable[[nn.Module], nn.Module
 
 
 def users_hook(module: nn.Module, args: Any, output: Any) -> None:
-    """Of a user: copies keep it."""
+    """Do nothing; copies must keep this hook."""
 
 
 class Deep(BertLayer):
-    """Copies itself."""
+    """Defines `__deepcopy__`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -137,7 +137,7 @@ class Deep(BertLayer):
 
 
 class State(BertLayer):
-    """Says what a pickle is to hold of it."""
+    """Defines the state to pickle."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"all": vars(self)}
@@ -147,7 +147,7 @@ class State(BertLayer):
 
 
 class Reduced(BertLayer):
-    """Says how it is made."""
+    """Defines `__reduce__`."""
 
     def __reduce__(self) -> Any:
         return make_layer, (type(self), vars(self))
@@ -161,7 +161,7 @@ def make_layer(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
 
 @pytest.mark.parametrize(("kind", "make"), [(Deep, deep), (State, pickled), (Reduced, deep), (Reduced, pickled)])
 def test_a_copy_of_a_class_that_copies_itself_runs_its_own_forward(kind: Any, make: Any) -> None:
-    """docs/reuse.md: a copy of a wrapped model is one of the plain model, whoever makes it."""
+    """docs/reuse.md: a copy of a wrapped model is a copy of the plain model, even if its class copies itself."""
     plain, model = build(BARE["bert"]), build(BARE["bert"])
     for one in (*plain.encoder.layer, *model.encoder.layer):
         one.__class__ = kind
@@ -181,7 +181,7 @@ def test_a_layer_put_back_as_its_copy_runs_its_own_forward() -> None:
 
 
 def test_a_copy_of_a_model_under_a_foreign_wrapper_has_its_own_weights() -> None:
-    """docs/reuse.md: what others hung on a model stays as it was, in copies as well."""
+    """docs/reuse.md: forwards that others put on a model stay as they were, in copies too."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     plain, model = build(BARE["bert"]), build(BARE["bert"])
@@ -194,7 +194,7 @@ def test_a_copy_of_a_model_under_a_foreign_wrapper_has_its_own_weights() -> None
 
 
 def test_a_copy_can_be_wrapped_by_itself() -> None:
-    """README: `LLMCache.wrap(model)` of any model, a copy of a wrapped one included."""
+    """README: `LLMCache.wrap(model)` takes any model, also a copy of a wrapped one."""
     model = build(CLASSIFIERS["bert"])
     with LLMCache.wrap(model) as first:
         twin = shallow(model)
@@ -213,7 +213,7 @@ def test_a_copy_can_be_wrapped_by_itself() -> None:
 
 @pytest.mark.parametrize("family", ["bert with a head", "llama"])
 def test_a_pickle_is_that_of_the_plain_model(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    """docs/reuse.md: a wrapped model is pickled as the plain one, which a line of the log says."""
+    """docs/reuse.md: a wrapped model is pickled as the plain one, and the log says so."""
     model = build(MODELS[family])
     before = pickle.dumps(model)
     with LLMCache.wrap(model), caplog.at_level(logging.INFO, "llmcache"):
@@ -223,7 +223,7 @@ def test_a_pickle_is_that_of_the_plain_model(family: str, caplog: pytest.LogCapt
 
 
 def test_a_model_with_a_foreign_forward_is_pickled_with_it() -> None:
-    """docs/reuse.md: what others hung on a model stays as it was, in copies as well."""
+    """docs/reuse.md: forwards that others put on a model stay as they were, in pickles too."""
     model = build(BARE["bert"])
     model.pooler.forward = model.embeddings.LayerNorm.forward
     model.encoder.forward = model.encoder.forward
@@ -255,7 +255,7 @@ def _sentences() -> Any:
 
 @pytest.mark.parametrize("make", [shallow, deep])
 def test_a_copy_of_a_sentence_model_holds_nothing_of_the_cache(make: Callable[[Any], Any]) -> None:
-    """docs/reuse.md: a copy of a wrapped model is one of the plain model, with its pooling layer."""
+    """docs/reuse.md: a copy of a wrapped model is a copy of the plain model, pooling layer included."""
     model = sentences()
     texts, expected = ["w1 w2 w3", "w4"], make(model).encode(["w1 w2 w3", "w4"])
     with LLMCache.wrap(model, payload="mean"):
@@ -266,7 +266,7 @@ def test_a_copy_of_a_sentence_model_holds_nothing_of_the_cache(make: Callable[[A
 
 
 def test_what_a_wrapped_model_saves_is_that_of_the_plain_one(tmp_path: Path) -> None:
-    """docs/reuse.md: `state_dict()` and `save_pretrained` of a wrapped model are those of the plain one."""
+    """docs/reuse.md: `state_dict()` and `save_pretrained` of a wrapped model give the plain model's weights."""
     plain, model = build(CLASSIFIERS["bert"]), build(CLASSIFIERS["bert"])
     with LLMCache.wrap(model) as cache:
         cache(**X)
@@ -291,7 +291,7 @@ def test_what_a_wrapped_model_saves_is_that_of_the_plain_one(tmp_path: Path) -> 
     ],
 )
 def test_unwrap_leaves_every_attribute_as_it_was(family: str, kind: str) -> None:
-    """docs/api.md: `unwrap` takes the cache off again, and nothing of it stays on the model, copied or not."""
+    """docs/api.md: `unwrap` removes the cache, and nothing of it stays on the model, copied or not."""
     model, inputs = fresh(family, kind), inputs_of(family, kind)
     expected = ask(model, **inputs)
     before = attributes(model)
@@ -319,7 +319,7 @@ def test_unwrap_leaves_a_sentence_transformer_as_it_was() -> None:
 
 @pytest.mark.parametrize(("family", "kind"), [("bert", "classifier"), ("llama", "causal")])
 def test_unwrap_while_other_threads_call(family: str, kind: str) -> None:
-    """docs/architecture.md: `unwrap` waits for no call; those under way end right, and the model is as it was."""
+    """docs/architecture.md: `unwrap` waits for no call; running calls answer right, and the model is as before."""
     model = fresh(family, kind)
     calls = [{"input_ids": tokens(2, length, seed=length % 4)} for length in range(4, 10)]
     expected = [ask(plain(family, kind), **call) for call in calls]
@@ -399,9 +399,9 @@ def test_accelerate_prepares_a_wrapped_model(kind: str) -> None:
     n_hits, expected = cache.stats().n_hits, ask(build(MADE[kind]), **X)
     for _ in range(2):
         check_same(ask(model, **X), expected)
-    assert cache.stats().n_hits > n_hits  # still on the model
+    assert cache.stats().n_hits > n_hits  # the cache is still on
     cache.unwrap()
-    theirs = ("_is_accelerate_prepared", "forward")  # which accelerate leaves on a plain model as well
+    theirs = ("_is_accelerate_prepared", "forward")  # accelerate leaves these on a plain model too
     assert [one for one in attributes(model) if one[:1] != ("",) or one[1] not in theirs] == before
     check_same(ask(model, **X), expected, exact=True)
 
@@ -427,7 +427,7 @@ def test_a_prepared_model_is_wrapped(kind: str, is_unwrapped_first: bool) -> Non
 
 
 def test_what_lies_on_top_of_the_cache_has_to_go_first() -> None:
-    """docs/reuse.md: `unwrap` refuses where somebody put another forward on top, and works once that is gone."""
+    """docs/reuse.md: `unwrap` refuses while another forward lies on top, and works once that is gone."""
     model = build(BARE["bert"])
     cache = LLMCache.wrap(model)
     below = model.forward
@@ -447,7 +447,7 @@ def averaged(model: nn.Module) -> nn.Module:
 
 
 def of_functions(model: nn.Module) -> Callable[..., Any]:
-    """The model called with other weights by `torch.func`."""
+    """Return a function that calls the model with other weights, by `torch.func`."""
     weights = {name: one.detach() * 1.5 for name, one in model.named_parameters()}
     return lambda **inputs: torch.func.functional_call(model, weights, args=(), kwargs=inputs)
 
@@ -462,7 +462,7 @@ def of_functions(model: nn.Module) -> Callable[..., Any]:
     ],
 )
 def test_what_torch_makes_of_a_wrapped_model_answers_as_of_the_plain_one(family: str, use: Any) -> None:
-    """Trouble costs speed, never correctness: whoever calls the model, and with which weights."""
+    """Trouble costs speed, never correctness: torch's copies and calls of a wrapped model answer right."""
     plain, model = build(MODELS[family]), build(MODELS[family])
     expected = ask(use(plain), **X)
     with LLMCache.wrap(model) as cache:
@@ -472,7 +472,7 @@ def test_what_torch_makes_of_a_wrapped_model_answers_as_of_the_plain_one(family:
 
 
 def test_a_decoders_copy_generates_as_the_plain_one(tmp_path: Path) -> None:
-    """docs/reuse.md: a copy of a wrapped model is one of the plain model, also for `generate()`."""
+    """docs/reuse.md: a copy of a wrapped model generates the tokens of a copy of the plain model."""
     plain = build(lambda: tf.LlamaForCausalLM(llama()))
     model: Any = build(lambda: tf.LlamaForCausalLM(llama()))
     ids = tokens(1, 8)

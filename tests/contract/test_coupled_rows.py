@@ -1,4 +1,4 @@
-"""Where rows of a call affect each other, calls are stored and found as a whole; nothing is shared between calls."""
+"""If rows of a call affect each other, the call is stored and found as a whole, and calls share nothing."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def int8(model: nn.Module) -> nn.Module:
 
 
 class BatchStatistics(nn.Module):
-    """Normalises by statistics of the call, in eval mode as well."""
+    """Normalises by statistics of the call, even in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class BatchStatistics(nn.Module):
 
 
 class LargestOfAll(nn.Module):
-    """Rounds to 8 bits by the largest of the call, as quantised layers of one's own do."""
+    """Rounds to 8 bits by the largest value of the call, as a user's quantised layers do."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         scale = hidden.abs().max() / 127
@@ -45,7 +45,7 @@ class LargestOfAll(nn.Module):
 
 
 class FirstComeFirstServed(nn.Module):
-    """Works for so many tokens of a call and no more, as experts with a capacity do."""
+    """Halves all but the first tokens of a call, as experts with a capacity do."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -54,7 +54,7 @@ class FirstComeFirstServed(nn.Module):
 
 
 def with_part(part: Callable[[], nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """Puts a part behind the first layer of a BERT, or of a Llama."""
+    """Return an edit that puts a part into the first layer of a BERT or a Llama."""
 
     def edit(model: Any) -> nn.Module:
         if hasattr(model, "bert"):
@@ -72,7 +72,7 @@ def nystroemformer() -> nn.Module:
 
 
 def aimv2() -> nn.Module:
-    """Attends both ways, and only to what came before as soon as anything in the call is padded."""
+    """Attends both ways; causally as soon as anything in the call is padded."""
     return build(lambda: tf.Aimv2TextModel(tf.Aimv2TextConfig(**SIZES)))
 
 
@@ -91,7 +91,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "nystroemformer": nystroemformer,
 }
 A, B, C = (tokens(1, 16, seed)[0] for seed in range(3))
-#: Calls that share rows: pairs, permutations, duplicates, a row alone; and, but for the last model, paddings.
+#: Calls that share rows: pairs, permutations, duplicates, a row alone. All but the last model get padded ones too.
 CALLS = [{"input_ids": torch.stack(rows)} for rows in ((A, B), (A, C), (B, A), (A,), (A, A), (A, B, C), (A, A, B))]
 PADDED = [padded([9]), padded([9, 4]), padded([9, 7]), padded([4]), padded([9, 4], left=True), padded([9, 12])]
 
@@ -107,12 +107,12 @@ def test_calls_that_share_rows_are_answered_as_by_the_plain_model(name: str) -> 
     plain = copy.deepcopy(model)
     with wrap(model) as cache:
         check_calls(model, plain, *_calls(name), exact=True)
-        assert cache.stats().n_hits >= len(CALLS)  # of whole calls that came again
+        assert cache.stats().n_hits >= len(CALLS)  # repeats of whole calls
 
 
 @pytest.mark.parametrize("edit", [int8, with_part(LargestOfAll)], ids=["int8", "part"])
 def test_a_model_that_comes_to_be_so_after_wrapping_is_seen(edit: Callable[[nn.Module], nn.Module]) -> None:
-    """Weights quantised and modules replaced after wrapping are never served stale (docs/reuse.md)."""
+    """After weights are quantised or modules replaced, nothing stale is served (docs/reuse.md)."""
     model, plain = build(CLASSIFIERS["bert"]), edit(build(CLASSIFIERS["bert"]))
     with wrap(model):
         for call in CALLS:
@@ -146,7 +146,7 @@ class Turned(nn.Module):
 
 
 def test_a_decoder_s_prefixes_and_steps_are_those_of_the_plain_model() -> None:
-    """generate() gives the same tokens, whatever was asked before (docs/prefix.md)."""
+    """`generate()` gives the plain model's tokens and logits, whatever came before (docs/prefix.md)."""
     model = MODELS["largest of all, decoder"]()
     plain = copy.deepcopy(model)
     prompts = [torch.cat([tokens(1, 40, 7), tokens(1, n, n)], dim=1) for n in (3, 5, 3)]
@@ -164,7 +164,7 @@ def test_a_decoder_s_prefixes_and_steps_are_those_of_the_plain_model() -> None:
 
 @pytest.mark.parametrize("settings", [{"tau": 0.9}, {"learn": 1200}], ids=["tau", "learn"])
 def test_approximate_reuse_is_refused(settings: dict[str, Any]) -> None:
-    """What does not suit a model is refused at wrap, with the reason (docs/reuse.md)."""
+    """`wrap` refuses settings that do not suit the model, with the reason (docs/reuse.md)."""
     for name in ("int8", "batch statistics"):
         with pytest.raises(ConfigError, match="affect each other"):
             LLMCache.wrap(MODELS[name](), **settings)
@@ -182,7 +182,7 @@ def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:
 
 
 def test_part_of_a_call_is_not_served_alone() -> None:
-    """A call of which entries were evicted is computed as a whole (docs/reuse.md)."""
+    """A call with an evicted row is computed as a whole (docs/reuse.md)."""
     model = MODELS["largest of all"]()
     plain = copy.deepcopy(model)
     with wrap(model, max_entries=3):
@@ -201,7 +201,7 @@ def test_part_of_a_call_is_not_served_alone() -> None:
     ],
 )
 def test_rounding_alone_keeps_rows_apart(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    """Batches in which some rows hit are served in part, in every dtype (docs/reuse.md, what is equal to what)."""
+    """Rounding couples no rows: batches are served in part, in every dtype (docs/reuse.md, what is equal to what)."""
     model = build(make).to(dtype)
     with wrap(model) as cache:
         ask(model, **CALLS[3])

@@ -1,4 +1,4 @@
-"""Calibrated reuse decides what `decisions.json` says: the same limit, the same hits, the same risks."""
+"""Calibrated reuse reproduces `decisions.json`: limits, hits and risks."""
 
 import re
 
@@ -19,13 +19,13 @@ def test_the_same_seeds_decide_the_same(name: str) -> None:
     check_same(found, RECORDED[name])
     for by, risk in zip(found["served"].lower(), found["risks"], strict=True):
         if by == "e":
-            assert risk is None  # its own state was there: nobody else was asked for
+            assert risk is None  # an exact hit: no search
         else:
             assert (risk <= found["limit"]) == (by == "s"), "a request is served if the risk is within the limit"
 
 
 def test_recorded_decisions_are_worth_comparing() -> None:
-    """Of every case the record holds hits and misses, and no risk so near to the limit that rounding decides."""
+    """Every recorded case has hits and misses, and no risk so near the limit that rounding decides."""
     assert list(RECORDED) == list(CASES)
     for name, one in RECORDED.items():
         assert set(one["served"].lower()) == {"-", "e", "s"}, name
@@ -45,11 +45,11 @@ RECORD = {"limit": 0.2, "hit_rate": 0.5, "served": "s-", "risks": [0.1, 0.2 + 1e
     [
         {},
         {"limit": 0.2 + 1e-5, "risks": [0.1 + 1e-5, 0.2]},
-        {"served": "ss", "hit_rate": 1.0},  # the second one's risk is the limit, but for rounding
+        {"served": "ss", "hit_rate": 1.0},  # the second risk equals the limit but for rounding
     ],
 )
 def test_rounding_is_no_other_decision(change: dict[str, object]) -> None:
-    """Limits and risks may differ in the last bits, and with them who is served at the limit itself."""
+    """Limits and risks may differ by rounding, and so may hits at the limit."""
     check_same({**RECORD, **change}, RECORD)
 
 
@@ -65,7 +65,7 @@ def test_rounding_is_no_other_decision(change: dict[str, object]) -> None:
     ],
 )
 def test_another_decision_is_told(change: dict[str, object], told: str) -> None:
-    """A hit, an answer, a risk or a limit that differs by more than rounding is another decision."""
+    """A hit or answer that differs, or a risk or limit that differs by more than rounding, is another decision."""
     with pytest.raises(AssertionError, match=told):
         check_same({**RECORD, **change}, RECORD)
 

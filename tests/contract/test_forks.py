@@ -1,4 +1,4 @@
-"""A forked process answers as the plain model does, and waits for nothing that its parent alone has."""
+"""A forked process answers as the plain model does, and never waits for a thread of its parent."""
 
 import multiprocessing
 import os
@@ -21,17 +21,17 @@ from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
-    # Python 3.12 and later warn of what this file is about.
+    # Python 3.12 and later warn of forks in threaded processes.
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
-PATIENCE_S = 20.0  # in which a child that needs some milliseconds has to be done
+PATIENCE_S = 20.0  # a child needs milliseconds
 CALLS = [{"input_ids": tokens(1 + seed % 2, 9 + seed % 3, seed)} for seed in range(4)]
 KINDS = {"encoder": CLASSIFIERS["bert"], "decoder": GENERATORS["gpt2"]}
 
 
 def in_child(act: Callable[[], object]) -> Any:
-    """What a function returns in a forked process, which is ended where it takes too long."""
+    """Run a function in a forked process and return its result; kill the process if it takes too long."""
     listen, say = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -54,7 +54,7 @@ def in_child(act: Callable[[], object]) -> Any:
 
 @contextmanager
 def busy(cache: LLMCache, n_threads: int = 2) -> Iterator[None]:
-    """Within: other threads call the model all the time, with requests that are known and that are new."""
+    """Within: other threads keep calling the model, with known and new requests."""
     has_ended = threading.Event()
 
     def work(number: int) -> None:
@@ -77,7 +77,7 @@ def busy(cache: LLMCache, n_threads: int = 2) -> Iterator[None]:
 
 
 def check_children(cache: LLMCache, kind: str, n_children: int = 2) -> None:
-    """Fork while the cache is used, and compare what children and parent answer with the plain model."""
+    """Fork while threads call the model; compare the answers of children and parent with the plain model's."""
     plain = build(KINDS[kind])
     expected = [ask(plain, **call) for call in CALLS]
 
@@ -93,11 +93,11 @@ def check_children(cache: LLMCache, kind: str, n_children: int = 2) -> None:
         told = [in_child(lambda: compare(lambda: finish(cache))) for _ in range(n_children)]
     assert told == ["same"] * n_children
     assert compare() == "same"
-    assert cache.stats().store is not None or cache.stats().errors == 0  # reads of a store may be late, and count
+    assert cache.stats().store is not None or cache.stats().errors == 0  # late reads of a store count as errors
 
 
 def finish(cache: LLMCache) -> None:
-    """What a process may do beside calls: none of it may wait for a thread that is gone."""
+    """Read the counters, drain and unwrap: none of it may wait for a thread that the fork left behind."""
     cache.stats()
     cache.drain()
     cache.unwrap()
@@ -106,7 +106,7 @@ def finish(cache: LLMCache) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forked_process_answers_from_memory(kind: str) -> None:
-    """A child keeps what was in memory, answers as the plain model does, and can be asked for all that a cache can."""
+    """A child keeps the entries in memory, answers as the plain model does, and can drain and unwrap."""
     with LLMCache.wrap(build(KINDS[kind]), auto_bypass=False) as cache:
         known = CALLS[0]
         cache(**known)
@@ -123,7 +123,7 @@ def test_a_forked_process_answers_from_memory(kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_forked_process_uses_a_store_on_disk(tmp_path: Path) -> None:
-    """The store is open in a child as it is in its parent: neither waits for the other, and both are heard."""
+    """Child and parent both use the open store; neither waits for the other."""
     store = {"name": "disk", "folder": str(tmp_path / "store")}
     with LLMCache.wrap(build(KINDS["encoder"]), store=store, auto_bypass=False) as cache:
         check_children(cache, "encoder")
@@ -132,7 +132,7 @@ def test_a_forked_process_uses_a_store_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_forked_process_uses_a_store_on_redis(tmp_path: Path) -> None:
-    """A child has connections and a thread of its own: no answer of the server reaches another process."""
+    """A child has its own connections and thread: no reply of the server reaches the wrong process."""
     with redis_server(tmp_path) as server:
         store = {"name": "redis", "url": server.url, "timeout_ms": 5_000.0}
         with LLMCache.wrap(build(KINDS["encoder"]), store=store, auto_bypass=False) as cache:
@@ -141,7 +141,7 @@ def test_a_forked_process_uses_a_store_on_redis(tmp_path: Path) -> None:
 
 
 def check_what_a_child_stores(cache: LLMCache) -> None:
-    """What a child computed is in the store, its purges reach the parent, and those of the parent reach it."""
+    """Check that a child's entries reach the store, and that purges reach the other process, both ways."""
 
     def store_new() -> int:
         for seed in range(3):
@@ -185,7 +185,7 @@ def held(cache: LLMCache) -> int:
 
 @pytest.mark.slow
 def test_processes_of_multiprocessing_and_their_children_answer() -> None:
-    """The start method `fork` of multiprocessing, and a child of a child, work as `os.fork` does."""
+    """Children of multiprocessing's start method `fork`, and their children, answer as the plain model does."""
     plain, context = build(KINDS["encoder"]), multiprocessing.get_context("fork")
     expected = [ask(plain, **call) for call in CALLS]
 

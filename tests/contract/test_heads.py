@@ -1,4 +1,4 @@
-"""A repeat is answered as the plain model answers, whichever rows of the states its head reads."""
+"""Repeats answer as the plain model does, whichever states the head reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ def modern(pooling: str) -> Callable[[], nn.Module]:
 
 
 class MeanHead(nn.Module):
-    """In place of a head that is shown all states and reads the first."""
+    """Replaces a head that reads the first state; reads the mean of all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class MeanHead(nn.Module):
 
 
 class Around(nn.Module):
-    """A module of a user's own, which reads more of a classifier's trunk than its head does."""
+    """A user's module that reads more of a classifier's trunk than the head does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Around(nn.Module):
 
 
 class OwnHead(nn.Module):
-    """Reads the first row of short calls, and the mean of long ones or when it is told to."""
+    """Reads the first state of calls of up to `longest` tokens, else the mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_repeat_is_answered_as_by_the_plain_model(name: str) -> None:
-    """An entry keeps what the head reads of the last layer (docs/reuse.md, heads and payloads)."""
+    """An entry keeps the states of the last layer that the head reads (docs/reuse.md, heads and payloads)."""
     plain, model = build(HEADS[name]), build(HEADS[name])
     with wrap(model) as cache:
         check_calls(model, plain, *CASES)
@@ -169,7 +169,7 @@ def _pool_otherwise(model: Any) -> None:
 def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_reads(
     make: Callable[[], nn.Module], edit: Callable[[Any], None], choices: bool
 ) -> None:
-    """Weights edited or replaced after wrapping: no stale hit, and no state that was not kept (docs/reuse.md)."""
+    """After a head is replaced, no hit is stale or lacks states that the head reads (docs/reuse.md)."""
     plain, model = build(make), build(make)
     cases = [{key: value[None] if choices else value for key, value in case.items()} for case in CASES]
     with wrap(model):
@@ -180,7 +180,7 @@ def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_rea
 
 
 def test_a_head_that_is_exchanged_for_one_of_its_kind_is_served() -> None:
-    """Exact repeats are on from the start, and stay so where a head is exchanged for another that reads the same."""
+    """Exact repeats stay on after a head is replaced by another that reads the same states."""
     plain, model = build(HEADS["bert"]), build(HEADS["bert"])
     with wrap(model) as cache:
         check_calls(model, plain, *CASES)
@@ -193,7 +193,7 @@ def test_a_head_that_is_exchanged_for_one_of_its_kind_is_served() -> None:
 
 
 def test_wrapping_leaves_the_model_alone() -> None:
-    """Wrapping runs no hook of a user's, draws no random number and changes no buffer, mode or gradient."""
+    """Wrapping runs no hook of the user's, draws no random number and changes no buffer, mode or gradient."""
     model: Any = build(HEADS["bert"])
     seen: list[str] = []
     for name, part in model.named_modules():
@@ -211,7 +211,7 @@ def test_wrapping_leaves_the_model_alone() -> None:
 
 
 def test_a_head_that_reads_padding_is_not_given_another_request_s() -> None:
-    """Padding on an approximate hit is zeros, and only under heads known not to read padding (docs/reuse.md)."""
+    """Approximate hits have zeros for padding, and serve only heads known not to read padding (docs/reuse.md)."""
     make = electra(tf.ElectraForMultipleChoice, summary_type="mean")
     plain, model = build(make), build(make)
     first, second = ({key: value[None] for key, value in padded([7, 5], seed).items()} for seed in (0, 50))

@@ -1,4 +1,4 @@
-"""The comparison itself: what it must not let pass."""
+"""`check_same` finds every difference."""
 
 from typing import Any
 
@@ -34,13 +34,13 @@ def kv(value: float) -> DynamicCache:
     ],
 )
 def test_a_difference_is_seen(found: Any, expected: Any) -> None:
-    """Same call, same output: of the same type, with the same keys, shapes, dtypes and values."""
+    """Outputs are the same only if types, keys, shapes, dtypes and values are."""
     with pytest.raises(AssertionError):
         check_same(found, expected)
 
 
 def test_what_is_alike_passes() -> None:
-    """Rounding passes unless bits are compared."""
+    """A difference by rounding passes unless `exact`."""
     check_same(BaseModelOutput(last_hidden_state=HERE + 1e-7), BaseModelOutput(last_hidden_state=HERE))
     check_same(kv(1.0), kv(1.0), exact=True)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Namespaces never meet, whoever enters them, in which order their blocks end, and where."""
+"""Namespaces never meet, in whatever thread or task, and in whatever order their blocks end."""
 
 import asyncio
 import contextvars
@@ -23,12 +23,12 @@ from tests.contract.judge import ask, check_same
 from tests.tiny_models import BARE, GENERATORS, build, tokens
 
 NAMES = ("default", "a", "b", "c")
-#: A request that each namespace alone knows.
+#: One request per namespace, stored there only.
 OF = {name: {"input_ids": tokens(1, 6, seed)} for seed, name in enumerate(NAMES, 100)}
 
 
 def knowing(model: nn.Module) -> LLMCache:
-    """A cache each of whose namespaces knows one request."""
+    """Return a cache with one request in each namespace."""
     cache = LLMCache.wrap(model, auto_bypass=False)
     for name in NAMES:
         with cache.namespace(name):
@@ -43,7 +43,7 @@ def cache() -> Iterator[LLMCache]:
 
 
 def is_known(cache: LLMCache, inputs: dict[str, Any]) -> bool:
-    """Whether the cache has a request, which is neither computed nor stored."""
+    """Whether the cache holds a request; computes and stores nothing."""
     try:
         with cache.only_if_cached():
             cache(**inputs)
@@ -53,7 +53,7 @@ def is_known(cache: LLMCache, inputs: dict[str, Any]) -> bool:
 
 
 def current(cache: LLMCache) -> list[str]:
-    """The namespaces that a call is served from now: one, if all is well."""
+    """Return the namespaces that serve a call now; there must be one."""
     return [name for name in NAMES if is_known(cache, OF[name])]
 
 
@@ -63,12 +63,12 @@ def items(cache: LLMCache, name: str) -> Iterator[list[str]]:
         yield current(cache)
 
 
-@example([("a", 0), ("b", 0), ("end", 1), ("a", 0), ("a", 0), ("end", 2)])  # within one another
-@example([("a", 0), ("b", 0), ("end", 0)])  # taking turns, as generators do
+@example([("a", 0), ("b", 0), ("end", 1), ("a", 0), ("a", 0), ("end", 2)])  # nested
+@example([("a", 0), ("b", 0), ("end", 0)])  # interleaved, as in generators
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "end"]), st.integers(0, 5)), max_size=8))
 def test_blocks_may_end_in_any_order(cache: LLMCache, steps: list[tuple[str, int]]) -> None:
-    """Outside of every block a call is in the default namespace, else in that of the last block that is still open."""
+    """A call is in the namespace of the last opened block that is still open, or in the default one."""
     opened: list[tuple[str, AbstractContextManager[object]]] = []
     for name, which in [*steps, *[("end", 0)] * len(steps)]:
         if name != "end":
@@ -80,7 +80,7 @@ def test_blocks_may_end_in_any_order(cache: LLMCache, steps: list[tuple[str, int
 
 
 def test_a_generator_that_is_left_ends_its_block(cache: LLMCache) -> None:
-    """A namespace holds within its block, not after it: a loop that is left ends the generator's."""
+    """Leaving a loop over a generator ends the namespace block within the generator."""
     for found in items(cache, "a"):
         assert found == ["a"]
         break
@@ -88,7 +88,7 @@ def test_a_generator_that_is_left_ends_its_block(cache: LLMCache) -> None:
 
 
 def test_an_exception_ends_a_block(cache: LLMCache) -> None:
-    """A namespace holds within its block, however that ends."""
+    """An exception that leaves a block restores the default namespace."""
     for name in ("a", "b"):
         with pytest.raises(KeyError), cache.namespace(name):
             raise KeyError
@@ -96,7 +96,7 @@ def test_an_exception_ends_a_block(cache: LLMCache) -> None:
 
 
 def test_a_generator_may_be_closed_elsewhere(cache: LLMCache) -> None:
-    """A block that is closed in another thread or context raises nothing, and leaves that one's namespace alone."""
+    """Closing a block in another thread or context raises nothing, and keeps the namespace there."""
 
     def close(within: str) -> list[str]:
         with cache.namespace(within):
@@ -113,14 +113,14 @@ def test_a_generator_may_be_closed_elsewhere(cache: LLMCache) -> None:
 
 
 def test_a_thread_begins_in_the_default_namespace(cache: LLMCache) -> None:
-    """A thread that is started in a namespace begins in the default one, unless it runs in a copy of the context."""
+    """A thread begins in the default namespace, unless it runs in a copy of the context."""
     with ThreadPoolExecutor(1) as pool, cache.namespace("a"):
         assert pool.submit(current, cache).result() == ["default"]
         assert pool.submit(contextvars.copy_context().run, current, cache).result() == ["a"]
 
 
 def test_tasks_keep_what_they_began_with(cache: LLMCache) -> None:
-    """An async task is in the namespace that it was begun in, also after that block has ended, and in its own ones."""
+    """An async task keeps the namespace in which it was created, even after that block ends, and may enter its own."""
 
     async def task(name: str | None) -> list[list[str]]:
         found = []
@@ -151,7 +151,7 @@ def test_tasks_keep_what_they_began_with(cache: LLMCache) -> None:
 
 
 def test_async_generators_that_are_left(cache: LLMCache) -> None:
-    """No namespace reaches another task, though an async generator in it is closed by the event loop."""
+    """A namespace reaches no other task, even if the event loop closes the async generator that entered it."""
 
     async def stream(name: str) -> AsyncIterator[list[str]]:
         with cache.namespace(name):
@@ -172,7 +172,7 @@ def test_async_generators_that_are_left(cache: LLMCache) -> None:
 
 
 def test_threads_that_take_turns() -> None:
-    """Namespaces never meet: of eight threads in eight namespaces none is served what another one stored."""
+    """Eight threads in eight namespaces: no thread is served another's entries."""
     with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
         turn = threading.Barrier(8, timeout=60)
 
@@ -189,12 +189,12 @@ def test_threads_that_take_turns() -> None:
         with ThreadPoolExecutor(8) as pool:
             found = [known for of_thread in pool.map(work, range(8)) for known in of_thread]
         assert not any(found[0::3]) and not any(found[1::3])
-        assert sum(found[2::3]) > 40  # of 48: where threads meet, what one computed may be left out
+        assert sum(found[2::3]) > 40  # of 48: when threads collide, an entry may not be stored
 
 
 @functools.cache
 def shared(kind: str) -> LLMCache:
-    """A cache that stays: each example makes requests of its own."""
+    """One cache for all examples; each example makes new requests."""
     return LLMCache.wrap(build({**BARE, **GENERATORS}[kind]), auto_bypass=False)
 
 
@@ -205,7 +205,7 @@ new_seeds = itertools.count(1_000, 10)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2)), min_size=4, max_size=8))
 def test_a_request_is_served_where_it_was_stored(kind: str, calls: list[tuple[str, int]]) -> None:
-    """No search crosses a namespace, and neither do exact repeats, prefixes or answers."""
+    """A request is a hit only in a namespace that stored it."""
     cache, first = shared(kind), next(new_seeds)
     seen = set()
     for name, seed in calls:
@@ -219,7 +219,7 @@ def test_a_request_is_served_where_it_was_stored(kind: str, calls: list[tuple[st
 
 
 def test_a_purge_reaches_one_namespace(cache: LLMCache) -> None:
-    """Purging a namespace forgets its requests, and no others."""
+    """Purging a namespace removes its requests, and no others."""
     with knowing(build(BARE["gpt2"])) as own:
         own.purge(namespace="a")
         for name in NAMES:
@@ -250,7 +250,7 @@ def is_refusing(cache: LLMCache) -> bool:
 
 @pytest.mark.parametrize(("block", "holds"), [("disabled", is_computing), ("only_if_cached", is_refusing)])
 def test_other_blocks_may_end_in_any_order(cache: LLMCache, block: str, holds: Any) -> None:
-    """What holds within `disabled()` or `only_if_cached()` holds until the last such block has ended, and not after."""
+    """`disabled()` and `only_if_cached()` hold until their last open block ends, and no longer."""
     assert not holds(cache)
     first, second = getattr(cache, block)(), getattr(cache, block)()
     for one in (first, second):
@@ -263,7 +263,7 @@ def test_other_blocks_may_end_in_any_order(cache: LLMCache, block: str, holds: A
 
 
 def test_chunks_end_with_their_block() -> None:
-    """What `chunked()` lets others do is done within its block, not after it."""
+    """`chunked()` calls its function within its block, not after it."""
     done: list[str] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a trunk is made of beside weights: objects, functions, code, config values. Nothing is served stale."""
+"""Edits of a trunk's objects, functions, code and config values: nothing is served stale."""
 
 import functools
 import importlib
@@ -25,7 +25,7 @@ X = padded([6, 4])
 
 
 class Act(nn.Module):
-    """An activation that leaves all to an object."""
+    """An activation that delegates to an object."""
 
     def __init__(self, how: Any) -> None:
         super().__init__()
@@ -33,13 +33,6 @@ class Act(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.how(x)  # type: ignore[no-any-return]
-
-
-class Once(nn.Module):
-    """A module of a user's own, whose forward is patched."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
 
 
 @dataclass
@@ -66,7 +59,7 @@ class Slotted:
 
 
 class Reads:
-    """Computes with what it holds somewhere within."""
+    """Scales by a value read from the object that it holds."""
 
     def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
         self.held = held
@@ -88,7 +81,7 @@ def default(by: float) -> Callable[[Tensor], Tensor]:
 
 
 def counted(by: float) -> Callable[[Tensor], Tensor]:
-    """A function that another one gives another number."""
+    """Return a function whose closure its `change` rebinds."""
 
     def act(x: Tensor) -> Tensor:
         return x * by
@@ -113,7 +106,7 @@ def exchange(held: Any) -> None:
     held[0], held[1] = held[1], held[0]
 
 
-#: What the activation leaves all to, by name: how it is made, and what is done to the module that holds it.
+#: By name: how the activation's object is made, and an edit of the module that holds it.
 EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "dataclass replaced": (Scale, lambda m: setattr(m, "how", Scale(3.0))),
     "dataclass edited": (Scale, lambda m: setattr(m.how, "by", 3.0)),
@@ -188,7 +181,7 @@ def activation(model: Any) -> Any:
 
 
 def check_edit(model: nn.Module, plain: nn.Module, edit: Callable[[Any], object]) -> None:
-    """Have a cache that serves, edit the model and a plain one alike, and compare."""
+    """Warm a cache, edit its model and a plain one alike, and compare their answers."""
     before = ask(plain, **X)
     with LLMCache.wrap(model, auto_bypass=False) as cache:
         for _ in range(2):
@@ -214,7 +207,7 @@ def test_objects_that_a_module_holds_count(name: str) -> None:
 
 
 def test_what_an_object_counts_in_every_call_costs_hits_alone() -> None:
-    """docs/reuse.md: a call during which settings were edited stores nothing, and answers are right."""
+    """docs/reuse.md: a call that edits its own settings stores nothing, and answers are right."""
 
     class Counts(Scale):
         def __call__(self, x: Tensor) -> Tensor:
@@ -272,9 +265,9 @@ def other_list(model: Any) -> None:
     [patched, layer_patched, layer_replaced, layers_exchanged, layer_dropped, other_list],
 )
 def test_a_layer_replaced_or_patched_after_wrapping_is_run(edit: Callable[[Any], None]) -> None:
-    """docs/reuse.md: layers that were replaced or patched after wrapping are run, and nothing of before is served."""
+    """docs/reuse.md: layers replaced or patched after wrapping are run, and no older entry is served."""
     model, plain = build(bert), build(bert)
-    cache = LLMCache.wrap(model, auto_bypass=False)  # what lies on top of it would have to go before unwrap()
+    cache = LLMCache.wrap(model, auto_bypass=False)  # not unwrapped: the patches lie on top
     for _ in range(2):
         check_same(cache(**X), ask(plain, **X))
     edit(model)
@@ -285,7 +278,7 @@ def test_a_layer_replaced_or_patched_after_wrapping_is_run(edit: Callable[[Any],
 
 @pytest.fixture
 def patch_class() -> Iterator[Callable[[type, Any], None]]:
-    """Gives a class another forward, for the time of a test."""
+    """Patches a class's forward until the test ends."""
     before: list[tuple[type, Any]] = []
 
     def patch(kind: type, forward: Any) -> None:
@@ -299,7 +292,7 @@ def patch_class() -> Iterator[Callable[[type, Any], None]]:
 
 @pytest.mark.parametrize("name", ["BertIntermediate", "BertLayer", "BertModel", "Act"])
 def test_a_class_patched_after_wrapping_is_run(name: str, patch_class: Callable[[type, Any], None]) -> None:
-    """docs/reuse.md: a class whose forward is patched after wrapping is run, and nothing of before is served."""
+    """docs/reuse.md: a class patched after wrapping is run, and no older entry is served."""
     model: Any = with_activation(Scale())
     parts = {type(part).__name__: type(part) for part in model.modules()}
     below = parts[name].forward
@@ -325,7 +318,7 @@ def test_a_class_patched_after_wrapping_is_run(name: str, patch_class: Callable[
 
 
 class Masks(tf.BertModel):
-    """Makes its mask by an id of its config."""
+    """Masks the tokens with a given id of its config."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if attention_mask is None:
@@ -343,7 +336,7 @@ class MasksByEnds(Masks):
 
 @pytest.mark.parametrize("kind", [MasksByPad, MasksByEnds])
 def test_ids_that_a_trunk_reads_of_its_config_count(kind: Any) -> None:
-    """docs/reuse.md: the weights digest covers settings, ids of special tokens in the config among them."""
+    """docs/reuse.md: the weights digest covers settings, including ids of special tokens in the config."""
     ids = {"input_ids": tokens(2, 6)}
     model, plain = build(lambda: kind(tiny_config())), build(lambda: kind(tiny_config()))
     with LLMCache.wrap(model, auto_bypass=False) as cache:
@@ -381,7 +374,7 @@ def lost(model: Any) -> None:
     ],
 )
 def test_attention_of_another_direction_is_computed(family: str, when: str, edit: Callable[[Any], None]) -> None:
-    """docs/reuse.md: where `is_causal` is not what the family has, nothing is served (`other_attention`)."""
+    """docs/reuse.md: nothing is served if `is_causal` differs from the family's (`other_attention`)."""
     table = {**BARE, **STRANGERS}
     model, plain = build(table[family]), build(table[family])
 
@@ -400,17 +393,18 @@ def test_attention_of_another_direction_is_computed(family: str, when: str, edit
     if when == "before wrapping":
         edit_both()
     with LLMCache.wrap(model, auto_bypass=False) as cache:
-        for turn in range(2):
+        for turn in ("before wrapping", "after wrapping"):
+            before = cache.stats().n_hits
             for _ in range(2):
                 for call in calls:
                     check_same(cache(**call), ask(plain, **call))
-            if turn == 0:
-                assert (cache.stats().n_hits == 0) == (when == "before wrapping")
+            assert (cache.stats().n_hits == before) == (when == turn)
+            if turn == "before wrapping":
                 edit_both()
 
 
 def test_a_direction_that_the_config_names_counts_after_wrapping() -> None:
-    """docs/reuse.md: the weights digest covers settings, those of the config that decide attention among them."""
+    """docs/reuse.md: the weights digest covers settings, including the config's `is_causal`."""
     model, plain = build(GENERATORS["llama"]), build(GENERATORS["llama"])
     calls = [{"input_ids": tokens(1, 40)}, {"input_ids": torch.cat([tokens(1, 40), tokens(1, 4, seed=2)], dim=1)}]
     with LLMCache.wrap(model, auto_bypass=False) as cache:
@@ -479,14 +473,14 @@ REVISIONS = {
 
 
 class Versions:
-    """Model code as a user has it in files, one version at a time in force."""
+    """A user's model code in files, one version at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._n = 0
 
     def model(self, old: str = "", new: str = "", by: float = 2.0) -> nn.Module:
-        """A BERT with an activation of the code, in which a piece was replaced by another one."""
+        """Return a BERT whose activation runs the code with `old` replaced by `new`."""
         for name, text in (("own_code", CODE), ("own_helpers", HELPERS)):
             assert not old or old in CODE + HELPERS
             (self._folder / f"{name}.py").write_text(text.replace(old, new) if old else text)
@@ -512,7 +506,7 @@ def versions(tmp_path: Path) -> Iterator[Versions]:
 
 
 def carries(before: nn.Module, after: nn.Module, folder: Path) -> bool:
-    """Whether what one model computed is served by another one, which then answers as it would alone."""
+    """Whether a save of one model serves the other, whose answers must be right then."""
     with LLMCache.wrap(before, auto_bypass=False) as cache:
         cache(**X)
         cache.save(folder)
@@ -528,19 +522,19 @@ def carries(before: nn.Module, after: nn.Module, folder: Path) -> bool:
 
 @pytest.mark.parametrize("name", REVISIONS)
 def test_edited_code_of_the_same_name_is_told_apart(name: str, versions: Versions, tmp_path: Path) -> None:
-    """docs/reuse.md: the weights digest covers the code of classes and functions that are no installed package's."""
+    """docs/reuse.md: the weights digest covers the code of classes and functions outside installed packages."""
     assert not carries(versions.model(), versions.model(*REVISIONS[name]), tmp_path / "save")
 
 
 def test_equal_code_is_told_alike(versions: Versions, tmp_path: Path) -> None:
-    """docs/reuse.md: a save is served by an equal model, whoever made its code, in another process as well."""
+    """docs/reuse.md: a save serves an equal model, even if its code was imported anew."""
     assert carries(versions.model(), versions.model(), tmp_path / "save")
     assert carries(versions.model(by=3.0), versions.model("# nothing", "# else", by=3.0), tmp_path / "save")
     assert not carries(versions.model(by=2.0), versions.model(by=3.0), tmp_path / "save")
 
 
 def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
-    """docs/reuse.md: a model that holds what cannot be read is served its own repeats, and shares nothing."""
+    """docs/reuse.md: a model that holds an unreadable object is served its own repeats, and shares nothing."""
 
     def make() -> nn.Module:
         model = with_activation(Scale())
@@ -556,7 +550,7 @@ def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_equal_models_are_told_alike(family: str, tmp_path: Path) -> None:
-    """README: a save is served by the model that it was saved from."""
+    """README: a save serves an equal model."""
     make = {**BARE, **STRANGERS}[family]
     assert carries(build(make), build(make), tmp_path)
     assert not carries(build(make), build(make, seed=1), tmp_path)

@@ -1,4 +1,4 @@
-"""What people use on top of models: sentence-transformers, pipelines, Trainer."""
+"""Libraries on top of models: sentence-transformers, pipelines, Trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ TEXTS = ["w5 w6 w7 w8 w9", "w9 w10", "w11 w12 w13", "w9 w10"]
 
 
 def twice(cache: LLMCache, do: Callable[[], Any], expected: Any, exact: bool = False) -> None:
-    """Cold and warm give what was expected, and the second time something is a hit."""
+    """Check that cold and warm runs give the expected result, and the warm one has hits."""
     for turn in ("cold", "warm"):
         before = cache.stats().n_hits
         check_same(do(), expected, exact=exact, where=turn)
@@ -69,7 +69,7 @@ ALIKE = {
 
 
 def vectors(found: Any) -> Any:
-    """Tensors in place of arrays."""
+    """Turn arrays into tensors."""
     if isinstance(found, list):
         return [vectors(one) for one in found]
     if isinstance(found, dict):
@@ -78,15 +78,15 @@ def vectors(found: Any) -> Any:
 
 
 def test_ways_to_encode(embedder: Embedder) -> None:
-    """docs/howto.md: a wrapped embedder is used as before; token embeddings can be asked for as well."""
+    """docs/howto.md: a wrapped embedder is used as before, also for token embeddings."""
     model = embedder()
     expected = {name: vectors(model.encode(TEXTS, **how)) for name, how in ALIKE.items()}
     query, passage = vectors(model.encode_query(TEXTS)), vectors(model.encode_document(TEXTS))
     with LLMCache.wrap(model, auto_bypass=False) as cache:
         for name, how in ALIKE.items():
-            with cache.namespace(name):  # each by itself
+            with cache.namespace(name):  # separately
                 twice(cache, lambda how=how: vectors(model.encode(TEXTS, **how)), expected[name])
-        for name, how in ALIKE.items():  # one after the other
+        for name, how in ALIKE.items():  # in one namespace
             check_same(vectors(model.encode(TEXTS, **how)), expected[name], where=name)
         for _ in range(2):
             check_same(vectors(model.encode_query(TEXTS)), query)
@@ -95,7 +95,7 @@ def test_ways_to_encode(embedder: Embedder) -> None:
 
 
 def test_one_vector_a_text_is_kept_and_states_are_computed(embedder: Embedder) -> None:
-    """By default an entry is one vector. Who reads the states of tokens gets the model's, in whichever way."""
+    """By default an entry is one vector; token states that a caller reads are the model's own."""
     model, whole, first = embedder(), embedder(), dict(tokenised().items())
     expected = ask(whole, dict(first))
     with LLMCache.wrap(model) as cache:
@@ -105,7 +105,7 @@ def test_one_vector_a_text_is_kept_and_states_are_computed(embedder: Embedder) -
             assert isinstance(found, dict) and found.keys() == expected.keys()
             if turn == 0:
                 check_same(dict(found), dict(expected))
-                assert cache.stats().nbytes == 2 * 4 * (32 + 32)  # what is pooled, and what BERT itself pools
+                assert cache.stats().nbytes == 2 * 4 * (32 + 32)  # the pooled vector, and BERT's own pooler output
             elif turn == 1:
                 check_same({**found}, dict(expected))
             else:
@@ -121,7 +121,7 @@ def test_one_vector_a_text_is_kept_and_states_are_computed(embedder: Embedder) -
 
 
 def test_states_that_are_read_later_are_those_of_the_call(embedder: Embedder) -> None:
-    """What is put into the same tensors afterwards does not change what the call is owed."""
+    """Token states read after a hit are right even if the caller has overwritten the inputs."""
     model, whole, first = embedder(), embedder(), dict(tokenised().items())
     expected = ask(whole, dict(first))["token_embeddings"]
     with LLMCache.wrap(model):
@@ -155,7 +155,7 @@ POOLINGS: dict[str, tuple[dict[str, Any], Callable[[], list[nn.Module]]]] = {
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling(embedder: Embedder, pooling: str) -> None:
-    """docs/howto.md: whatever is pooled comes out as before, where one vector is enough that is kept."""
+    """docs/howto.md: every pooling gives its own vectors; entries are one vector where that suffices."""
     settings, after = POOLINGS[pooling]
     torch.manual_seed(0)
     model = embedder(*after(), **settings)
@@ -168,7 +168,7 @@ def test_every_pooling(embedder: Embedder, pooling: str) -> None:
 
 
 def test_cross_encoders(tmp_path: Path) -> None:
-    """docs/howto.md: wrap the `CrossEncoder` itself; `predict` and `rank` give what they gave."""
+    """docs/howto.md: wrap the `CrossEncoder` itself; `predict` and `rank` give the same results."""
     from sentence_transformers import CrossEncoder
 
     model = fresh("bert", "classifier")
@@ -203,7 +203,7 @@ PIPELINES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipelines(case: str) -> None:
-    """docs/howto.md: wrap the model; the pipeline is used as before."""
+    """docs/howto.md: wrap the model; the pipeline gives the same results."""
     family, kind, texts, how = PIPELINES[case]
     task, model = case.split(",")[0], fresh(family, kind)
     if task == "zero-shot-classification":
@@ -216,7 +216,7 @@ def test_pipelines(case: str) -> None:
 
 
 def numbers(found: Any) -> Any:
-    """Floats as tensors, which are compared up to rounding."""
+    """Turn floats into tensors, which are compared within rounding."""
     if isinstance(found, list):
         return [numbers(one) for one in found]
     if isinstance(found, dict):
@@ -235,7 +235,7 @@ def labelled() -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_a_trainer_on_a_wrapped_model(tmp_path: Path) -> None:
-    """docs/howto.md: training steps bypass the cache, and what was stored before them is never served after."""
+    """docs/howto.md: training steps bypass the cache, and older entries never serve after them."""
     model = fresh("bert", "classifier")
     arguments = tf.TrainingArguments(
         output_dir=str(tmp_path), learning_rate=0.02, max_steps=2, per_device_train_batch_size=2, seed=3,

@@ -1,4 +1,4 @@
-"""PEFT's adapters, put on, switched, merged and swapped under a wrapped model: never an answer of other weights."""
+"""PEFT's adapters, put on, switched, merged and swapped under a wrapped model: no answer comes from other weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.contract.judge import ask, check_same
 from tests.contract.models import SIZES
 from tests.tiny_models import GENERATORS, build, padded, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's, about what the tests are to do
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of what these tests do on purpose
 X = padded([6, 4])
 LINEAR = ["query", "value"]
 IDS = X["input_ids"][0, :3].tolist()
@@ -32,7 +32,7 @@ def lora(**more: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": LINEAR, "init_lora_weights": False, **more})
 
 
-# Ways in which PEFT's adapters write to linear layers, embeddings and norms, by the name of the config.
+# Kinds of PEFT adapters for linear layers, embeddings and norms, by the name of the config.
 METHODS: dict[str, dict[str, Any]] = {
     "LoraConfig": {"r": 4},
     "LoraConfig dora": {"r": 4, "use_dora": True},
@@ -53,7 +53,7 @@ def config(method: str) -> PeftConfig:
 
 
 def encoder() -> nn.Module:
-    """A bare BERT, none of whose weights is trained."""
+    """A bare BERT without trainable weights."""
     return build(lambda: tf.BertModel(tf.BertConfig(**SIZES))).requires_grad_(False)
 
 
@@ -62,7 +62,7 @@ def classifier() -> nn.Module:
 
 
 def train(model: nn.Module) -> None:
-    """As if the adapters had been trained: all that would have been is another."""
+    """Change all trainable weights, as training would, and freeze them."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
@@ -77,7 +77,7 @@ def plain(cache: LLMCache, model: nn.Module, inputs: dict[str, Any]) -> Any:
 
 
 def check(cache: LLMCache, model: nn.Module, hits: int | None = None, **inputs: Any) -> None:
-    """Assert that two calls answer as the model does now, and how many rows of them are hits."""
+    """Assert that two calls answer as the model does now, with this number of hits if given."""
     inputs = inputs or X
     expected, before = plain(cache, model, inputs), cache.stats().n_hits
     for _ in range(2):
@@ -86,7 +86,7 @@ def check(cache: LLMCache, model: nn.Module, hits: int | None = None, **inputs: 
 
 
 def tuned(*names: str, make: Callable[[], nn.Module] = classifier, **more: Any) -> Any:
-    """A model with adapters of these names, of which the first is in force."""
+    """A model with adapters of these names; the first is active."""
     model = get_peft_model(build(make), lora(**more), adapter_name=names[0])
     for name in names[1:]:
         model.add_adapter(name, lora(**more))
@@ -107,7 +107,7 @@ def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
     with torch.no_grad():
         model.merge_adapter()
         check(cache, model)
-        if method != "OSFConfig":  # which cannot
+        if method != "OSFConfig":  # it cannot unmerge
             model.unmerge_adapter()
             check(cache, model)
         with model.disable_adapter():
@@ -117,7 +117,7 @@ def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["LoraConfig", "OSFConfig", "LNTuningConfig"])
 def test_an_adapter_that_no_call_saw(method: str) -> None:
-    """An adapter that is put on and merged between two calls makes the next call computed."""
+    """After an adapter is put on and merged between two calls, the next call is computed."""
     cache = wrap(encoder())
     ask(cache.model, **X)
     model: Any = get_peft_model(cache.model, config(method)).eval()
@@ -128,7 +128,7 @@ def test_an_adapter_that_no_call_saw(method: str) -> None:
 @pytest.mark.parametrize("is_seen", [True, False])
 @pytest.mark.parametrize("init", ["pissa", "gaussian"])
 def test_what_adapters_leave_in_the_base(init: str, is_seen: bool) -> None:
-    """Inits that write to the base weights are seen, also once the adapter is taken off."""
+    """The cache sees inits that write to the base weights, even after the adapter is removed."""
     cache = wrap(encoder())
     before = ask(cache.model, **X)
     model: Any = get_peft_model(cache.model, lora(init_lora_weights=init)).eval()
@@ -150,7 +150,7 @@ def test_a_second_adapter_that_writes_to_the_base() -> None:
 
 
 def test_a_save_made_after_merging(tmp_path: Path) -> None:
-    """A save of a model with an adapter merged is refused by the base model, and taken by a merged one."""
+    """The base model refuses a save made after merging an adapter; an equally merged model loads it."""
     cache = wrap(encoder())
     ask(cache.model, **X)
 
@@ -173,7 +173,7 @@ def test_a_save_made_after_merging(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, seed: int, **more: Any) -> str:
-    """A folder with an adapter of its own."""
+    """Save a new adapter; return its folder."""
     base = build(classifier)
     torch.manual_seed(seed)
     model = get_peft_model(base, lora(**more))
@@ -206,7 +206,7 @@ SWITCHES: dict[str, Callable[[Any, Path], object]] = {
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_adapters_are_switched(switch: str, tmp_path: Path) -> None:
-    """After a switch of adapters no answer of before is served, and repeats are served again."""
+    """After a switch of adapters no older answer is served, and repeats are served again."""
     cache = wrap(tuned("north", "south"))
     check(cache, cache.model, hits=2)
     SWITCHES[switch](cache.model, tmp_path)
@@ -230,7 +230,7 @@ def test_adapters_take_turns() -> None:
 
 @pytest.mark.parametrize("method", ["LoraConfig", "TrainableTokensConfig"])
 def test_an_adapter_that_is_not_used(method: str) -> None:
-    """An adapter that comes, is edited or goes leaves the answers of those in force where they are found."""
+    """Adding, editing or deleting an unused adapter keeps the entries of the active one."""
     cache = wrap(encoder())
     model: Any = get_peft_model(cache.model, config(method), adapter_name="north").eval()
     check(cache, model, hits=2)
@@ -250,14 +250,14 @@ def test_an_adapter_that_is_not_used(method: str) -> None:
 
 
 def test_an_unused_adapter_of_another_kind_of_lora() -> None:
-    """An adapter beside the one in force may be of another variant, and of other modules."""
+    """An unused adapter may be another variant of LoRA, on other modules."""
     cache = wrap(tuned("north"))
     check(cache, cache.model, hits=2)
     with cache.model.disable_adapter():
         check(cache, cache.model, hits=2)
     cache.model.add_adapter("south", lora(r=2, use_dora=True, target_modules=["key", "query"]))
     cache.model.eval()
-    check(cache, cache.model)  # modules that had none have one now
+    check(cache, cache.model)  # more modules have an adapter now
     cache.model.add_adapter("west", lora(r=8, lora_bias=True, use_rslora=True, target_modules=["key"]))
     cache.model.eval()
     check(cache, cache.model, hits=4)
@@ -266,7 +266,7 @@ def test_an_unused_adapter_of_another_kind_of_lora() -> None:
 
 
 def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
-    """A save is taken by a model with the same adapter in force, whatever lies beside it."""
+    """A model with the same active adapter loads a save, whatever unused adapters there were."""
     cache = wrap(tuned("north", "south"))
     ask(cache.model, **X)
     cache.save(tmp_path)
@@ -276,7 +276,7 @@ def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
 
 
 def test_transformers_own_adapters() -> None:
-    """Adapters that a model of transformers adds by itself are told apart as well."""
+    """The cache tells apart adapters that transformers' own `add_adapter` adds."""
     cache = wrap(build(classifier))
     model: Any = cache.model
     check(cache, model, hits=2)
@@ -291,7 +291,7 @@ def test_transformers_own_adapters() -> None:
 
 
 def test_an_adapter_for_each_row() -> None:
-    """A batch of rows with adapters of their own is computed."""
+    """A batch with an adapter per row is computed."""
     cache = wrap(tuned("north", "south"))
     ask(cache.model, **X)
     before = cache.stats().n_hits
@@ -305,7 +305,7 @@ INVOKED = [7, 8]
 
 
 def activated(**more: Any) -> Any:
-    """A decoder whose adapter is in force from some tokens on."""
+    """A decoder whose adapter is active from the invocation tokens on."""
     return tuned(
         "north",
         make=GENERATORS["llama"],
@@ -317,7 +317,7 @@ def activated(**more: Any) -> Any:
 
 
 def prompt(before: int, after: int, seed: int = 0, *, times: int = 1) -> Tensor:
-    """Tokens with the invocation in it so many times."""
+    """Return a prompt that contains the invocation tokens `times` times."""
     text = tokens(1, before + after, seed)
     text[(text == INVOKED[0]) | (text == INVOKED[1])] = 9
     pieces = [text[:, :before], *[torch.tensor([INVOKED])] * times, text[:, before:]]
@@ -325,7 +325,7 @@ def prompt(before: int, after: int, seed: int = 0, *, times: int = 1) -> Tensor:
 
 
 def test_repeats_of_an_activated_lora() -> None:
-    """Repeats are served where an activated LoRA is in force, alone and in batches, with and without its invocation."""
+    """Repeats under an activated LoRA are served, alone and in batches, with and without its invocation."""
     cache = wrap(activated())
     texts = [prompt(9, 3), prompt(9, 3, times=0), prompt(30, 4, seed=1), prompt(4, 20, seed=2)]
     for text in texts:
@@ -337,7 +337,7 @@ def test_repeats_of_an_activated_lora() -> None:
 
 
 def test_what_an_activated_lora_begins_with() -> None:
-    """Prompts that begin alike are not taken for each other where the adapter begins at other tokens."""
+    """Prompts that begin alike do not serve each other if the adapter begins at other tokens."""
     cache = wrap(activated())
     begin = prompt(17, 16)
     check(cache, cache.model, input_ids=begin)
@@ -353,7 +353,7 @@ def test_what_an_activated_lora_begins_with() -> None:
 
 
 def test_an_activated_lora_generates() -> None:
-    """`generate()` puts out the same tokens with an activated LoRA."""
+    """`generate()` puts out the plain model's tokens with an activated LoRA."""
     cache = wrap(activated())
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     for text in (prompt(18, 3), prompt(18, 3, times=2)):

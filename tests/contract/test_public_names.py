@@ -1,4 +1,4 @@
-"""The contract names nothing but what is public, so that a core written from nothing can be held to it."""
+"""The contract uses public names only, so that it can test a core written from scratch."""
 
 import ast
 import pkgutil
@@ -14,9 +14,9 @@ import llmcache.errors
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 FILES = sorted(Path(__file__).parent.glob("*.py"))
-#: Modules of the library that docs/ tells users to import from, beside `llmcache` itself.
+#: Modules that docs/ tells users to import from.
 DOCUMENTED = {"llmcache", "llmcache.generation", "llmcache.errors"}
-#: What only fits the code of today: patches, and reasons, settings and methods that a rewrite does not have.
+#: Names that bind tests to the present code: patches, and reasons, settings and methods that a rewrite may lack.
 PRIVATE = ("cache._", "wrapped._")
 FORBIDDEN = {
     *("monkeypatch", "MonkeyPatch", "mock", "inside"),
@@ -46,12 +46,12 @@ def _violations(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != Path(__file__)], ids=lambda path: path.name)
 def test_names_nothing_but_what_is_public(path: Path) -> None:
-    """docs/api.md lists what may be relied on."""
+    """docs/api.md lists the names that tests may rely on."""
     assert list(_violations(path)) == []
 
 
 def test_what_the_reference_names_is_there() -> None:
-    """Every name of docs/api.md can be had, and it has every name that `llmcache` exports."""
+    """Every name of docs/api.md exists, and docs/api.md lists every name that `llmcache` exports."""
     missing, named = [], set(vars(llmcache.errors))
     for name, options in re.findall(r"^::: (\S+)\n((?: .*\n)*)", API.read_text(encoding="utf-8"), re.MULTILINE):
         members = re.search(r"members: \[(.*)\]", options)
@@ -62,7 +62,7 @@ def test_what_the_reference_names_is_there() -> None:
 
 
 def _found(name: str) -> Any:
-    """A module, or what is in one; None: there is none of this name."""
+    """Return the object of this dotted name; None if there is none."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

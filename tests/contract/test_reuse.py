@@ -1,4 +1,4 @@
-"""What approximate reuse does not answer: what the model itself refuses, and other positions or token types."""
+"""Approximate reuse serves no call that the model refuses, or that has unusual positions or token types."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from tests.tiny_models import PAD
 FRESH = requests(12, seed=7)[0]
 N_TOKENS = FRESH.shape[1]
 PLACES = torch.arange(N_TOKENS)[None]
-#: Arguments beside the ids that the classifier takes, and some that it refuses, in calls that are made alike.
+#: Arguments that the classifier takes, and like arguments that it refuses.
 BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token types": ({"token_type_ids": 0}, {"token_type_ids": 2}),
     "negative token types": ({"token_type_ids": 0}, {"token_type_ids": -1}),
@@ -44,7 +44,7 @@ def plain() -> nn.Module:
 
 
 def made(ids: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
-    """A call for a request: a number fills an argument, or tells how many copies of the ids; a dtype is theirs."""
+    """Make a call: a number fills an argument or repeats the ids; a dtype converts the ids."""
     call = {"input_ids": ids[None]}
     for name, value in given.items():
         if name == "input_ids":
@@ -56,7 +56,7 @@ def made(ids: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache, plain: nn.Module, name: str) -> None:
-    """A call that the plain model refuses is refused, though a request like it could serve it approximately."""
+    """A call that the plain model refuses is refused, even if a similar request could serve it."""
     taken, refused = BEYOND[name]
     rungs = []
     for row in FRESH:
@@ -81,7 +81,7 @@ def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache,
     ids=["positions", "one type", "types that change within a text", "types that fall"],
 )
 def test_a_request_with_unusual_arguments_is_computed(cache: LLMCache, plain: nn.Module, given: dict[str, Any]) -> None:
-    """Its tokens alone do not tell that its answer may be another one."""
+    """Unusual positions or token types may change the answer, and a fingerprint reads tokens only."""
     for row in FRESH:
         call = made(row, {"attention_mask": 1} | given)
         output = ask(cache.model, **call)
@@ -90,7 +90,7 @@ def test_a_request_with_unusual_arguments_is_computed(cache: LLMCache, plain: nn
 
 
 def test_usual_token_types_of_a_pair_are_reused(cache: LLMCache) -> None:
-    """They change behind a separator, as a tokenizer has them."""
+    """Token types that change after a separator, as tokenizers set them, allow approximate hits."""
     rungs = []
     for row in FRESH:
         pair = torch.cat([row, torch.tensor([PAD]), row[1:]])  # the only special token of this model

@@ -1,4 +1,4 @@
-"""`llmcache serve`, asked over HTTP: answers are sentence-transformers' own, hits are not told, failures are logged."""
+"""`llmcache serve` over HTTP: answers are sentence-transformers' own, hits do not show, failures are logged."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from tests.tiny_models import VOCABULARY, build, tokenizer
 PROMPTS = {"query": "w1 w2 w3 ", "document": "w4 ", "none": ""}
 TEXTS = ["w10 w11 w12", "w20", "w1 w2 w3 w10 w11 w12", "w7 w8 w9 w10 w11 w12 w13 w14 w15"]
 BROKEN = "w80"  # a word whose embedding is not finite
-#: Refuses messages of role `odd`, takes them apart for `short`, does what a sandbox forbids for `unsafe`.
+#: By role: `odd` raises, `short` reads a missing message, `unsafe` breaks the sandbox, `wrong` divides by zero.
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] == 'odd' %}{{ raise_exception('no ' + m['content']) }}{% endif %}"
@@ -38,7 +38,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="module")
-def folder(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:  # they load libraries meanwhile
+def folder(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of models: an embedding model whose pooling leaves prompts out, and a decoder."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Dense, Normalize
@@ -81,7 +81,7 @@ def answer(server: Command, path: str, body: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Any:
-    """What sentence-transformers itself makes of the folder that is served."""
+    """The served folder, loaded by sentence-transformers itself."""
     from sentence_transformers import SentenceTransformer
 
     return SentenceTransformer(str(folder / "embedding"))
@@ -106,7 +106,7 @@ def test_embeddings_are_those_of_encode(servers: dict[str, Command], plain: Any,
 
 
 def test_the_default_prompt_goes_before_texts_on_all_routes(servers: dict[str, Command], plain: Any) -> None:
-    """Where no prompt is named, the one that the model's settings name goes before texts; not before token ids."""
+    """Without a named prompt the model's default prompt goes before texts, but not before token ids."""
     expected = plain.encode(TEXTS, normalize_embeddings=True)
     told = answer(servers["embedding"], "/v1/embeddings", {"input": TEXTS})["data"]
     near([one["embedding"] for one in told], expected)
@@ -121,8 +121,8 @@ def test_the_default_prompt_goes_before_texts_on_all_routes(servers: dict[str, C
 
 
 def test_requests_with_other_prompts_do_not_mix(servers: dict[str, Command], plain: Any) -> None:
-    """Requests that wait together are answered each by its own prompt, though their tokens be the same."""
-    # "query" before the first text has the tokens of the third one without a prompt.
+    """Concurrent requests are answered by their own prompts, even if their tokens are the same."""
+    # The first text with prompt "query" has the tokens of the third text without a prompt.
     asked = [(text, name) for text in (TEXTS[0], TEXTS[2], "w30 w31", "w33") for name in PROMPTS] * 2
 
     def ask(one: tuple[str, str]) -> Any:
@@ -134,7 +134,7 @@ def test_requests_with_other_prompts_do_not_mix(servers: dict[str, Command], pla
 
 
 def test_an_input_on_which_the_model_fails_is_logged_and_counted(servers: dict[str, Command]) -> None:
-    """A failed input has an error of its own, a log line without its text, and a count; others are answered."""
+    """A failed input gets its own error, a log line without its text, and a count; other inputs are answered."""
     server = servers["embedding"]
     n_failures, n_lines = server.figure("llmcache_model_failures_total"), server.output.count("the model failed")
     failed = server.ask("/embed", {"inputs": ["w40 w41", f"w42 {BROKEN}"]})
@@ -148,7 +148,7 @@ def test_an_input_on_which_the_model_fails_is_logged_and_counted(servers: dict[s
 
 @pytest.mark.parametrize("role", ["unsafe", "wrong"])
 def test_a_chat_template_that_fails_is_the_servers_failure(servers: dict[str, Command], role: str) -> None:
-    """Where the template does what its sandbox forbids, or fails, the answer says so and the log says where."""
+    """If the template breaks the sandbox or fails, the response and the log name the error."""
     server = servers["decoder"]
     failed = server.ask("/v1/chat/completions", {"messages": [{"role": role, "content": "w50 w51"}]})
     assert failed.status == 500
@@ -160,14 +160,14 @@ def test_a_chat_template_that_fails_is_the_servers_failure(servers: dict[str, Co
 
 @pytest.mark.parametrize("role", ["odd", "short"])
 def test_messages_that_a_chat_template_does_not_take_are_the_clients(servers: dict[str, Command], role: str) -> None:
-    """Where the template refuses messages, or finds none where it looks, the request is refused with 400."""
+    """If the template refuses messages, or reads a missing one, the request is refused with 400."""
     failed = servers["decoder"].ask("/v1/chat/completions", {"messages": [{"role": role, "content": "w52 w53"}]})
     assert failed.status == 400
     assert "another order" in failed.json["error"]["message"] and "w52" not in failed.text
 
 
 def _seen(answers: list[Answer]) -> list[Any]:
-    """What a client sees of answers, but for their ids and times."""
+    """Return what a client sees of answers, without ids and times."""
     found = []
     for one in answers:
         headers = {k.lower(): v for k, v in one.headers.items() if k.lower() not in ("date", "x-request-id")}
@@ -200,14 +200,14 @@ _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
     ],
 )
 def test_hits_are_not_told(servers: dict[str, Command], server: str, path: str, body: Any) -> None:
-    """Without `--reveal-hits` an answer that the cache serves is the one that was computed: headers, usage, chunks."""
+    """Without `--reveal-hits` a hit looks like the computed answer: headers, usage, chunks."""
     first, second = _seen([servers[server].ask(path, body) for _ in range(2)])
     assert first == second and first[0] == 200
     assert "cached" not in str(first)
 
 
 def test_a_wrong_answer_is_forgotten(servers: dict[str, Command]) -> None:
-    """After `POST /admin/forget` nothing that served these inputs serves again; others do."""
+    """After `POST /admin/forget` the forgotten inputs are computed; others are still served."""
     server = servers["embedding"]
 
     def is_served(text: str) -> bool:

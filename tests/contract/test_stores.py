@@ -1,4 +1,4 @@
-"""Stores on disk and on Redis: purges and writes hold, and trouble costs speed alone."""
+"""Stores on disk and on Redis: purges and writes hold, and trouble costs speed only."""
 
 import logging
 import os
@@ -21,12 +21,12 @@ from tests.tiny_models import CLASSIFIERS, GENERATORS, VOCABULARY, build, tokens
 
 
 def wide() -> nn.Module:
-    """A classifier that computes for longer than a store reads, so that reading pays."""
+    """A classifier slower than a store's reads, so that reading pays."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
     return tf.BertForSequenceClassification(tf.BertConfig(vocab_size=VOCABULARY, **sizes, num_labels=3))
 
 
-PATIENT = 5_000.0  # milliseconds: what is asked here may be late on a busy machine
+PATIENT = 5_000.0  # milliseconds: replies may be late on a busy machine
 TEXTS = [tokens(1, 60, seed) for seed in range(5)]
 
 
@@ -41,7 +41,7 @@ def on_redis(url: str, make: Callable[[], nn.Module] = CLASSIFIERS["bert"], **op
 
 
 def n_hits(cache: LLMCache, *texts: torch.Tensor) -> int:
-    """How many of some requests are served; all answers have to be right."""
+    """Ask requests and check their answers; return the number of hits."""
     before = cache.stats().n_hits
     for ids in texts:
         found = cache(input_ids=ids)
@@ -51,7 +51,7 @@ def n_hits(cache: LLMCache, *texts: torch.Tensor) -> int:
 
 
 def n_held(cache: LLMCache) -> int:
-    """How many values a store holds, once it can be asked: on a machine that is busy now it may be late."""
+    """Return how many values a store holds; ask again while a busy machine gives no figure."""
     found: list[int] = []
 
     def is_told() -> bool:
@@ -90,12 +90,12 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return lambda: on_redis(url, wide)
 
 
-# -- what was written, and what was purged -----------------------------------------------------------------------------
+# -- writes and purges -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_what_was_purged_is_never_served(opened: Open) -> None:
-    """After `purge` no cache serves what was there before: not from the store, its memory, or after a restart."""
+    """After `purge` no cache serves older entries: not from the store, from its memory, or after a restart."""
     texts = TEXTS[:2]
     with opened() as one, opened() as other:
         assert n_hits(one, *texts) == 0
@@ -111,7 +111,7 @@ def test_what_was_purged_is_never_served(opened: Open) -> None:
 
 @pytest.mark.slow
 def test_what_was_purged_since_a_save_is_not_loaded(tmp_path: Path) -> None:
-    """`LLMCache.load` leaves out what was purged in the store since it was saved, and serves the rest."""
+    """`LLMCache.load` leaves out entries that were purged in the store since the save, and serves the rest."""
     with on_disk(tmp_path / "store") as cache:
         for name in ("purged", "kept"):
             with cache.namespace(name):
@@ -130,14 +130,14 @@ def test_what_was_purged_since_a_save_is_not_loaded(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path: Path) -> None:
-    """What `drain` waited for outlives `kill -9`, whole, and a restart serves it."""
+    """Values written before `drain` returns survive `kill -9` whole, and a restart serves them."""
     if (child := os.fork()) == 0:
         try:
             signal.alarm(60)
             cache = on_disk(tmp_path / "store")
             n_hits(cache, *TEXTS)
             cache.drain()
-            cache(input_ids=tokens(1, 50, 99))  # which waits, or is being written
+            cache(input_ids=tokens(1, 50, 99))  # its write waits or is under way
             os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
@@ -147,7 +147,7 @@ def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path: Path)
         assert n_hits(cache, *TEXTS) > 0
 
 
-# -- an index that is damaged ------------------------------------------------------------------------------------------
+# -- a damaged index ---------------------------------------------------------------------------------------------------
 
 
 def overwrite(path: Path, begin: int, end: int | None = None) -> None:
@@ -178,7 +178,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_damaged_index_is_a_miss_and_a_message(
     damage: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store whose index is damaged begins empty: `wrap` works, one line tells of it, and the file is kept aside."""
+    """A store with a damaged index begins empty: `wrap` works, logs one line, and keeps the damaged file aside."""
     folder = shutil.copytree(written, tmp_path / "store", symlinks=True)
     DAMAGES[damage](folder / "index.sqlite")
     damaged = (folder / "index.sqlite").read_bytes()
@@ -191,7 +191,7 @@ def test_a_damaged_index_is_a_miss_and_a_message(
 
 
 def test_a_store_that_was_removed_while_it_was_open_begins_anew(tmp_path: Path) -> None:
-    """Caches that found a folder before it was removed, and after, share what is there now, and its purges."""
+    """After a folder is removed and made again, old and new caches share its values and purges."""
     folder = tmp_path / "store"
     with on_disk(folder, CLASSIFIERS["bert"]) as one:
         n_hits(one, *TEXTS[:2])
@@ -203,12 +203,12 @@ def test_a_store_that_was_removed_while_it_was_open_begins_anew(tmp_path: Path) 
             assert n_hits(one, *TEXTS[:2]) == 0
 
 
-# -- a store that is slow, or away for a while -------------------------------------------------------------------------
+# -- a slow or absent server -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_no_write_is_lost_on_a_server_that_is_too_slow_for_reads(server: RedisServer) -> None:
-    """`timeout_ms` is what a request waits for; what is written behind the answers takes the time that it takes."""
+    """`timeout_ms` limits what a request waits for: every write behind the answers reaches a slow server."""
     url = "redis://127.0.0.1:{}"
     with slow_proxy(server.port, 0.02) as port, on_redis(url.format(port), timeout_ms=5.0) as cache:
         texts = [tokens(1, 12, seed) for seed in range(20)]
@@ -224,7 +224,7 @@ def test_no_write_is_lost_on_a_server_that_is_too_slow_for_reads(server: RedisSe
 
 @pytest.mark.slow
 def test_what_could_not_be_written_is_offered_again_when_it_is_used(server: RedisServer) -> None:
-    """Writes that were dropped while the server was away are made again when their requests are next used."""
+    """A write dropped while the server was away is made again when its request is next used."""
     texts = [tokens(1, 40, seed) for seed in range(4)]
     with (
         on_redis(server.url, CLASSIFIERS["bert"], timeout_ms=100.0, prefix="encoder") as encoder,
@@ -258,23 +258,23 @@ def test_what_could_not_be_written_is_offered_again_when_it_is_used(server: Redi
 def test_a_server_that_is_silent_is_told_of_in_one_line_a_minute(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the server is silent, answers are the model's, and the log has one line a minute without a traceback."""
+    """While the server is silent, the model answers, and the log has one line a minute without a traceback."""
     with on_redis(server.url, timeout_ms=5.0) as cache, server.paused(), caplog.at_level(logging.WARNING):
         for seed in range(12):
             with cache.namespace(f"{seed % 3}"):
                 assert n_hits(cache, tokens(1, 12, seed)) == 0
         told = [one for one in caplog.records if one.name.startswith("llmcache")]
-        assert 1 <= len(told) <= 2  # that reads fail, and that the server is away
+        assert 1 <= len(told) <= 2  # reads fail; the server is away
         assert not any(one.exc_info for one in caplog.records)
         assert all(one.getMessage().count("\n") == 0 for one in caplog.records)
 
 
-# -- servers that are refused ------------------------------------------------------------------------------------------
+# -- refused servers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server that asks for a password."""
+    """A server with a password."""
     with redis_server(tmp_path_factory.mktemp("protected"), "--requirepass", "secret") as server:
         yield server
 
@@ -290,14 +290,14 @@ def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
     ],
 )
 def test_an_address_that_cannot_work_is_refused_with_its_cure(address: str, cure: str, protected: RedisServer) -> None:
-    """A wrong password or database ends `wrap`; the error names what to set, and nothing that would not help."""
+    """`wrap` refuses a wrong password or database; the error names what to set, and no useless fix."""
     with pytest.raises(ConfigError, match=cure) as raised:
         on_redis(address.format(port=protected.port))
     assert "another prefix" not in str(raised.value) and "secret" not in str(raised.value)
 
 
 def test_a_prefix_under_which_something_else_is_kept_is_refused(server: RedisServer) -> None:
-    """Two applications never share a prefix; the error names what was found and the cure."""
+    """Two applications never share a prefix: the error names the key found and the fix."""
     for command, name in (("SET", "llmcache:session:1"), ("SADD", "llmcache:users"), ("SET", "llmcache:")):
         server.do(command, name, "x")
         with pytest.raises(ConfigError, match="another prefix") as raised:
@@ -310,7 +310,7 @@ def test_a_prefix_under_which_something_else_is_kept_is_refused(server: RedisSer
 
 
 def test_only_what_a_cache_wrote_is_counted(server: RedisServer) -> None:
-    """`stats().store` counts values under the prefix: not names of other applications, nor those of another prefix."""
+    """`stats().store` counts values under the cache's prefix: no keys of other applications or prefixes."""
     server.do("MSET", *(part for number in range(50) for part in (f"theirs:{number}", b"x" * 1_000)))
     with on_redis(server.url, prefix="others") as others:
         n_hits(others, *TEXTS[:3])
@@ -321,5 +321,5 @@ def test_only_what_a_cache_wrote_is_counted(server: RedisServer) -> None:
         assert n_held(cache) == len(TEXTS)
         stats = cache.stats().store
         assert stats is not None and 0 < (stats.nbytes or 0) < 50_000
-    with on_redis(server.url) as cache:  # names of its own do not make a cache refuse its prefix
+    with on_redis(server.url) as cache:  # a cache accepts a prefix with its own keys
         assert n_held(cache) == len(TEXTS)

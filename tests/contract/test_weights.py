@@ -1,4 +1,4 @@
-"""Weights that are edited, replaced, quantised, or written where nobody counts: never an answer of the old ones."""
+"""After an edit of weights, by whatever means, no answer comes from the old ones."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from tests.contract.judge import ask, check_same
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 X = padded([6, 4])
-#: Calls after which an edit of a part of a tensor that leaves no other trace is seen (docs/reuse.md).
+#: Calls within which the cache sees an edit of part of a tensor that leaves no other trace (docs/reuse.md).
 PLACES = 8
 
 Edit = Callable[[Any], object]
@@ -33,7 +33,7 @@ def plain(cache: LLMCache, **inputs: Any) -> Any:
 
 
 def check(cache: LLMCache, **inputs: Any) -> None:
-    """Assert that a call is computed with the weights of now, and its repeat is served."""
+    """Assert that a call is computed with the present weights, and its repeat served."""
     inputs = inputs or X
     expected, n_rows = plain(cache, **inputs), len(inputs["input_ids"])
     for hits in (0, n_rows):
@@ -47,7 +47,7 @@ def weight(model: Any) -> Any:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory with a version counter of its own, as another process has it."""
+    """Return a tensor on the same memory with its own version counter, as in another process."""
     return torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
@@ -56,7 +56,7 @@ def another() -> dict[str, Tensor]:
 
 
 def quietly(edit: Edit) -> Edit:
-    """An edit that warns of what it is about, and needs no gradients."""
+    """Make an edit run without warnings and gradients."""
 
     def made(model: Any) -> None:
         with warnings.catch_warnings(), torch.no_grad():
@@ -67,7 +67,7 @@ def quietly(edit: Edit) -> Edit:
 
 
 def step(model: Any) -> None:
-    """A step of a fused optimizer, which writes without a trace."""
+    """Step a fused optimizer, which raises no version counter."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model(**X).last_hidden_state.square().sum().backward()
     optimizer.step()
@@ -75,12 +75,12 @@ def step(model: Any) -> None:
 
 
 def average(model: Any) -> None:
-    """Takes in an exponential average, as trainers do before they evaluate."""
+    """Blend in averaged weights, as trainers do before evaluation."""
     for parameter, mean in zip(model.parameters(), build(BARE["bert"], seed=7).parameters(), strict=True):
         parameter.data.lerp_(mean.data, 0.5)
 
 
-# What an edit counts in the tensor, or replaces.
+# Edits that leave another trace than values: a version counter, a replaced object, gradients.
 SEEN: dict[str, Edit] = {
     "in place": quietly(lambda m: weight(m).mul_(1.5)),
     "load_state_dict": lambda m: m.load_state_dict(another()),
@@ -95,7 +95,7 @@ SEEN: dict[str, Edit] = {
     "an epsilon": lambda m: setattr(m.encoder.layer[0].output.LayerNorm, "eps", 0.5),
     "another attention": lambda m: m.set_attn_implementation("eager"),
 }
-# What leaves no trace but in the values.
+# Edits that show in the values only.
 UNCOUNTED: dict[str, Edit] = {
     ".data of one weight, times": lambda m: weight(m).data.mul_(1.5),
     ".data of a bias": lambda m: m.encoder.layer[3].output.dense.bias.data.add_(0.5),
@@ -121,7 +121,7 @@ def test_an_edit_between_calls(edit: str) -> None:
 
 @pytest.mark.parametrize(("family", "tau"), [("gpt2", None), ("bert", 0.9)])
 def test_an_uncounted_edit_of_classifiers(family: str, tau: float | None) -> None:
-    """After an edit that leaves no trace neither a repeat nor a similar request is served."""
+    """After an edit through `.data` neither a repeat nor a similar request is served."""
     cache = LLMCache.wrap(build(CLASSIFIERS[family]), tau=tau)
     ask(cache.model, **X)
     for parameter in cache.model.parameters():
@@ -132,7 +132,7 @@ def test_an_uncounted_edit_of_classifiers(family: str, tau: float | None) -> Non
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_prefixes_of_edited_weights(is_counted: bool) -> None:
-    """Prefixes that other weights computed serve no call."""
+    """Prefixes computed with other weights serve no call."""
     cache = wrap(build(GENERATORS["llama"]))
     text = tokens(1, 40)
     ask(cache.model, input_ids=text[:, :32])
@@ -152,7 +152,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_an_uncounted_edit_of_a_part(part: str) -> None:
-    """An edit through `.data` of a quarter of one tensor is seen after eight calls at the latest."""
+    """The cache sees an edit through `.data` of a quarter of one tensor within eight calls."""
     cache = wrap(build(BARE["bert"]))
     ask(cache.model, **X)
     PARTS[part](cache.model.encoder.layer[2].intermediate.dense.weight.data).mul_(-1.0)
@@ -162,7 +162,7 @@ def test_an_uncounted_edit_of_a_part(part: str) -> None:
 
 
 def test_another_process_edits_shared_weights() -> None:
-    """Weights in shared memory are followed, whoever writes them."""
+    """The cache sees another process's edit of weights in shared memory."""
     cache = wrap(build(BARE["bert"]).share_memory())
     check(cache)
     child = os.fork()
@@ -178,7 +178,7 @@ def test_another_process_edits_shared_weights() -> None:
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_an_edit_during_a_call(is_counted: bool) -> None:
-    """What was computed with weights that were edited meanwhile is not stored."""
+    """A call during which weights were edited stores nothing."""
     cache = wrap(build(BARE["bert"]))
     model: Any = cache.model
     edited = model.encoder.layer[3].output.dense.weight
@@ -195,7 +195,7 @@ def test_an_edit_during_a_call(is_counted: bool) -> None:
 
 
 def test_what_takes_turns_is_served_again() -> None:
-    """Settings and weights that come back find what was stored of them."""
+    """Weights that come back find their entries again."""
     cache = wrap(build(BARE["bert"]))
     states = [build(BARE["bert"], seed).state_dict() for seed in (1, 2)]
     for state in states:
@@ -210,7 +210,7 @@ def test_what_takes_turns_is_served_again() -> None:
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_a_save_of_edited_weights(is_counted: bool, tmp_path: Any) -> None:
-    """A save is accepted by a model of the weights that it was made with, and by no other."""
+    """Only a model with the weights of a save loads it."""
     cache = wrap(build(BARE["bert"]))
     ask(cache.model, **X)
     with torch.no_grad():
@@ -226,9 +226,9 @@ def test_a_save_of_edited_weights(is_counted: bool, tmp_path: Any) -> None:
 
 
 def test_weights_may_move_to_shared_memory() -> None:
-    """Moving weights to shared memory, as `multiprocessing` does, frees the old memory, which is not read again."""
+    """Moving weights to shared memory, as `multiprocessing` does, frees the old memory; the cache does not read it."""
     config = copy.deepcopy(BARE["bert"]().config)
-    config.vocab_size = 300_000  # memory of this size is unmapped when it is freed
+    config.vocab_size = 300_000  # memory of this size is unmapped when freed
     cache = wrap(tf.BertModel(config).eval())
     check(cache)
     cache.model.share_memory()
@@ -237,7 +237,7 @@ def test_weights_may_move_to_shared_memory() -> None:
 
 
 def test_which_parameters_are_tied_counts() -> None:
-    """A parameter or module that is tied to another one than before makes other answers."""
+    """Tying a parameter or module to another one than before makes stored answers stale."""
     model = build(BARE["bert"])
     layers, cache = model.encoder.layer, wrap(model)
     for number in (0, 1):
@@ -249,7 +249,7 @@ def test_which_parameters_are_tied_counts() -> None:
 
 
 def test_an_edit_within_autocast() -> None:
-    """torch keeps casts of weights until the outermost autocast block ends: none of before an edit is used."""
+    """Autocast keeps casts of weights until its outermost block ends: answers from stale casts are not served."""
     cache = wrap(build(BARE["bert"]))
     with torch.autocast("cpu", torch.bfloat16):
         ask(cache.model, **X)

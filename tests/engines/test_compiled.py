@@ -1,4 +1,4 @@
-"""`cache.compile()`: graphs beside the cache; what they cannot run is run eagerly, counted, and right."""
+"""`cache.compile()`: calls that no graph fits run eagerly, are counted, and answer right."""
 
 import gc
 import threading
@@ -37,14 +37,14 @@ def figures(cache: LLMCache) -> Any:
 
 
 def agree(cache: LLMCache, alone: nn.Module | None = None, **inputs: Any) -> Any:
-    """Compare a call's output, at valid tokens, with the plain model's; returns it."""
+    """Compare a call's output, at valid tokens, with the plain model's; return it."""
     alone = plain("bert", "classifier") if alone is None else alone
     with torch.inference_mode():
         found, expected = cache.model(**inputs), alone(**inputs)
     assert type(found) is type(expected)
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     both = (one if type(one) is tuple else one.to_tuple() for one in (found, expected))
-    tensors = ([x for x in one if isinstance(x, Tensor)] for one in both)  # K/V that nobody asked for is left out
+    tensors = ([x for x in one if isinstance(x, Tensor)] for one in both)  # unrequested K/V are left out
     for one, other in zip(*tensors, strict=True):
         where = mask if one.shape[:2] == mask.shape else slice(None)
         torch.testing.assert_close(one[where], other[where], atol=1e-4, rtol=1e-4)
@@ -138,7 +138,7 @@ def test_what_no_graph_fits_runs_eagerly_by_reason() -> None:
     cache = compiled()
     seen, new = padded([6, 6, 6]), padded([6, 6], seed=40)
     cache(**seen)
-    agree(cache, **{name: torch.cat([seen[name], new[name][:1]]) for name in seen})  # one row is left: a graph has room
+    agree(cache, **{name: torch.cat([seen[name], new[name][:1]]) for name in seen})  # one miss, which a graph fits
     agree(cache, **padded([6, 3], seed=3, left=True))
     agree(cache, **padded([6], seed=5), position_ids=torch.arange(6)[None] + 1)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Shared by the tests of experiments, all of which `make test-fast` leaves out."""
+"""Fixtures of the experiments' tests; marks all of them slow: `make test-fast` leaves them out."""
 
 from pathlib import Path
 
@@ -26,12 +26,12 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="session")
 def rehearsal() -> Rehearsal:
-    """Of a stream in which requests come again, those that were computed later as well."""
+    """A rehearsal on a stream with repeats, also of requests after the learned ones."""
     task = TASK | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
     return Rehearsal(build(make_task(task), Folders(), 0), {"answer": "class"})
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Commands:
-    """Commands of the program, run in this process."""
+    """Runs commands of the program in this process."""
     return Commands(capsys)

@@ -1,4 +1,4 @@
-"""Measures, on a stream that the project makes and a model with random weights."""
+"""Runs measures on a generated stream and a model with random weights."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ Values = Mapping[str, Any]
 
 
 def desk(n: int, *intents: str) -> list[Request]:
-    """Requests of the support desk's stream that are of these intents."""
+    """Return `n` requests with these intents from the support-desk stream."""
     return [request for request in support_desk(40 * n) if request.label in intents][:n]
 
 
@@ -36,13 +36,13 @@ def learning(measure: str, **changes: Any) -> dict[str, Any]:
 
 
 def measured(values: Values, folders: Folders | None = None, **changes: Any) -> Outcome:
-    """What a measure finds, with some settings changed."""
+    """Run a measure with some settings changed; return its outcome."""
     done: Outcome = MEASURES[values["measure"]].run(make_experiment({**values, **changes}), folders or Folders())
     return done
 
 
 def told(values: Values, outcome: Outcome) -> str:
-    """The tables of a run whose figures were kept; all its rows have the same columns."""
+    """Return the tables of a run from its saved figures; assert that all rows have the same columns."""
     assert len({tuple(row) for row in outcome.rows}) <= 1
     kept = json.loads(json.dumps(without(outcome.metrics, MEASURES[values["measure"]].details), allow_nan=False))
     run = Run("some", Path("some"), make_experiment(values).to_dict(), {}, kept)

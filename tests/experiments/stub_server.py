@@ -1,4 +1,4 @@
-"""A server that computes nothing, to be measured: it answers what it is told to, after a time that it is told.
+"""A server to be measured that computes nothing: options set its answers and how long they take.
 
 python stub_server.py --port 8080 --ms 5 --fail-every 10
 """
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times of arrival: drawn, or taken from a trace."""
+"""Arrival times: drawn, or taken from a trace."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, on a tiny model, and refuse what they cannot measure."""
+"""The benchmarks on a tiny model: they write every figure, and refuse bad input."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` runs, on tiny models and the CPU."""
+"""The commands of `make bench-gpu`, run with tiny models on the CPU."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ DTYPES, BANKS = ("float32", "bfloat16"), ("host", "device")
 
 
 def commands_of_target(**variables: str | Path) -> list[list[str]]:
-    """Arguments of the target's commands, as make would print them."""
+    """Return the arguments of the target's commands, from make's dry run."""
     given = [f"{name}={value}" for name, value in (SHORT | variables).items()]
     make = ["make", "--dry-run", "--no-print-directory", "bench-device", *given]
     printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -29,7 +29,7 @@ def commands_of_target(**variables: str | Path) -> list[list[str]]:
 
 
 def calls_of(results: Path, group: str) -> list[dict[str, Any]]:
-    """Calls of all runs of an experiment, of which there is one for each batch size."""
+    """Return the calls of an experiment's runs; each batch size has one run."""
     metrics = [json.loads(path.read_text()) for path in sorted(results.glob(f"{group}/*/metrics.json"))]
     assert len(metrics) == 2
     return [row for one in metrics for row in one["calls"]]
@@ -37,8 +37,8 @@ def calls_of(results: Path, group: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_all_is_measured_that_is_asked(tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every dtype and batch size, with banks in both places, eager and compiled."""
-    monkeypatch.chdir(ROOT)  # the target names its configs from here
+    """Every dtype and batch size, with banks on host and device, eager and compiled."""
+    monkeypatch.chdir(ROOT)  # the target's config paths start here
     model, results = save_gpt2(tmp_path / "tiny", layers=1, positions=192), tmp_path / "gpu"
     asked = commands_of_target(**QUICKLY, MODELS=model, GENERATE=model, COMPILED=model, GPU_RESULTS=results)
     changes = [change for option, change in itertools.pairwise(asked[0]) if option == "--set"]
@@ -47,7 +47,7 @@ def test_all_is_measured_that_is_asked(tmp_path: Path, command: Commands, monkey
     for number, found in enumerate(settings, start=1):
         assert (found["batch_sizes"], found["dtypes"], found["banks"]) == ([number], [*DTYPES], [*BANKS])
         assert (found["entries"], found["kept"]) == (entries, [*entries]) and found["token_heads"] == [str(model)]
-    asked[0] += ["--set", "kept=[pooled]", "--set", "token_heads=[]"]  # to be done sooner, as are the next two
+    asked[0] += ["--set", "kept=[pooled]", "--set", "token_heads=[]"]  # faster; so are the next two
     asked[1] += ["--set", "dtypes=[bfloat16]"]
     asked[2] += ["--set", "new_tokens=2"]
     assert [command(*words) for words in asked] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""`llmcache calibrate`: what was chosen is shown, kept and saved; what cannot be calibrated is told in one line."""
+"""`llmcache calibrate`: the chosen limit is shown, written and saved; errors are one line."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_what_was_chosen_is_shown_and_kept(config: Path, command: Commands) -> N
         assert figures["delta"] == 0.1 and figures["n_sources"] + figures["n_tested"] <= 240
         assert f"{100 * chosen['bound']:.2f} %" in command.out
         assert chosen["bound"] <= figures["max_drop"] and chosen in figures["curve"]
-    # Each loss of the experiment is calibrated as if it were alone, the second one as well.
+    # The second target is calibrated as if it were the only one.
     (alone,) = calibrated("cache.delta=0.1")
     assert [both[1][name] for name in ("chosen", "curve")] == [alone[name] for name in ("chosen", "curve")]
 

@@ -1,4 +1,4 @@
-"""`llmcache demo`: the whole chain on a tiny model, and what its sentences say."""
+"""`llmcache demo`: the whole chain on a tiny model, and its concluding sentences."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ LEARN, N = 150, 260
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tiny models in place of the real ones, and less to learn from; the folder that the demo works in."""
+    """Replaces the real models by tiny ones, and learns from fewer requests; returns the working folder."""
     loaded = models.load(str(save_tiny(tmp_path / "tiny")))
 
     def load(name: str, kind: str = "states", models_dir: Path | None = None) -> Loaded:
@@ -45,7 +45,7 @@ def test_the_whole_chain(tiny: Path, command: Commands) -> None:
     report: dict[str, Any] = json.loads((tiny / "figures.json").read_text())
     assert (tiny / "p.png").read_bytes().startswith(b"\x89PNG")
     assert (report["n"], report["n_fit"]) == (N, 200)
-    assert LEARN < report["learn"] < N  # repeats among the first are served, and nothing is learned from them
+    assert LEARN < report["learn"] < N  # repeats are served, not learned from
     nocache, *rows = report["settings"]
     assert nocache["name"] == "no cache" and len(nocache["seconds"]) == 2
     assert [row["name"] for row in rows] == list(ways())

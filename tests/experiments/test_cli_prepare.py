@@ -1,4 +1,4 @@
-"""`llmcache prepare`: every recipe from end to end on tiny data, interrupted, resumed, repeated, refused."""
+"""`llmcache prepare` on tiny data: every recipe end to end; interrupted, resumed, repeated and refused runs."""
 
 import json
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from llmcache.errors import ConfigError
 from tests.experiments.commands import Commands
 
 PATHS = ["snips/train.seq.in", "mine.csv"]
-KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # of the others: class
+KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # others: class
 
 
 @dataclass
 class Prepare:
-    """Runs the command with the tiny data and base."""
+    """Runs the command with tiny data and the tiny base model."""
 
     command: Commands
     options: list[str]
     models: Path
 
     def __call__(self, *words: str) -> int:
-        """Exit status; words come last, so that their options win."""
+        """Run the command; return its exit status. `words` come last, so that their options win."""
         return self.command("prepare", *self.options, f"--models-dir={self.models}", *words)
 
     def refused(self, *words: str) -> str:
@@ -52,7 +52,7 @@ def prepare(data: Path, base: Path, tmp_path: Path, command: Commands) -> Prepar
     return Prepare(command, options, tmp_path / "models")
 
 
-#: By recipe: the figure of the model, and the one of knowing nothing that stands beside it.
+#: By recipe: the model's figure, and its baseline.
 FIGURES = {
     "minilm-squad_v2": ("evaluation: f1", "always no answer: f1"),
     "minilm-openbookqa": ("test", "chance"),
@@ -66,7 +66,7 @@ FIGURES = {
 @pytest.mark.parametrize("recipe", FIGURES)
 def test_every_training(recipe: str, prepare: Prepare, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare(recipe) == 0
-    assert all(line.startswith("Training (") for line in command.err.splitlines())  # of one that takes seconds
+    assert all(line.startswith("Training (") for line in command.err.splitlines())  # progress, if it takes seconds
     *table, last = command.out.splitlines()
     assert last == f"made: {prepare.models / recipe}"
     assert table[0] == recipe
@@ -107,7 +107,7 @@ def test_a_prepared_classifier_is_asked_the_other_half(prepare: Prepare, data: P
 
     assert sorted(asked(limit=24, order="shuffled")) == sorted(request.text for request in unseen)
     (data / "mine.csv").write_text("text,label\nto Paris,intent 0\n", encoding="utf-8")
-    assert asked(path="mine.csv", fit_share=0.0, seed=1) == ["to Paris"]  # of other data it saw nothing
+    assert asked(path="mine.csv", fit_share=0.0, seed=1) == ["to Paris"]  # it was not trained on other data
     for other, error in (
         ({"limit": 24, "seed": 1}, r"^model: 'minilm-snips' was trained on a part of snips; .* seed=0 \(got 1\)$"),
         ({}, r" with data.limit=24 \(got None\)$"),
@@ -133,7 +133,7 @@ def test_held_out_articles_are_not_trained_on(prepare: Prepare, data: Path, monk
 
 
 class Interrupting:
-    """Ends the training with Ctrl-C after some steps, and notes which steps were done."""
+    """Interrupts training at step `last` as Ctrl-C does; records the steps done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int) -> None:
         self.steps: list[int] = []
@@ -164,7 +164,7 @@ def test_an_interrupted_training_goes_on(
     assert prepare.command.out == ""
     checkpoints = prepare.models / recipe / "checkpoints" / phase
     assert [path.name for path in checkpoints.glob("checkpoint-*")] == ["checkpoint-2"]
-    (checkpoints / "checkpoint-4").mkdir()  # one that was being written
+    (checkpoints / "checkpoint-4").mkdir()  # unfinished
     steps.steps.clear()
     steps.last = -1
     assert prepare(*options) == 0

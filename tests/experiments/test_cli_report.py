@@ -1,4 +1,4 @@
-"""`llmcache report` reads what every measure really writes."""
+"""`llmcache report` reads the results that each measure writes."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ LATENCY = {"measure": "latency", "seq_len": 16, "rounds": 10, "entries": ENTRIES
 GENERATION = {"new_tokens": 2, "generate_rounds": 3}
 TAUS = {"taus": [0.82, 0.9], "live_taus": [0.9], "methods": ["llmcache", "doccache"], "cache": {"allow_unsafe": True}}
 
-#: One experiment of each kind, under the names of those that are judged.
+#: One experiment of each kind, under names that the report judges.
 CONFIGS: dict[str, dict[str, object]] = {
     "table1_latency": LATENCY | GENERATION | {name: ["gpt2-tiny"] for name in ("models", "token_heads", "generate")},
     "table2_accuracy": {"measure": "serve", "task": TEXT, "methods": [TAU], "rounds": 1, "warmup": 0},

@@ -1,4 +1,4 @@
-"""`llmcache run` and `llmcache sweep`: results in their place, nothing measured twice, wrong input in one line."""
+"""`llmcache run` and `llmcache sweep`: complete results, nothing measured twice, one-line errors."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _nothing_from_outside: None) -> Path:
-    """An experiment, its model and its data."""
+    """The config of an experiment, with its model and data beside it."""
     monkeypatch.chdir(tmp_path)
     requests = desk(120, "order_status", "cancel_order")
     for number, part in enumerate((requests[:50], requests[50:])):
@@ -108,7 +108,7 @@ def test_results_are_complete_and_kept_until_forced(
 
     assert command(*run(config, "rounds=2")) == 0
     assert "kept from before: " in command.out and metrics_of(folder) == metrics
-    # Another machine's folders, named by the environment, meet the same results.
+    # Other folders, given by environment variables, lead to the same results.
     elsewhere = config.parent / "elsewhere"
     shutil.copytree(config.parent, elsewhere, ignore=shutil.ignore_patterns("out"))
     monkeypatch.setenv("LLMCACHE_DATA", str(elsewhere))
@@ -116,7 +116,7 @@ def test_results_are_complete_and_kept_until_forced(
     monkeypatch.chdir(elsewhere / "models")
     there = ["run", elsewhere / config.name, "--results-dir", config.parent / "out", "--set", "rounds=2"]
     assert command(*there, "--force") == 0
-    assert metrics_of(folder) != metrics  # times are never the same twice
+    assert metrics_of(folder) != metrics  # measured again: times differ
     (folder / "metrics.json").unlink()  # as if it had been interrupted
     assert command(*there) == 0
     assert metrics_of(folder)["n"] == 60 and folders(config) == [folder]
@@ -178,7 +178,7 @@ def test_two_processes_do_not_measure_the_same_run(config: Path, command: Comman
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, *found: Any) -> list[int]:
-    """Let runs find these figures, or raise them, one after another, and all later runs the last; seeds of all runs."""
+    """Make runs return or raise these in turn, and later runs the last; return the list of the runs' seeds."""
     seeds = []
 
     def measure(experiment: Any, folders: Any) -> Outcome:
@@ -230,7 +230,7 @@ def test_a_sweep_takes_all_configs_but_smoke(
     shutil.copytree(CONFIGS, tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     fake(monkeypatch, {"summary": []})
-    monkeypatch.setattr("experiments.report.plots.draw_all", lambda results_dir: [])  # there is nothing in them to draw
+    monkeypatch.setattr("experiments.report.plots.draw_all", lambda results_dir: [])  # they have nothing to draw
     expected = {path.stem for path in CONFIGS.glob("*.yaml")} - {"smoke"}
     assert command("sweep") == 0
     assert {path.name for path in (tmp_path / "results").glob("[!.]*")} == {*expected, "raw"}
@@ -242,11 +242,11 @@ def test_a_sweep_takes_all_configs_but_smoke(
 def test_smoke_runs_every_task_and_every_method(
     tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The very command of continuous integration: offline, without data and without prepared models."""
+    """CI's command: offline, without data or prepared models."""
     monkeypatch.chdir(CONFIGS.parent)
     assert command("run", "configs/smoke.yaml", "--results-dir", tmp_path) == 0
     runs = load_experiments(SMOKE)
-    assert {run.experiment.task.name for run in runs} == TASKS.keys() - {"prompts"}  # which have no right answers
+    assert {run.experiment.task.name for run in runs} == TASKS.keys() - {"prompts"}  # prompts have no right answers
     assert {run.experiment.task.title for run in runs} >= {"wikitext", "wikitext-repeats"}
     served = set()
     for run in runs:

@@ -1,4 +1,4 @@
-"""Times by events of a GPU, which runs behind the host: told by a device that is made up."""
+"""Timing by GPU events, on a fake device that runs behind the host."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from experiments.support.clock import EVENTS, Clock
 
 
 class Machine:
-    """A host and a GPU. Work takes the host `1 ms` to hand over and the GPU as long as it is; events are work of 0."""
+    """A fake host and GPU. To launch work takes the host 1 ms; the work takes the GPU `ms`, an event no time."""
 
     def __init__(self) -> None:
         self.host_ms = self.done_ms = 0.0
@@ -54,4 +54,4 @@ def test_a_call_takes_until_the_device_is_done(machine: Machine) -> None:
     assert clock.name == EVENTS and made == "made"
     assert spent == pytest.approx((31.0, 31.0))
     spent, _ = clock.time(lambda: setattr(machine, "host_ms", machine.host_ms + 5.0))
-    assert spent == pytest.approx((5.0, 5.0))  # work of the host alone counts as well
+    assert spent == pytest.approx((5.0, 5.0))  # host-only work counts too

@@ -1,4 +1,4 @@
-"""Questions made from text: answered where they say so, unanswered elsewhere, seeded."""
+"""Clozes: answers stand where stated, a given share has none, and the seed decides."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

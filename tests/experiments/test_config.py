@@ -1,4 +1,4 @@
-"""Experiment files: checked, spread to a grid, named by what they hold."""
+"""Experiment files: settings are checked, lists become a grid, and settings name the runs."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def test_set_reaches_every_mapping_of_a_list(tmp_path: Path) -> None:
     assert (stream.experiment.task.limit, spans.experiment.task.limit) == (5, 5)
     assert [method.options for method in spans.experiment.methods] == [{"threshold": 0.7}] * 2
     with pytest.raises(ConfigError, match=r"'task.data.limit=5': data is no mapping, nor a list of them"):
-        load_experiments(path, ["task.data.limit=5"])  # which the second has no place for
+        load_experiments(path, ["task.data.limit=5"])  # the second task has no such setting
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_bad_settings(values: Any, changes: list[str], error: str, tmp_path: Pat
 
 
 def test_what_is_kept_can_be_run_again(tmp_path: Path) -> None:
-    """The resolved settings are a config, and have the same run id."""
+    """The resolved settings are a valid config with the same run id."""
     tau = {"method": "llmcache", "tau": {0: 0.9, -1: 0.8}, "layers": [0, 1], "policy": {"name": "ttl", "ttl_s": 5}}
     methods = [tau, {"method": "doccache", "threshold": 0.8, "label": "documents"}]
     (run,) = load_experiments(write(tmp_path, methods=methods))
@@ -133,6 +133,6 @@ def test_run_ids_follow_every_setting_and_are_the_same_everywhere() -> None:
     assert run_id("a", base) != run_id("a", other)
     assert run_id("a b/c", {"b": [1, None], "a": {"c": 0.1, "d": "ü"}}) == "a_b_c-b335881a"
     assert run_id("a", {"x": 1, "y": 2}) == run_id("a", {"y": 2, "x": 1})
-    # A long name still is a file name.
+    # A long name still gives a valid file name.
     one, other = (run_id("m" * 400, {"x": i}) for i in (1, 2))
     assert one != other and len(one) < 200

@@ -1,4 +1,4 @@
-"""Labelled requests: files joined in order, sampled with a seed, and refused in one clear line."""
+"""Labelled requests: files are joined in order, sampled by seed, and refused with a clear error."""
 
 import json
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ KNOWN = {
     },
     "snips": {
         "snips/train.seq.in": "Lost, my card \n\n",
-        "snips/train.label": "lost\n",  # one empty line less
+        "snips/train.label": "lost\n",  # no empty line
         "snips/valid.seq.in": "",
         "snips/valid.label": "",
         "snips/test.seq.in": "été\r\n",
@@ -173,6 +173,6 @@ def test_split_is_seeded_disjoint_and_in_order() -> None:
     assert sorted([*fit, *stream], key=lambda x: x.id) == everything
     assert [x.id for x in stream] == sorted(x.id for x in stream)
     assert split(everything, 0.25, 3) == (fit, stream) != split(everything, 0.25, 4)
-    # Which part a record is in depends on its id alone.
+    # A record's part depends only on its id.
     other = split([Labelled(x.id, "other", "y") for x in reversed(everything)], 0.25, 3)
     assert [[x.id for x in reversed(part)] for part in other] == [[x.id for x in part] for part in (fit, stream)]

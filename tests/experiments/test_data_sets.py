@@ -1,7 +1,6 @@
-"""The known data sets: the same rows from the hub and from a folder, and one clear line for whatever is wrong."""
+"""The known data sets: hub and folder give the same rows; errors are one clear line."""
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +58,7 @@ def openbookqa_lines() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Known:
-    """One data set: its validation file and what that holds, its rows on the hub, and what both are read as."""
+    """One data set: its validation file and text, its rows on the hub, and the records expected from both."""
 
     read: Callable[[Any, Path | None], Sequence[Any]]
     file: str
@@ -82,19 +81,15 @@ def each(request: pytest.FixtureRequest) -> Known:
 
 
 class Hub:
-    """Stands for the hub: gives its rows or fails, and remembers what it was asked for."""
+    """Fakes the hub: returns rows, and records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.error: Exception | None = None
         self.asked: list[tuple[str, str | None, str]] = []
         monkeypatch.setattr(datasets, "load_dataset", self.load)
 
     def load(self, name: str, config: str | None, split: str) -> datasets.Dataset:
         self.asked.append((name, config, split))
-        if self.error:
-            logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
-            raise self.error
         return datasets.Dataset.from_list(self.rows)
 
 
@@ -139,7 +134,7 @@ def test_a_hub_that_cannot_be_reached(each: Known) -> None:
 
 
 def refused(known: Known, content: str | bytes, tmp_path: Path) -> str:
-    """The one line, after the path that it begins with, that a file is refused with."""
+    """Read a bad file; return its one-line error without the path at its start."""
     path = put(tmp_path, known.file, content)
     with pytest.raises(ConfigError) as error:
         known.read("validation", tmp_path)
@@ -156,9 +151,6 @@ def test_a_file_that_holds_nothing_to_read(each: Known, tmp_path: Path) -> None:
         ", line 1: not valid JSON: Expecting value" if each is SQUAD else ": holds no records; is the file complete?"
     )
     assert refused(each, "", tmp_path) == empty
-
-
-FIRST, SECOND = (f", article 0, paragraph 0, question {number}" for number in (0, 1))
 
 
 @pytest.mark.parametrize(

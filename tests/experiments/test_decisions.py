@@ -1,4 +1,4 @@
-"""Recorded decisions: what counts as the same, what does not, and what cannot be compared."""
+"""Recorded decisions: which records are equal, which differ, and which cannot be compared."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def made() -> dict[str, Any]:
-    """A record of four requests: the third one's risk is the limit, but for rounding."""
+    """Return a record of four requests; the third risk equals the limit up to rounding."""
     one = {"max_drop": 0.01, "sources": "frozen", "limit": 0.2}
     return {
         "stream": "some",
@@ -36,7 +36,7 @@ def made() -> dict[str, Any]:
 
 @pytest.fixture
 def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Change], tuple[int, str]]:
-    """`compared(change)`: exit status of a comparison with a changed record, and what was printed."""
+    """`compared(change)`: compare with a changed record; return exit status and output."""
 
     def run(change: Change) -> tuple[int, str]:
         new = copy.deepcopy(made())
@@ -50,7 +50,7 @@ def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Ch
 
 
 def changing(place: int, **changes: Any) -> Change:
-    """A change of one calibration."""
+    """Return a change of one calibration's fields."""
     return lambda new: new["decided"][place].update(changes)
 
 
@@ -61,8 +61,8 @@ def changing(place: int, **changes: Any) -> Change:
         lambda new: new.update(git="def", started="later"),
         changing(0, limit=0.2 + 9e-7),
         changing(0, risks=[1_000_500, 3_000_000, 2_000_009, None]),
-        changing(0, served="s--E"),  # at the limit
-        changing(1, served="s--s"),  # what grows may differ after that
+        changing(0, served="s--E"),  # its risk is at the limit
+        changing(1, served="s--s"),  # growing sources may differ after that
     ],
 )
 def test_the_same_decisions(change: Change, compared: Callable[[Change], tuple[int, str]]) -> None:

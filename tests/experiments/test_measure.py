@@ -1,4 +1,4 @@
-"""Heads, the interleaved loop, figures by hand, and the replay that must tell what a live run does."""
+"""The measure `serve`: heads, the interleaved loop, rows, and metrics checked by hand."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def requests_of(n: int) -> list[Labelled]:
 
 
 def labelled(labels: str) -> list[Labelled]:
-    """Requests of one text, a letter the label of each."""
+    """Return requests with one text; each letter is a label."""
     return [Labelled(0, "where is my order", label) for label in labels]
 
 
@@ -68,7 +68,7 @@ def test_labels_that_cannot_be_learned(loaded: Loaded) -> None:
 
 
 class Words:
-    """A workload without a model: the answer to a number is that number, and even ones are right."""
+    """A workload without a model: each number is its own answer, and even answers are right."""
 
     module, tokenizer, payload, metric = nn.Identity(), None, None, "accuracy"
 
@@ -95,7 +95,7 @@ class Words:
 
 
 class Remembers:
-    """A method that answers each number again when it was asked since the round began, and writes down all calls."""
+    """A method that serves repeats within a round, and records all calls."""
 
     nbytes = n_entries = 7
 
@@ -137,7 +137,7 @@ def test_methods_take_turns_and_rounds_begin_cold() -> None:
         assert (trace.answers, trace.nbytes, trace.n_entries) == ([5, 6, 5], 7, 7)
         assert [note.source for note in trace.notes] == [None, None, 0]
     calls.clear()
-    measure(workload, {"a": methods["a"]}, rounds=1, warmup=9)  # the stream is over before
+    measure(workload, {"a": methods["a"]}, rounds=1, warmup=9)  # the stream ends first
     assert [what for _, what in calls] == ["begin", 0, 1, 2, "begin", 0, 1, 2, "end"]
 
 
@@ -159,7 +159,7 @@ def test_rows_say_what_happened() -> None:
     assert header == "id,method,served,source,similarity,answer,is_changed,score,ms"
     assert [line.split(",")[1] for line in lines[:3]] == [NOCACHE] * 3
     assert lines[3:] == [
-        "r0,other,computed,,,<4>,0,1.0,1.0",  # missing is empty
+        "r0,other,computed,,,<4>,0,1.0,1.0",  # missing values are empty
         "r1,other,computed,,0.25,<5>,0,0.0,2.0",
         "r2,other,semantic,r1,0.12346,<5>,1,0.0,3.0",
     ]
@@ -182,7 +182,7 @@ def test_serve_states_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_of_a_ready_classifier_an_entry_keeps_what_the_head_reads(tmp_path: Path) -> None:
-    """Then requests of other lengths are served, as the recorded hit rates have it."""
+    """Requests of other lengths then hit, as the recorded hit rates assume."""
     requests = [Labelled(i, text, "a") for i, text in enumerate(("where is my order", "where is my order?"))]
     model = load(str(save_tiny(tmp_path / "tiny", ("a", "b"))), "class")
     workload = Stream(ready(model, requests), requests, 48, payload=None)
@@ -227,7 +227,7 @@ def test_quality_by_hand() -> None:
 
 
 def test_an_interval_by_hand() -> None:
-    """Of n requests of which a share p is right, the bootstrap mean has standard deviation sqrt(p (1 - p) / n)."""
+    """With n requests and a share p right, the bootstrap mean has standard deviation sqrt(p (1 - p) / n)."""
     values = np.repeat([1.0, 0.0], [300, 700])
     low, high = interval(values, np.arange(len(values)))
     deviation = math.sqrt(0.3 * 0.7 / 1000)
@@ -238,14 +238,14 @@ def test_an_interval_by_hand() -> None:
 
 @pytest.mark.parametrize(("by", "rate", "bounds"), [("computed", 0.0, [0, 0.3085]), ("exact", 1.0, [0.6915, 1])])
 def test_clusters_that_agree_are_as_many_witnesses(by: str, rate: float, bounds: list[float]) -> None:
-    """Clopper and Pearson: none of 10 clusters, and all of them, though each was asked five times."""
+    """Clopper-Pearson bounds for 0 and 10 of 10 clusters, though each cluster has five requests."""
     figures = hit_rates(np.array([by] * 50), np.arange(50) % 10)
     assert figures["hit_rate"] == rate
     assert figures["hit_rate_ci"] == pytest.approx(bounds, abs=1e-4)
 
 
 def test_one_text_that_is_asked_often_is_one_witness() -> None:
-    """Of 200 requests 100 are one text, whose answer changed each time: that says little about other texts."""
+    """100 of 200 requests are one text whose answer always changed: it counts as one cluster."""
     asked = [0] * 100 + list(range(1, 101))
     before, after = asked, [-1] * 100 + asked[100:]
     workload = Words(asked)
@@ -291,7 +291,7 @@ def test_latencies_by_hand() -> None:
     assert list(found) == ["nocache_ms", "cache_ms", "hit_ms", "exact_hit_ms", "miss_ms", "filling_miss_ms"]
     assert [figures and figures["median"] for figures in found.values()] == [9, 3, 4, 3, 2, 1]
     assert latencies(base, base)["hit_ms"] is None
-    # And the percentiles that they are given in.
+    # Percentiles need enough values.
     assert percentiles(np.arange(201.0)) == {"median": 100, "p90": 180, "p99": 198, "n": 201}
     assert percentiles(np.arange(101.0)) == {"median": 50, "p90": None, "p99": None, "n": 101}
     assert percentiles(np.array([])) is None

@@ -1,4 +1,4 @@
-"""Measure `bound`: truth and claim are held against each other on requests that the calibration did not learn from."""
+"""Measure `bound`: compares claimed bounds with the truth on requests that the calibration did not learn from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ VALUES = learning("bound", max_drops=[0.05, 0.2], parts=2, draws=5)
 
 
 def check_rows(outcome: Outcome) -> None:
-    """Rows say what the population says."""
+    """Assert that the figures of each row are consistent."""
     for row in outcome.rows:
         n_hits = row["hit_rate"] * outcome.metrics["n_population"]
         assert n_hits == pytest.approx(round(n_hits))
@@ -41,7 +41,7 @@ def test_there_is_a_row_a_draw_and_claim() -> None:
     assert strict["hit_rate_median"] <= loose["hit_rate_median"]
     assert strict["n_calibrations"] == loose["n_calibrations"] == 10
     assert told(VALUES, outcome).count("| support_desk | 0 |") == 2
-    again = measured(VALUES, parts=1, draws=2)  # a seed draws the same
+    again = measured(VALUES, parts=1, draws=2)  # the same seed, the same draws
     assert list(again.rows) == [row for row in outcome.rows if row["part"] == 0 and row["draw"] < 2]
 
 

@@ -1,4 +1,4 @@
-"""The measure `compiled`: four ways to make a call, each of which is what it is counted as."""
+"""The measure `compiled`: six kinds of call, each checked to be its kind."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The measure `latency` and the benchmark of generation: what their figures say, and what they refuse before measuring.
+"""The measure `latency` and the benchmark of generation: their figures, and settings refused before measuring.
 
-Holds the tiny GPT-2 that both measure.
+Defines the tiny GPT-2 that both measure.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No weights are loaded, so nothing can be measured."""
+    """Fails the test if weights are loaded."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was loaded")
@@ -61,7 +61,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting:
-    """A GPU on which every call takes 7 ms."""
+    """A fake GPU on which every call takes 7 ms."""
 
     def __init__(self) -> None:
         self.synchronize = self.current_stream = lambda device: None
@@ -87,7 +87,7 @@ def generate(folders: Folders, model: str = "tiny", **more: Any) -> Any:
 
 
 def remember(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
-    """All that a function or a class of a module will have made."""
+    """Record the results of a module's function or class from now on; return the list."""
     made, make = [], getattr(module, name)
 
     def remembered(*args: Any, **more: Any) -> Any:
@@ -110,7 +110,7 @@ def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
         n_numbers = WIDTH * {"pooled": 1, "all tokens": TOKENS}.get(row["kept"], LAYERS * TOKENS)
         assert row["model_mb"] == n_weights * itemsize / 1e6
         states = n_numbers * itemsize / 1e3
-        assert states + WIDTH * 4 / 1e3 <= row["entry_kb"] < 2 * states + 1  # and its fingerprints
+        assert states + WIDTH * 4 / 1e3 <= row["entry_kb"] < 2 * states + 1  # plus fingerprints
         assert row["entries"] == ENTRIES[row["kept"]]
         assert row["cache_mb"] == pytest.approx(row["entry_kb"] * row["entries"] / 1e3)
         assert row["hit_speedup"] == row["nocache_ms"] / row["hit_ms"]
@@ -153,7 +153,7 @@ def test_a_block_whose_calls_are_of_another_kind_stops_the_benchmark(folders: Fo
         fresh = [bench.fresh() for _ in range(10)]
         assert len(bench.block("miss", fresh)) == 10
         with pytest.raises(RuntimeError, match="10 of 10 calls in a block were not the miss"):
-            bench.block("miss", fresh)  # which are stored by now
+            bench.block("miss", fresh)  # stored by now
 
 
 def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
@@ -175,7 +175,7 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
 
 
 def test_a_service_round_asks_whole_blocks_in_alternating_order() -> None:
-    """The model alone is asked the requests of the misses; ratios are of the blocks of one round."""
+    """The plain model gets the requests of the misses; ratios compare blocks of one round."""
     asked, numbers = [], itertools.count()
     taken = {"exact_hit": 1.0, "hit": 2.0, "miss": 12.0, "nocache": 10.0, "floor": 0.5}
 
@@ -194,7 +194,7 @@ def test_a_service_round_asks_whole_blocks_in_alternating_order() -> None:
 
 
 def test_banks_are_where_they_are_asked_to_be(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; and what its events tell stands beside what the host's clock does."""
+    """On a GPU. Times by its events are reported beside the host clock's."""
     made = remember(monkeypatch, latency, "Bench")
     wrapped = remember(monkeypatch, generation.LLMCache, "wrap")
     monkeypatch.setattr(latency, "Clock", lambda device: Clock("cuda", Counting()))

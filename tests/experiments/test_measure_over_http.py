@@ -1,4 +1,4 @@
-"""Servers measured over their socket: those here compute nothing, but for one."""
+"""Servers measured over their socket; all but one are stubs that compute nothing."""
 
 import asyncio
 import json
@@ -70,11 +70,11 @@ def load(server: Running, due_ms: list[float], **options: Any) -> Load:
 
 
 def test_latency_is_from_when_a_request_was_due() -> None:
-    """One answer at a time, 50 ms each: the third of three that are due at once has waited for two."""
+    """With 50 ms per answer, one at a time, the third of three requests due at once waits for two."""
     with stub("--ms 50") as server:
         found = load(server, [0.0, 0.0, 0.0, 300.0])
     waited_for_one, waited_for_two = sorted(found.latency_ms)[2:]
-    assert waited_for_one >= 95 and waited_for_two >= 145  # from when they were sent it would be 50
+    assert waited_for_one >= 95 and waited_for_two >= 145  # counted from sending, it would be 50
     assert found.done_s[3] > 0.35 and not found.is_cut and found.figures()["statuses"] == {"200": 4}
     late = Load(*(np.array(one) for one in ([0.0], [0.4], [0.5], [200])), [None], 1.0, 0.0)
     assert late.latency_ms == pytest.approx([500]) and late.figures()["lag_p99_ms"] == pytest.approx(400)
@@ -135,7 +135,7 @@ SERVERS = {"cache": f"{STUB} --ms 3 --label order_status", "no_cache": f"{STUB} 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Where what servers load is kept: made once."""
+    """A folder for the models that servers load; they are made once."""
     return Folders(models=tmp_path_factory.mktemp("models"))
 
 

@@ -1,4 +1,4 @@
-"""Measures `prefix`, `decode` and `parity`: their figures follow from times and tokens, and wrong tokens are seen."""
+"""Measures `prefix`, `decode` and `parity`: figures follow from times and tokens; wrong tokens are detected."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ DECODE = {"measure": "decode", "models": ["tiny"], "rounds": 3, **LENGTHS}
 
 @pytest.fixture
 def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of prefixes come back ten times as large, their sign turned."""
+    """Values of prefixes come back multiplied by -10."""
 
     def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         fill(kv_cache, number, keys, [-10 * piece for piece in values])
@@ -51,8 +51,8 @@ def test_time_to_first_token_is_compared(prompts: Folders) -> None:
     tokens = sum(own[i]["n_tokens"] for i in known)
     unknown = tokens - sum(own[i]["n_reused"] for i in known)
     assert (figures["known_n"], figures["known_ceiling"]) == (len(known), tokens / unknown)
-    assert figures["known_ceiling"] > metrics["facts"]["ceiling"]  # as the ratio beside it, without first turns
-    assert all(row["n_known"] <= row["n_reused"] < row["n_known"] + BLOCK for row in own)  # known are whole blocks
+    assert figures["known_ceiling"] > metrics["facts"]["ceiling"]  # without first turns, like `known`
+    assert all(row["n_known"] <= row["n_reused"] < row["n_known"] + BLOCK for row in own)  # whole blocks are known
     assert {row["n_reused"] for row in base} == {0}
     assert figures["share_reused"] >= metrics["facts"]["share_known"] > 0.4
     assert figures["of_ceiling"] == pytest.approx(figures["speedup"] * (1 - metrics["facts"]["share_known"]))
@@ -93,7 +93,7 @@ def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(prompts: Folders) 
     metrics = measured(PARITY, prompts, task=task, new_tokens=2, cache={"max_bytes": budget}).metrics
     assert metrics["n_same"] == metrics["n"] == 40
     assert metrics["n_evicted"] > 10 and metrics["hits"]["prefix"] > 5
-    assert metrics["n_evicted"] > metrics["memory"][4]["n_evicted"]  # to the end
+    assert metrics["n_evicted"] > metrics["memory"][4]["n_evicted"]  # evicts until the end
     assert budget / 4 < metrics["most_bytes"] <= budget == metrics["max_bytes"]
     assert metrics["share_reused"] < metrics["facts"]["share_known"]
 

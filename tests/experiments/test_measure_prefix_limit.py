@@ -1,4 +1,4 @@
-"""The measure `prefix_limit`: every way answers alike, and what was not run says why."""
+"""The measure `prefix_limit`: all ways give the same token; rows that were not run say why."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Measure `second_pass`: what was embedded once is hit when it is embedded again."""
+"""Measure `second_pass`: texts embedded once hit when they are embedded again."""
 
 import json
 from pathlib import Path

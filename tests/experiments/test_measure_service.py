@@ -1,4 +1,4 @@
-"""Measure `service`: whole passes, each from what was learned alone, and figures that count what they say."""
+"""Measure `service`: whole passes, each from the learned state only, and their figures."""
 
 import json
 import random
@@ -28,7 +28,7 @@ def test_passes_alternate_and_figures_are_of_what_was_served_alone() -> None:
     assert [who for _, _, who in rows[:6]] == ["nocache", "llmcache"] * 3
     assert all(row["seconds"] > row["drained_s"] >= 0 for row in outcome.rows)
     assert all(row["drained_s"] < 1e-3 and row["computed"] == 1.0 for row in outcome.rows if row["who"] == "nocache")
-    # Were a pass to know what one before it stored, all would be exact hits.
+    # If a pass had the entries of the one before, all would be exact hits.
     computed = {row["computed"] for row in outcome.rows if row["who"] == "llmcache"}
     assert len(computed) == 1 and 0 < computed.pop() < 1
     metrics = json.loads(json.dumps(outcome.metrics, allow_nan=False))
@@ -78,7 +78,7 @@ def test_a_stream_repeats_as_often_as_it_is_told_to() -> None:
     assert sorted(set(repeats)) == list(range(40)) and len(repeats) == 200
     assert all(
         number <= max([-1, *repeats[:i]]) + 1 for i, number in enumerate(repeats)
-    )  # none comes again before it came
+    )  # no repeat before its first time
     assert with_repeats(100, 0.8, 200, random.Random(0)) == repeats != with_repeats(100, 0.8, 200, random.Random(1))
 
 

@@ -1,4 +1,4 @@
-"""What measures that learn refuse before anything is computed."""
+"""Measures that learn refuse bad settings before they compute anything."""
 
 from typing import Any
 

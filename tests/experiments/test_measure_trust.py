@@ -1,4 +1,4 @@
-"""Measure `trust`: a replay equals serving, and hindsight stands apart from what was chosen in advance."""
+"""Measure `trust`: a replay equals serving; limits chosen in advance are reported apart from hindsight."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def outcome() -> Outcome:
 
 
 def live(rehearsal: Rehearsal, sources: Any) -> tuple[float, list[Any], list[str]]:
-    """The limit that is chosen, and what the later requests are told and served by."""
+    """Calibrate, then serve the later requests; return the limit, their answers and their rungs."""
     empty(rehearsal.cache, rehearsal.observed)
     found = rehearsal.calibrated.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", sources, 0))
     assert found.chosen is not None

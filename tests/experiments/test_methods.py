@@ -1,4 +1,4 @@
-"""Every method on every task: what it serves, from what, and what the answer is then."""
+"""Every method on every task: requests served, their sources, and their answers."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def make(method: str, workload: Any, **options: Any) -> Method:
 
 @cache
 def outputs_of(task: str) -> list[Any]:
-    """What the model alone puts out."""
+    """Return the plain model's outputs."""
     workload = workload_of(task)
     with torch.inference_mode():
         return [workload.module(**request.inputs) for request in workload.requests]
@@ -70,7 +70,7 @@ def all_same(some: list[Answer], others: list[Answer]) -> bool:
 
 
 def ask_all(method: Method, workload: Workload) -> tuple[list[Answer], list[Served]]:
-    """One cold round."""
+    """Ask all requests in one cold round."""
     answers, notes = [], []
     with torch.inference_mode():
         method.begin()
@@ -81,7 +81,7 @@ def ask_all(method: Method, workload: Workload) -> tuple[list[Answer], list[Serv
 
 
 def serve(name: str, task: str, **options: Any) -> tuple[list[Answer], list[Served]]:
-    """What a method answers, in a second round as in the first; what it computes is the model's own answer."""
+    """Run two rounds; assert that they agree, and that computed answers are the model's own."""
     workload = workload_of(task)
     method = make(name, workload, **options)
     answers, notes = ask_all(method, workload)
@@ -95,7 +95,7 @@ def serve(name: str, task: str, **options: Any) -> tuple[list[Answer], list[Serv
         assert note.by != BYPASSED
         if note.is_hit:
             assert note.source is not None and note.source < number
-            # Of a question with several choices, rows are served one by one.
+            # In multiple choice, rows are served one by one.
             assert not notes[note.source].is_hit or (name, task) == ("llmcache", "openbookqa")
         else:
             assert is_same(answers[number], own)
@@ -141,7 +141,7 @@ def test_the_exact_response_cache_answers_what_was_asked_before(task: str) -> No
 
 @on_every_task
 def test_doccache_lets_the_head_read_the_nearest_document(task: str) -> None:
-    """The answer is the source's output, read as this request's own: a span of this passage, for instance."""
+    """The source's output is read as this request's own: as a span of this passage, for instance."""
     answers, notes = serve("doccache", task)
     for number, (answer, note) in enumerate(zip(answers, notes, strict=True)):
         if note.is_hit:
@@ -152,7 +152,7 @@ def test_doccache_lets_the_head_read_the_nearest_document(task: str) -> None:
 @on_every_task
 def test_the_semantic_response_cache_gives_the_neighbours_answer_word_for_word(task: str) -> None:
     answers, notes = serve("semantic_response", task)
-    assert notes[0].similarity is None  # there was nothing to compare with
+    assert notes[0].similarity is None  # nothing to compare with yet
     for answer, note in zip(answers[1:], notes[1:], strict=True):
         assert note.similarity is not None and (note.similarity >= 0.9) == note.is_hit
         if note.is_hit:

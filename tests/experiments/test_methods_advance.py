@@ -1,4 +1,4 @@
-"""Thresholds of other ways, chosen in advance by the tests of a calibration."""
+"""Thresholds of baselines, chosen in advance by a calibration's tests."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ CLAIM = RiskTarget(0.05, 0.05, "changed", "frozen", 0)
 
 
 def made(noise: float = 0.3) -> tuple[Units, np.ndarray]:
-    """Points on a circle in six groups, and the group that answers each; between groups it is anyone's guess."""
+    """Return points on a circle in six overlapping groups, and each point's group, its answer."""
     rng = np.random.default_rng(0)
     group = rng.integers(0, 6, N)
     angle = group * np.pi / 3 + rng.normal(0, noise, N)

@@ -1,4 +1,4 @@
-"""Models for experiments: loaded from a folder, checked, or refused in one clear line. Holds the tiny model of all."""
+"""Models for experiments: loaded from a folder, checked, or refused in one clear line. Defines the tiny model."""
 
 import sys
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_folder_is_loaded_and_a_bare_model_has_no_ready_head(tmp_path: Path) -
 
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_model_that_was_not_prepared(is_given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told at once: the hub does not know these names, and is not asked."""
+    """The error comes at once: the hub does not know these names, and is not asked."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", None)
     folder = tmp_path / "mine" if is_given else None

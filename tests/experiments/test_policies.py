@@ -1,4 +1,4 @@
-"""Policies replayed on keys: the bound holds, and what is counted is what banks and blocks hold."""
+"""Policies replayed on keys: no policy beats the bound; counts follow banks and blocks."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ SMALL = {"name": "zipf", "n": 3000, "keys": 300}
 
 
 def of(keys: str) -> list[Sequence[Asked]]:
-    """A request a letter."""
+    """Return one request per letter."""
     return [[Asked(key)] for key in keys]
 
 
@@ -59,7 +59,7 @@ def test_no_policy_beats_the_bound_and_a_larger_cache_finds_more(folders: Folder
 
 @cache
 def most(keys: str, max_entries: int) -> int:
-    """The most hits, by trying everything."""
+    """Return the most possible hits, by exhaustive search."""
 
     def hits(at: int, held: frozenset[str]) -> int:
         if at == len(keys):
@@ -111,7 +111,7 @@ def test_lengths_are_azures_and_costs_are_told(folders: Folders) -> None:
 
 
 def test_a_newcomer_needs_more_uses_than_whom_it_would_drive_out() -> None:
-    """Keys that were used twice stay, however many come once."""
+    """Keys used twice stay, however many new keys come once."""
     once = (f"once {i}" for i in itertools.count())
     keys = [*"abcdefgh" * 3, *itertools.islice(once, 50), *"abcdefgh"]
     found = replay_entries([[Asked(key)] for key in keys], WTinyLFU, 10 * BYTES)

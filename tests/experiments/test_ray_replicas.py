@@ -1,4 +1,4 @@
-"""Replicas of which one is killed: what that costs, and how it is counted."""
+"""Measure `ray_replicas`: the cost of a killed replica, and how requests are counted."""
 
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,12 @@ def test_a_request_that_failed_was_in_the_hands_of_the_replica_or_was_not() -> N
 
     rows = [
         row(9.0, (9.1, ok)),
-        row(9.9, (10.1, failed), (10.7, ok)),  # in its hands
-        row(10.1, (10.2, failed), (10.8, failed), (11.4, failed)),  # sent after it
+        row(9.9, (10.1, failed), (10.7, ok)),  # in flight on the killed replica
+        row(10.1, (10.2, failed), (10.8, failed), (11.4, failed)),  # sent after the kill
         row(16.0, (16.1, Reply(200, b"[]", "none"))),
         row(29.9, (30.1, failed), (30.7, ok)),
         row(35.0, (35.1, ok)),
-        row(49.9, (50.1, failed), (50.7, ok)),  # nothing was killed then
+        row(49.9, (50.1, failed), (50.7, ok)),  # an update, no kill
         row(55.0, (55.1, ok)),
     ]
     assert [one["phase"] for one in rows] == [BEFORE, BEFORE, MISSING, AFTER, AFTER, MISSING, AFTER, UPDATE]

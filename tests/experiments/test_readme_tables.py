@@ -1,4 +1,4 @@
-"""Tables of the pages on calibrated reuse, from small folders of results that were made up; what is absent says so."""
+"""Tables of the pages on calibrated reuse, from made-up results; absent results are marked."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ TASKS = ("banking77", "hwu64", "snips")
 
 
 def write(results: Path, group: str, task: str, seed: int = 0, measure: str = "trust", **metrics: Any) -> Path:
-    """A finished run."""
+    """Write a finished run; return its folder."""
     folder = results / group / f"{task}-{len(list((results / group).glob('*')))}"
     write_figures(folder, {"measure": measure, "seed": seed}, {}, {"task": task, "n_counted": 100, **metrics})
     return folder
 
 
 def served(method: str | None, drop: float, hits: float, sources: str = "frozen", exact: float = 0.0) -> dict[str, Any]:
-    """A calibrated way; of a run before others were calibrated with method None."""
+    """Return the row of a calibrated method; None: of an old run, which calibrated llmcache only."""
     row = {
         "sources": sources,
         "max_drop": drop,
@@ -38,7 +38,7 @@ def served(method: str | None, drop: float, hits: float, sources: str = "frozen"
 
 
 def calibrated(*methods: str | None, hits: float = 0.5, exact: float = 0.0) -> dict[str, Any]:
-    """What a trust run is made of: growing sources of llmcache first, to be told apart from frozen ones."""
+    """Return a trust run's metrics; growing sources of the first method have their own hit rate."""
     rows = [served(method, drop, 0.9, "growing") for method in methods[:1] for drop in DROPS]
     rows += [served(method, drop, hits + i / 10, exact=exact) for i, method in enumerate(methods) for drop in DROPS]
     return {"calibrated": rows, "points": []}
@@ -46,7 +46,7 @@ def calibrated(*methods: str | None, hits: float = 0.5, exact: float = 0.0) -> d
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """The shuffled streams as they were measured before other ways were calibrated."""
+    """Old runs of the shuffled streams, which calibrated llmcache only."""
     for task in TASKS:
         for seed in (0, 1):
             write(tmp_path, f"trust_{task}", task, seed, **calibrated(None, hits=0.5 + seed / 10))
@@ -54,7 +54,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def cells(table: str, *first: str) -> list[str]:
-    """Of the row that begins so."""
+    """Return the cells of the row that begins with `first`."""
     (row,) = (line for line in table.splitlines() if line.startswith("| " + " | ".join(first) + " |"))
     return [cell.strip() for cell in row.strip("|").split("|")]
 
@@ -69,7 +69,7 @@ def test_every_way_has_a_row_with_its_errors_or_says_that_it_was_not_measured(re
     for path in (results / "trust_hwu64").glob("*/metrics.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | calibrated("llmcache", "student", "paper")))
     shown, told = ways.ways(results), ways.errors(results)
-    assert cells(shown, "hwu64", llmcache)[2] == "50.0 / 50.0 %"  # not the growing ones' 90 %
+    assert cells(shown, "hwu64", llmcache)[2] == "50.0 / 50.0 %"  # not 90 %, of growing sources
     assert cells(shown, "hwu64", student)[2:4] == ["60.0 / 60.0 %", "0.25 / 0.25 %"]
     assert cells(shown, "hwu64", ways.NAMES["paper"])[2] == "70.0 / 70.0 %"
     assert cells(shown, "hwu64", ways.NAMES["doccache"])[2] == MISSING
@@ -83,7 +83,7 @@ def test_time_order_counts_bounds_and_shows_what_live_streams_got(results: Path)
     assert len(shown.splitlines()) == 2 + 9
     assert cells(shown, "banking77", "shuffled")[2:5] == [MISSING, "50.0 / 60.0 %", "0.25 / 0.25 %"]
     assert cells(shown, "banking77", "bursts")[2:5] == [MISSING, MISSING, ""]
-    assert cells(shown, "snips", "bursts")[2:5] == [MISSING, "", ""]  # no config serves that one live
+    assert cells(shown, "snips", "bursts")[2:5] == [MISSING, "", ""]  # no config serves this stream live
     claims = [
         {"max_drop": drop, "n_calibrations": 40, "n_violated": 7 + i, "n_beyond_chance": i}
         for i, drop in enumerate(DROPS)
@@ -128,7 +128,7 @@ def test_a_calibration_that_a_run_lacks_is_told(tmp_path: Path) -> None:
 
 
 def test_the_gain_of_a_mode_is_that_of_whole_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_paper", lambda results_dir: "")  # takes runs of every claim
+    monkeypatch.setattr(modes, "_paper", lambda results_dir: "")  # it needs runs of every claim
 
     def gains() -> list[str]:
         return [line.split(" | ")[3] for line in modes.modes(tmp_path).splitlines()[2:]]

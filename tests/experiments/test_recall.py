@@ -1,4 +1,4 @@
-"""What an experiment computes once and then gives again is what was computed."""
+"""Recalled layers and fits equal computed ones."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def rehearsal(experiment: Trust) -> Rehearsal:
 
 
 def counted(module: Any) -> list[int]:
-    """Rows of each time that the first layer is computed from now on."""
+    """Record the number of rows each time the first layer is computed from now on."""
     layer, rows = locate(module).layers[0], []
     layer.attention.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     return rows
@@ -75,7 +75,7 @@ def test_what_was_learned_is_taken_over_from_the_same_requests_alone(rehearsal: 
 
 
 def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust, rehearsal: Rehearsal) -> None:
-    """The other one has to learn by itself; what both serve, and say, is alike."""
+    """The separate cache learns by itself; both must serve the same."""
     claim = experiment.risk_target(0.2)
     cache, calibrated = rehearsal.beside(experiment.cache)
     alone = Rehearsal(rehearsal.workload, experiment.cache)

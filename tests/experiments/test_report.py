@@ -54,7 +54,7 @@ def latency(*calls: Mapping[str, Any], generation: Sequence[Any] = ()) -> Run:
 def call(
     model: str = "bert-base", miss: float = 102, hit: float = 2, kept: str = "as the paper", spread: float = 0
 ) -> dict[str, Any]:
-    """Without a cache 100 ms; `spread`: how far from the medians the percentiles are, in ms."""
+    """Return a call's figures, 100 ms without a cache; `spread`: distance of percentiles from medians, in ms."""
     ratios = {
         f"{kind}/nocache": {"median": ms / 100, "p5": (ms - spread) / 100, "p95": (ms + spread) / 100}
         for kind, ms in (("miss", miss), ("hit", hit))
@@ -67,7 +67,7 @@ def call(
 
 
 def generation(miss: float, exact_hit: float, spread: float = 0.02) -> dict[str, Any]:
-    """With K/V caching 200 ms; the others are ratios to that, and how far from them their percentiles are."""
+    """Return figures of a generation, 200 ms with K/V caching; arguments are ratios to that, and their spread."""
     of_kv = {"nocache": 5.0, "miss": miss, "exact_hit": exact_hit}
     made = {f"{kind}_ms": {"median": 200 * value, "n": 20} for kind, value in {**of_kv, "kv_cache": 1.0}.items()}
     ratios = {
@@ -92,7 +92,7 @@ def live(speedup: float, drop: float, **more: Any) -> dict[str, Any]:
 
 
 def served(drop: float, ci: Sequence[float] | None, figures: Mapping[str, Any] | None = None, **metrics: Any) -> Run:
-    """A run of the model alone and of llmcache at a tau, some of whose figures are given."""
+    """Return a run of the plain model and of llmcache at a tau, with some figures given."""
     plain = {**QUALITY, **SPEED, "bytes": None, "options": {}, "method": "nocache"}
     ours = {"accuracy_drop": drop, "accuracy_drop_ci": ci, "bytes": 1000, "options": {"tau": 0.85}}
     methods = {"nocache": plain, "tau": plain | ours | {"method": "llmcache"} | dict(figures or {})}
@@ -127,12 +127,12 @@ def by_doubling(rates: Sequence[float], **more: Any) -> list[Run]:
 
 
 def harmless(ours: float, theirs: float) -> Run:
-    """Hit rates of llmcache and of DocCache that cost nothing."""
+    """Return a sweep in which llmcache and DocCache have these hit rates without loss."""
     return sweep(point(0.8, ours, 0.0), point(0.9, theirs, 0.0, "doccache"))
 
 
 def judged(name: str, *runs: Run) -> Judgement:
-    """What becomes of the claim whose text holds `name`."""
+    """Judge the claim whose text contains `name`."""
     results: dict[str, list[Run]] = {}
     for one in runs:
         results.setdefault(one.group, []).append(one)
@@ -148,46 +148,46 @@ def speedup(*rows: Mapping[str, Any]) -> list[Run]:
 
 
 def best_at(*taus: float | None) -> list[Run]:
-    """A stream for each tau, at which it has most hits of those that cost nothing."""
+    """Return one sweep per tau; at that tau it has the most hits without loss."""
     return [sweep(point(0.82, 0.9, 0.3), point(tau, 0.2, 0.0)) for tau in taus]
 
 
 @pytest.mark.parametrize(
     ("claim", "runs", "verdict"),
     [
-        # Latency is a matter of how many requests hit.
+        # Latency depends on how many requests hit.
         ("BERT-base", [latency(call(hit=2))], UNDER),
         ("BERT-base", [latency(call(hit=90))], NOT),
-        # Speed counts with what it costs.
+        # Speed is judged with its loss.
         ("3.1 times", speedup(live(3.2, 0.004)), HOLDS),
-        ("3.1 times", speedup(live(2.0, 0.001, speedup_all=3.2)), HOLDS),  # the first requests find less than all do
-        ("3.1 times", speedup(live(2.0, 0.001, speedup_all=3.2, tau=0.7)), UNDER),  # where all lose more
+        ("3.1 times", speedup(live(2.0, 0.001, speedup_all=3.2)), HOLDS),  # the first requests hit less than all do
+        ("3.1 times", speedup(live(2.0, 0.001, speedup_all=3.2, tau=0.7)), UNDER),  # all requests lose more
         ("3.1 times", speedup(live(3.2, 0.02), live(1.2, 0.0)), UNDER),
         ("3.1 times", speedup(live(2.0, 0.0)), NOT),
         ("3.1 times", speedup(), NOT_MEASURED),
         # Accuracy is judged by the interval of its drop.
         ("falls by less", [served(0.001, (-0.001, 0.003))], HOLDS),
         ("falls by less", [served(0.004, (-0.01, 0.02))], UNDER),
-        ("falls by less", [served(0.2, None)], UNDER),  # of one cluster nothing is known
+        ("falls by less", [served(0.2, None)], UNDER),  # one cluster gives no interval
         ("falls by less", [served(0.1, (0.05, 0.15))], NOT),
-        # Documents are compared by harmless hits.
+        # DocCache is compared by hits without loss.
         ("DocCache", [harmless(0.3, 0.2)], HOLDS),
         ("DocCache", [harmless(0.3, 0.2), harmless(0.1, 0.2)], UNDER),
         ("DocCache", [harmless(0.1, 0.2)], NOT),
         ("DocCache", [harmless(0.22, 0.2)], NOT),  # intervals overlap
         ("DocCache", [harmless(0.3, 0.2), harmless(0.22, 0.2)], UNDER),
         ("DocCache", [harmless(0.0, 0.0)], NOT_MEASURED),
-        # States have to be alike below, and less so above.
+        # States must be alike in lower layers, and less so in upper ones.
         ("Figure 3", [layers(0.95, 0.5)], HOLDS),
         ("Figure 3", [layers(0.95, 0.97)], NOT),
         ("Figure 3", [layers(0.5, 0.4)], NOT),
-        # Memory is logarithmic when every doubling gains the same; runs with compression are not looked at.
+        # Hits are logarithmic in memory if every doubling gains the same; runs with compression are ignored.
         ("logarithm", by_doubling([0.1, 0.2, 0.3, 0.4]) + by_doubling([0.9] * 4, compression="int8"), HOLDS),
         ("logarithm", by_doubling([0.1, 0.4, 0.4, 0.4]), NOT),
         ("logarithm", by_doubling([0.3, 0.3, 0.3, 0.3]), NOT),
         ("logarithm", by_doubling([0.4, 0.3, 0.2, 0.1]), NOT),
         ("logarithm", by_doubling([0.1, 0.2]) + by_doubling([0.9] * 4, compression="int8"), NOT_MEASURED),
-        # The best tau is looked for in the paper's interval.
+        # The best tau must lie in the paper's interval.
         ("Figure 5", best_at(0.84, 0.86), HOLDS),
         ("Figure 5", best_at(0.84, 0.95), UNDER),
         ("Figure 5", best_at(0.7, None), NOT),
@@ -202,7 +202,7 @@ def test_what_was_not_run_is_not_measured() -> None:
 
 
 def test_speed_is_bounded_by_the_hits_that_a_stream_allows() -> None:
-    """It may hold for a larger model where enough requests hit; what free hits would give is a limit anywhere."""
+    """With enough hits it may hold for a larger model; the speedup of free hits is a limit anywhere."""
     latencies = latency(call(), call(hit=50), call(kept="pooled"))
     found = judged("3.1 times", sweep(point(0.8, 0.9, 0.001), live=[live(1.5, 0.0)]), latencies)
     assert found.verdict is UNDER and "90.0 %" in found.condition

@@ -1,4 +1,4 @@
-"""Results on the disk: as a whole or not at all, and one process a run."""
+"""Results on disk: written whole or not at all, by one process per run."""
 
 import json
 import re
@@ -30,7 +30,7 @@ Measured = Callable[..., Finished]
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """`measured(value, force=False)`: run it with a measure that finds this value, or raises it."""
+    """`measured(value, force=False)`: run with a measure that returns this value, or raises it."""
     value: Any = None
 
     def measure(experiment: Any, folders: Folders) -> Outcome:
@@ -84,7 +84,7 @@ def test_numbers_are_names_in_quotes_in_long_lines_as_well() -> None:
 def test_what_is_there_is_kept_until_forced(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [measured(1), measured(2), measured(2, force=True)]
     assert [(one.is_new, one.metrics["value"]) for one in found] == [(True, 1), (False, 1), (True, 2)]
-    answers = iter([False, True])  # not there when first looked at; another process finished it before the lock is held
+    answers = iter([False, True])  # absent at first; another process finishes it before the lock is held
     monkeypatch.setattr(RunFolder, "is_done", property(lambda folder: next(answers)))
     kept = measured(3)
     assert (kept.is_new, kept.metrics["value"]) == (False, 2)
@@ -111,7 +111,7 @@ def test_damaged_figures_are_told(measured: Measured) -> None:
     assert measured(1, force=True).metrics["value"] == 1
 
 
-#: Once all may go, count up in a file, each time with the lock held.
+#: After the start signal, increments a count in a file, each time with the lock held.
 TAKE_TURNS = """
 import sys
 from pathlib import Path
@@ -132,7 +132,7 @@ while n_turns:
 
 
 def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
-    """A count is lost, or read while it is written, if two ever hold it at once."""
+    """If two processes held the lock at once, an increment would be lost, or read half-written."""
     (tmp_path / "count").write_text("0")
     command = [sys.executable, "-c", TAKE_TURNS, str(tmp_path), str(N_TURNS)]
     processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(3)]

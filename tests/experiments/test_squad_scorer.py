@@ -12,17 +12,17 @@ from experiments.tasks.squad_v2_scorer import exact_match, f1, figures
         ("amazon", ["Amazon basin"], 0, 2 / 3),
         ("the big river basin", ["river delta", "big basin"], 0, 4 / 5),  # the best accepted answer counts
         ("x", ["y", "x", "z"], 1, 1),
-        ("a a b b", ["b b b c"], 0, 4 / 6),  # words count as often as both have them; articles do not
+        ("a a b b", ["b b b c"], 0, 4 / 6),  # repeated words count as often as both have them; articles are ignored
         ("b a", ["a b c"], 0, 2 / 3),
         ("no", ["yes"], 0, 0),
-        ("", [], 1, 1),  # rightly nothing
-        ("x", [], 0, 0),  # something where there is nothing
-        ("", ["x"], 0, 0),  # nothing where there is something
-        ("the", ["x"], 0, 0),  # told nothing but an article
+        ("", [], 1, 1),  # rightly no answer
+        ("x", [], 0, 0),  # an answer where there is none
+        ("", ["x"], 0, 0),  # no answer where there is one
+        ("the", ["x"], 0, 0),  # only an article
         ("the", [], 1, 1),
-        ("", ["The", "..."], 1, 1),  # accepted answers that are nothing are as none
+        ("", ["The", "..."], 1, 1),  # empty accepted answers count as none
         ("x", ["a"], 0, 0),
-        ("", ["the", "x"], 0, 0),  # but one that is something stays alone
+        ("", ["the", "x"], 0, 0),  # beside a real one, empty ones are dropped
         ("été", ["ÉTÉ"], 1, 1),
         ("été", ["ete"], 0, 0),
     ],

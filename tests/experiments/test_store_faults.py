@@ -7,7 +7,7 @@ from tests.redis_server import redis_server
 
 
 def test_faults_of_each_kind_cost_speed_alone(tmp_path: Path) -> None:
-    with redis_server(tmp_path):  # skips where there is none
+    with redis_server(tmp_path):  # skips the test without Redis
         pass
     values = {"measure": "store_faults", "faults": 20, "seed": 1}
     outcome = measured(values)

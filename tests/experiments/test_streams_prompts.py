@@ -1,4 +1,4 @@
-"""Streams of prompts: what they share with those before is what they say, and nothing else."""
+"""Streams of prompts: prompts share exactly the stated tokens with earlier ones."""
 
 import itertools
 from pathlib import Path
@@ -24,7 +24,7 @@ def drawn(seed: int = 0, folders: Folders = NOWHERE, **settings: Any) -> list[Pr
 
 
 def n_common(one: Prompt, other: Prompt) -> int:
-    """First tokens that two prompts share."""
+    """Return the length of the prefix that two prompts share."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -1,4 +1,4 @@
-"""The student, the baseline of calibrated reuse: it abstains the less, the further its answer leads."""
+"""The student, a baseline of calibrated reuse: the larger its answer's lead, the less it abstains."""
 
 import numpy as np
 

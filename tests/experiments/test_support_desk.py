@@ -1,4 +1,4 @@
-"""The support-desk stream: the same everywhere, honest labels, the shares asked for, neither easy nor impossible."""
+"""The support-desk stream: the seed decides it, longer streams extend shorter ones, labels and texts are valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def checksum(stream: list[Request]) -> str:
 
 
 def test_seed_gives_the_same_stream_everywhere() -> None:
-    """A changed phrase or setting changes this sum, and every figure measured on the stream with it."""
+    """A changed phrase or setting changes this sum and every figure measured on the stream."""
     assert checksum(support_desk()) == CHECKSUM_SEED_0
 
 

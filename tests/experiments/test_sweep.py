@@ -1,4 +1,4 @@
-"""Sweeps, observed runs and layers, on tiny models: a replay must tell what a live run does."""
+"""Sweeps, observed runs and layers, on tiny models: a replay must equal a live run."""
 
 import time
 from collections.abc import Callable
@@ -40,7 +40,7 @@ TASKS: dict[str, dict[str, Any]] = {
 SWEEP = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9]}
 OBSERVE = {"measure": "observe", "task": TASKS["wikitext"]}
 PCA = {"name": "pca", "dim": 4, "fit_on": 10}
-#: Thresholds at which some rows of every task are near enough, and not all.
+#: Thresholds at which some rows of every task hit, and not all.
 NEAR: dict[str, float] = {"mean": 0.8, "attention": 0.8, "minhash": 0.1, "simhash": 0.6, "pca": 0.5}
 
 
@@ -159,7 +159,7 @@ def test_as_written_every_layer_is_hit_alike() -> None:
     rates = {row["hit_rate_as_written"] for row in outcome.rows}
     assert len(rates) == 1 and rates.pop() > 0
     own = [row["hit_rate_per_layer"] for row in outcome.rows]
-    assert own == sorted(own)  # a row on a stored state meets its entry again in every later layer
+    assert own == sorted(own)  # a row with a stored state hits its entry in every later layer
 
 
 def test_the_lowest_threshold_that_is_pure_enough() -> None:

@@ -1,4 +1,4 @@
-"""Task `held_out`: the head sees half of the training file, and the stream is all the rest."""
+"""Task `held_out`: the head is fitted on half of the training file; the stream is all the rest."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ N_TRAIN, N_TEST = 80, 30
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with `set/train.csv`, `set/test.csv` and a file beside them that is neither."""
+    """A folder with `set/train.csv`, `set/test.csv` and another file beside them."""
     requests = desk(N_TRAIN + N_TEST, "order_status", "cancel_order")
     parts = {"train": requests[:N_TRAIN], "test": requests[N_TRAIN:], "valid": requests}
     for name, part in parts.items():

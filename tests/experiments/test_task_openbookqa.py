@@ -1,4 +1,4 @@
-"""Multiple choice: any number of choices, labels, and padding that changes nothing."""
+"""Multiple choice: any number of choices, answers, and padding that changes no score."""
 
 from types import SimpleNamespace
 

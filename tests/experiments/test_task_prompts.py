@@ -1,4 +1,4 @@
-"""Task `prompts`: data and model of a stream of prompts, and what is known of them."""
+"""Task `prompts`: its data and model, and the tokens known from earlier prompts."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_known_tokens_are_those_that_are_served(prompts: Folders) -> None:
     answers, notes = serve_once(method, range(12))
     plain, _ = serve_once(MethodSettings.make({"method": "nocache"}).build(workload), range(12))
     more = [note.n_prefix - known for note, known in zip(notes, workload.known, strict=True)]
-    assert all(0 <= n < BLOCK for n in more)  # tokens of a block that is known in part are served, and not counted
+    assert all(0 <= n < BLOCK for n in more)  # tokens of a partly known block are served, not counted
     assert [note.by for note in notes] == ["computed", *["prefix"] * 11]
     assert answers == plain and len(set(plain)) > 3
     assert method.nbytes is not None and method.nbytes == method.stats.prefix_nbytes + method.stats.nbytes

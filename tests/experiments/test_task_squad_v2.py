@@ -1,4 +1,4 @@
-"""Spans: found at the right characters, best by brute force, and an answer from whatever logits come."""
+"""Spans: they match characters, the best one equals brute force, and any logits give an answer."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -41,14 +41,14 @@ def output(length: int, start: int = 0, end: int = 0) -> Any:
 
 
 def brute_force(starts: Any, ends: Any, offsets: Any) -> float:
-    """How far the best span of the passage scores above no answer."""
+    """Return the best span's score minus the score of no answer."""
     inside = [i for i in range(min(len(starts), len(offsets))) if offsets[i, 0] >= 0]
     scores = [starts[i] + ends[j] for i in inside for j in inside if i <= j < i + MOST_TOKENS]
     return float(max(scores) - starts[0] - ends[0])
 
 
 def layout(n_asked: int, n_passage: int) -> np.ndarray:
-    """Offsets of a question, then a passage in which each token is two characters wide, then an end."""
+    """Return offsets of a question, a passage with two characters per token, and an end."""
     passage = [(2 * i, 2 * i + 2) for i in range(n_passage)]
     return np.array([(-1, -1)] * n_asked + passage + [(-1, -1)])
 
@@ -56,7 +56,7 @@ def layout(n_asked: int, n_passage: int) -> np.ndarray:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, Any, Any]:
     offsets = layout(draw(st.integers(1, 5)), draw(st.integers(1, 2 * MOST_TOKENS)))
-    n = draw(st.integers(1, len(offsets) + 5))  # logits of another request are of another length
+    n = draw(st.integers(1, len(offsets) + 5))  # logits of another request have another length
     logits = arrays(np.float32, n, elements=st.floats(-8, 8, width=32))
     return draw(logits), draw(logits), offsets
 
@@ -131,7 +131,7 @@ def test_nothing_to_read_is_no_answer(loaded: Loaded) -> None:
     for number, request in enumerate(task.requests):
         assert task.read(output(request.inputs["input_ids"].shape[1]), number) == ("", -np.inf)
         assert task.answer(output(3), number) == ""
-    nothing = torch.full((1, 24), torch.nan)  # states that were not kept
+    nothing = torch.full((1, 24), torch.nan)  # states were not stored
     assert SquadV2(loaded, [question()], 64).answer(SimpleNamespace(start_logits=nothing, end_logits=nothing), 0) == ""
 
 

@@ -1,4 +1,4 @@
-"""Language modelling: figures against plain computation, and a stream in which windows come back as it is said."""
+"""Language modelling: figures equal a plain computation; windows repeat at the given shares."""
 
 import math
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.tiny_models import GENERATORS, build, tokenizer
 
 LINES = ["w1 w2 w3 <unk> w5 w6", "w7 <unk> w9 w10 w11 w12", "w13 w14 w15 w16 w17"]
 WINDOW = 5
-UNK = 4  # the token that stands for "<unk>" below
+UNK = 4  # the token of "<unk>" below
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def repeats_of(whole: float, prefix: float, changed: float, share_replaced: floa
 
 
 class Splitting:
-    """A tokenizer of whole words, without frame, in which `<unk>` has a token of its own."""
+    """A tokenizer of whole words, without special tokens around texts; `<unk>` has its own token."""
 
     def __init__(self, words: Any) -> None:
         self.vocabulary = words.get_vocab()
@@ -95,7 +95,7 @@ def test_answers_differ_by_their_tokens(loaded: Loaded) -> None:
     logits[0, 0, 3] = 99.0
     sure = task.answer(SimpleNamespace(logits=logits), 1)
     assert sure.tokens.tolist() == [3, *right[1:]]
-    logits[0, -1] = torch.arange(96)  # the last place predicts what is not in the window
+    logits[0, -1] = torch.arange(96)  # the last position predicts a token after the window
     assert not task.is_changed(sure, task.answer(SimpleNamespace(logits=logits), 1))
     logits[0, 1, 3] = 99.0
     assert task.is_changed(sure, task.answer(SimpleNamespace(logits=logits), 1))
@@ -106,9 +106,9 @@ def test_a_text_shorter_than_a_window(loaded: Loaded) -> None:
         WikiText(loaded, LINES, 18, None, None)
 
 
-# Windows that come back.
+# Repeated windows.
 
-FRESH = np.arange(400 * 8).reshape(400, 8)  # no token twice: it is seen where each comes from
+FRESH = np.arange(400 * 8).reshape(400, 8)  # unique tokens show each row's source
 
 
 @settings(deadline=None, max_examples=20)
@@ -152,7 +152,7 @@ def test_the_task_streams_them(loaded: Loaded) -> None:
     assert len({request.text for request in task.requests}) < 60
 
 
-# What the recipe brings.
+# The recipe's tokenizer.
 
 
 def test_the_recipes_tokenizer_gives_back_the_text() -> None:

@@ -1,4 +1,4 @@
-"""A training run: what its seed decides, and that mixed precision does not outlast it."""
+"""Training: the seed decides order and dropout, and mixed precision ends with the run."""
 
 from pathlib import Path
 

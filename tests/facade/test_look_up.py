@@ -1,4 +1,4 @@
-"""`cache.look_up(batch)`: what is served and what is missing, each run without a second look-up, and never stale."""
+"""`cache.look_up(batch)` splits hits from missing rows; each part runs without a second look-up, and never stale."""
 
 import gc
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def cache() -> LLMCache:
 
 @pytest.fixture
 def n_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each call that is read."""
+    """Number of rows of each call that is read."""
     seen: list[int] = []
     read = RequestReader.read
 

@@ -1,4 +1,4 @@
-"""What a process takes beside the entries that are counted."""
+"""Memory that a process takes beyond the counted entries."""
 
 import platform
 from pathlib import Path
@@ -10,7 +10,7 @@ import transformers as tf
 from llmcache import LLMCache
 
 ROWS = 48
-BATCHES = 22  # after which the heap is trimmed, for the first time and the second
+BATCHES = 22  # until the heap is trimmed, the first time and again
 
 
 def _resident() -> int:

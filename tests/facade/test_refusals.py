@@ -1,4 +1,4 @@
-"""What a user may get wrong: refused with the key, the value and the fix."""
+"""A user's mistakes are refused with the key, the value and the fix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokens
 
 @pytest.fixture(scope="module")
 def bert() -> nn.Module:
-    """Wrapped by tests that leave it as it was."""
+    """A model that tests wrap and leave as it was."""
     return build(BARE["bert"])
 
 
@@ -27,7 +27,7 @@ def test_heads_that_answer_token_by_token_refuse_tau() -> None:
     for part in ("tau=0.9", "head", "token by token", "the other request's", "exact repeats", "allow_unsafe=True"):
         assert part in text
     assert isinstance(refusal.value, ConfigError)
-    LLMCache.wrap(model).unwrap()  # nothing was left behind, and lossless rungs are open to it
+    LLMCache.wrap(model).unwrap()  # nothing was left behind, and lossless rungs work
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_bare_models_take_any_payload(bert: nn.Module, payload: str) -> None:
         ({"fingerprint": "minhash", "tau": {0: 0.5, 1: 0.0}}, ["tau=", "0.0", "minhash", "Jaccard"]),
         ({"fingerprint": {"name": "minhash", "width": 0}, "tau": 0.5}, ["fingerprint", "minhash", "width=0"]),
         ({"tau": 1.5, "fingerprint": "minhash"}, ["cosine from -1 to 1 ", "'minhash'", " Jaccard over 0", "got 1.5"]),
-        # Types, at once and not at the first request that needs the part:
+        # Types are checked at once, not at the first request that needs the part:
         ({"tau": 0.9, "compression": {"name": "autoencoder", "epochs": 1.5}}, ["autoencoder: epochs=1.5: ", "integer"]),
         ({"tau": 0.9, "compression": {"name": "pca", "dim": "64"}}, ["compression: pca: dim='64': ", "integer"]),
         ({"tau": 0.9, "index": {"name": "hnsw", "M": True}}, ["index: hnsw: M=True: ", "integer"]),

@@ -1,4 +1,4 @@
-"""A conversation: answers are those of plain generation, turns are remembered when they are whole."""
+"""A conversation: answers equal plain generation; only complete turns are remembered."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,14 +42,14 @@ def begin(model: Any, tokenizer: tf.PreTrainedTokenizerFast) -> Begin:
 
 
 def read(chat: Chat, text: str) -> str:
-    """The answer, read to its end."""
+    """Ask, and read the answer to its end."""
     answer = "".join(chat.ask(text))
     assert chat.turn().text == answer
     return answer
 
 
 def said(model: Any, tokenizer: Any, ids: Any) -> str:
-    """What the model generates, as it goes on with the prompt (1, T)."""
+    """Return the text that the model generates after the prompt (1, T)."""
     prompt, answer = ids[0].tolist(), generate(model, ids, GREEDY).tokens
     whole, asked = (str(tokenizer.decode(one, skip_special_tokens=True)) for one in ([*prompt, *answer], prompt))
     return whole.removeprefix(asked)
@@ -98,7 +98,7 @@ def test_an_answer_that_was_not_read_to_its_end_is_forgotten(begin: Begin) -> No
 
 def test_pieces_never_end_within_a_character(model: Any) -> None:
     class Bytes:
-        """A tokenizer of bytes, of which two make each letter."""
+        """A byte tokenizer; two bytes make a letter."""
 
         chat_template = None
         special_tokens_map = None
@@ -116,7 +116,7 @@ def test_pieces_never_end_within_a_character(model: Any) -> None:
             return "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
 
     pieces = list(Chat(model, Bytes(), replace(GREEDY, max_new_tokens=5)).ask("x"))
-    assert pieces == ["é", "é", "\ufffd"]  # the last one is all there is
+    assert pieces == ["é", "é", "\ufffd"]  # the last letter is incomplete
 
 
 def test_a_history_without_room_is_refused_or_cut(begin: Begin, model: Any) -> None:
@@ -141,7 +141,7 @@ def test_the_oldest_turns_are_forgotten_and_the_system_is_not(begin: Begin, mode
     forgotten = [turn.n_forgotten for turn in turns]
     assert sum(forgotten) > 0 and not any(turn.prompt.n_dropped for turn in turns)
     later = [turn for turn in turns[6:] if not turn.n_forgotten]
-    assert later and all(turn.generation.rung == "prefix" for turn in later)  # they begin as the turn before did
+    assert later and all(turn.generation.rung == "prefix" for turn in later)  # they begin like the turn before
 
 
 def test_what_is_not_answered_makes_nothing_forgotten(begin: Begin) -> None:

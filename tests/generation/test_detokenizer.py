@@ -1,4 +1,4 @@
-"""Text as tokens come: that of prompt and answer without that of the prompt, and no character is torn apart."""
+"""Text from a stream of tokens: pieces join to the text after the prompt's, and split no character."""
 
 from functools import cache as once
 from typing import Any
@@ -18,7 +18,7 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<turn>")
 
 @once
 def spaced_tokenizer() -> tf.PreTrainedTokenizerFast:
-    """One as sentencepiece makes them: pieces hold the space before a word, and a text's first space is taken off."""
+    """Return a tokenizer in sentencepiece's style: pieces hold the space before a word; a text's first is dropped."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES.split()]
@@ -34,7 +34,7 @@ def spaced_tokenizer() -> tf.PreTrainedTokenizerFast:
 
 
 def after(made_by: Any, prompt: list[int], answer: list[int]) -> str:
-    """The text of both without that of the prompt."""
+    """Return the decoded text after the prompt's."""
     whole, asked = (made_by.decode(ids, skip_special_tokens=True) for ids in ([*prompt, *answer], prompt))
     assert whole.startswith(asked)
     return str(whole[len(asked) :])

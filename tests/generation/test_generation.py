@@ -1,4 +1,4 @@
-"""What a generation tells: tokens, log-probabilities, times, bytes of K/V, and why it ended."""
+"""A generation's report: tokens, log-probabilities, times, bytes of K/V, and why it ended."""
 
 from dataclasses import replace
 from itertools import count
@@ -70,14 +70,14 @@ def test_kv_nbytes_in_numbers(gpt2: Any) -> None:
     ("family", "kind", "n_held"),
     [
         ("mistral", "dynamic", 12),
-        ("mistral", "static", 4),  # with a window it has room for all of that, whatever is asked
-        ("mistral", "sliding", 3),  # a window of 4 is 3 tokens and the one that looks at them
+        ("mistral", "static", 4),  # it preallocates the whole window
+        ("mistral", "sliding", 3),  # a window of 4: 3 tokens and the current one
         ("llama", "dynamic", 12),
         ("llama", "static", 12),
     ],
 )
 def test_a_generation_tells_its_bytes(family: str, kind: Any, n_held: int) -> None:
-    """All but the last token are run."""
+    """The last token is not run."""
     model = build(DECODERS[family])
     got = generate(model, IDS, replace(GREEDY, max_new_tokens=5), cache=kind)
     assert got.kv_nbytes == kv_nbytes(model.config, n_held, 4)
@@ -125,7 +125,7 @@ def test_seeds(gpt2: Any) -> None:
 
     state = torch.random.get_rng_state()
     assert draw(1) == draw(1) != draw(2)
-    assert torch.equal(torch.random.get_rng_state(), state)  # the draw of others is left alone
+    assert torch.equal(torch.random.get_rng_state(), state)  # the global generator is untouched
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-0.4, 2.0), (0.0, -2.0)])
@@ -188,7 +188,7 @@ def test_hits_are_summarised_apart_from_misses() -> None:
     miss = summary["miss"]
     assert miss.n_requests == 2
     assert miss.ttft == Spread(2, 4.0, 4.0, None, None)
-    assert miss.itl == Spread(2, 2.0, 2.0, None, None)  # all gaps together
+    assert miss.itl == Spread(2, 2.0, 2.0, None, None)  # gaps of all requests
     assert miss.tpot == Spread(1, 2.0, 2.0, None, None)  # a single token has none
     assert miss.e2el == Spread(2, 6.0, 6.0, None, None)
     assert summary["prefix"].ttft.mean == 1.0

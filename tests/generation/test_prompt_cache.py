@@ -1,4 +1,4 @@
-"""The prompt cache: the same tokens as without it, and nothing is formatted or tokenised twice."""
+"""The prompt cache: it gives the same tokens as without it, and formats and tokenises nothing twice."""
 
 import datetime
 from collections import Counter
@@ -22,7 +22,7 @@ CHAT = [{"role": "system", "content": "hello there"}, {"role": "user", "content"
 
 
 def word_tokenizer(words: str, has_specials: bool = True) -> tf.PreTrainedTokenizerFast:
-    """A tokenizer of these words, which begins texts with a token of its own if it has one."""
+    """Return a tokenizer of these words; `has_specials`: texts begin with `[BOS]`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     names = ["[UNK]", "[BOS]", *words.split()]
@@ -34,7 +34,7 @@ def word_tokenizer(words: str, has_specials: bool = True) -> tf.PreTrainedTokeni
 
 
 class Counted:
-    """A tokenizer that counts what it is asked."""
+    """A tokenizer that counts its calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -196,7 +196,7 @@ def test_many_threads_get_the_same_tokens(tokenizer: Any) -> None:
 
 
 class Masked(str):
-    """Text that says of itself whatever it likes."""
+    """A string whose methods lie about its characters."""
 
     def __repr__(self) -> str:
         return "'w1'"

@@ -1,4 +1,4 @@
-"""What cannot be generated is refused before anything is computed, naming the value and the cure."""
+"""Bad generation requests are refused before anything is computed; errors name the value and the cure."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ IDS = tokens(1, 8)
 
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request: pytest.FixtureRequest) -> nn.Module:
-    """A model whose forward must not be reached."""
+    """A model that fails the test if it runs."""
     model = build(GENERATORS[request.param])
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
     return model
@@ -140,14 +140,14 @@ def test_masks(model: nn.Module, mask: Any, told: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "sliding"])
 def test_padding_that_would_fill_a_window(windowed: Any, kind: Any) -> None:
-    """Whatever keeps the K/V: the model masks columns, not tokens."""
+    """In K/V caches of any kind: the model masks columns, not tokens."""
     for row in ([1] * 7 + [0], [1, 0] + [1] * 6):
         with pytest.raises(RequestError, match="pad on the left"):
             prefill(windowed, tokens(2, 8), attention_mask=torch.tensor([[1] * 8, row]), cache=kind)
 
 
 def test_a_static_cache_shorter_than_the_window(windowed: Any) -> None:
-    """It would roll before the window is full, and forget what the next token sees."""
+    """It would roll before the window is full, and drop tokens that the next one sees."""
     _, kv_cache = prefill(windowed, IDS[:, :3], cache="static", max_length=3)
     with pytest.raises(RequestError, match="room for 3 tokens and holds 3"):
         decode_step(windowed, IDS[0, :1], kv_cache)

@@ -1,4 +1,4 @@
-"""Every index keeps the rules of its base (`check_index`), and what is special about each."""
+"""Every index keeps the rules of its base (`check_index`); then each index's own rules."""
 
 import threading
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def join() -> None:
 
 
 class Prompt(AutoIndex):
-    """Small, and its inverted file is there at once."""
+    """Switches at eight rows, and waits for its inverted file."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, switch=8, probes=1000)
@@ -70,7 +70,7 @@ def test_every_index_keeps_the_rules(name: str) -> None:
 
 
 def test_those_that_compare_otherwise_or_may_overlook_a_row_keep_them_too() -> None:
-    # Bands of one entry: a row is overlooked only if it has not a single entry in common.
+    # Bands of one entry: a search overlooks a row only if they share no entry.
     check_index(lambda dim: LSHIndex(dim, threshold=0.01), lambda a, b: share_equal(a[None], b)[0])
     check_index(HNSWIndex, is_exact=False)
     check_index(lambda dim: AutoIndex(dim, switch=4), is_exact=False)
@@ -161,7 +161,7 @@ def test_auto_searches_as_before_until_its_lists_are_there_and_finds_what_change
     assert recall(index, held, queries) > 0.97
     assert type(index._rows).__name__ == "InvertedFile" and len(index) == len(held)
     assert np.allclose(index.vectors(np.array([*held])), [*held.values()])
-    for start in range(1000, 4000, 100):  # more than four times as many: its lists are made anew
+    for start in range(1000, 4000, 100):  # more than four times as many: the lists are made anew
         put(start, 100)
     join()
     assert recall(index, held, queries) > 0.97 and index._rows._faiss.nlist > 150

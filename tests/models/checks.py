@@ -1,4 +1,4 @@
-"""What tests ask of models: the same answers again, and a digest that follows their edits."""
+"""Checks of models: repeats answer alike, and the digest follows edits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def repeated(
     read: Callable[[Any], Tensor] = lambda output: output.to_tuple()[0],
     **settings: Any,
 ) -> Stats:
-    """What a cache counted of two calls, both of which must answer as the model does without it."""
+    """Make two calls, compare them with the plain model, and return the cache's stats."""
     with torch.inference_mode():
         plain = read(model(**inputs))
     with LLMCache.wrap(model, **settings) as cache:
@@ -27,7 +27,7 @@ def repeated(
 
 
 def follows(module: nn.Module, edit: Callable[[], object]) -> bool:
-    """Whether an edit changes the digest, and a watcher agrees with one that sees the module for the first time."""
+    """Whether an edit changes the digest, and an old and a new watcher agree on it."""
     weights = Weights(module)
     before = weights.digest()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Finding the trunk: by class, by shape, or a refusal that says what was looked for."""
+"""`locate` finds the trunk by class or by shape, or refuses and says what it looked for."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +51,7 @@ def test_of_an_encoder_decoder_the_encoder(family: str) -> None:
 
 
 def test_a_class_that_only_has_the_name_of_one_of_transformers_is_told_by_its_shape() -> None:
-    """As code that comes with a checkpoint is: its tokens may see later ones."""
+    """A checkpoint's own code may reuse a class name: here tokens attend to later ones."""
     named = tf.LlamaModel
 
     class LlamaModel(named):  # type: ignore[misc, valid-type]

@@ -1,4 +1,4 @@
-"""Weights that are neither parameters nor buffers, and settings in plain attributes, decide the digest as well."""
+"""The digest covers weights outside parameters and buffers, and settings in plain attributes."""
 
 import functools
 import warnings
@@ -97,7 +97,7 @@ def test_tensors_are_seen_wherever_they_are_kept(edit: str) -> None:
 
 
 def wrapped(seed: int = 0) -> nn.Module:
-    """A module whose weight is a tensor that wraps two others, as torchao's quantised weights do."""
+    """A module whose weight wraps two tensors, as torchao's quantised weights do."""
     torch.manual_seed(seed)
     module = nn.Linear(3, 3, bias=False)
     module.weight = nn.Parameter(TwoTensor(torch.randn(3, 3), torch.randn(3, 3)))
@@ -251,7 +251,7 @@ def test_a_forward_changes_nothing_that_is_watched(family: str) -> None:
     assert weights.digest() == digest and weights.stayed(mark, digest)
 
 
-@pytest.mark.parametrize("family", sorted(set(BARE) - {"bart"}))  # whose encoder is not saved alone
+@pytest.mark.parametrize("family", sorted(set(BARE) - {"bart"}))  # bart's encoder is not saved alone
 def test_a_model_that_was_saved_has_the_same_digest(family: str, tmp_path: Path) -> None:
     model = build(BARE[family])
     model.save_pretrained(tmp_path)
@@ -260,7 +260,7 @@ def test_a_model_that_was_saved_has_the_same_digest(family: str, tmp_path: Path)
 
 
 class Counting(nn.Linear):
-    """Notes in a plain attribute what it did."""
+    """Records its calls in plain attributes."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -268,13 +268,13 @@ class Counting(nn.Linear):
         self.sizes: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n_calls = self.n_calls + 1000  # an object of its own each time
+        self.n_calls = self.n_calls + 1000  # a new object each time
         self.sizes.append(len(x))
         return super().forward(x)
 
 
 def stays(weights: Weights, act: Callable[[], object]) -> bool:
-    """Whether nothing that is watched changed while something was done."""
+    """Whether the watcher saw no change while `act` ran."""
     mark = weights.mark_of(digest := weights.digest())
     act()
     return weights.stayed(mark, digest)
@@ -287,7 +287,7 @@ def test_what_a_forward_writes_is_an_edit_in_every_call() -> None:
 
 @pytest.mark.parametrize("is_taken_back", [False, True])
 def test_edits_in_some_calls_are_never_taken_for_the_models_own(is_taken_back: bool) -> None:
-    """However often: an attribute that were ignored from then on could be edited unseen."""
+    """However often an attribute is edited: if the watcher ignored it from then on, later edits would go unseen."""
     norm = nn.LayerNorm(2)
     weights = Weights(nn.Sequential(norm))
     for n in range(8):
@@ -320,7 +320,7 @@ def test_an_edit_that_is_taken_back_is_seen_of_a_tensor_and_where_another_call_s
 
 
 def test_frequencies_that_are_written_anew_are_none_unless_another_call_saw_other_ones() -> None:
-    """Longrope writes them at the beginning of a forward, and its layers ask for the digest after that."""
+    """Longrope writes its frequencies when a forward begins; its layers compute the digest after that."""
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     model = build(lambda: tf.LlamaModel(llama(rope_parameters=rope)))

@@ -1,4 +1,4 @@
-"""How far rows may be off before they count as affecting each other, where an accelerator rounds more."""
+"""The difference below which rows do not count as affecting each other; larger where TF32 may round."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attributes of configs read past transformers' own access: always what that says."""
+"""`setting` reads a config past transformers' own access, and agrees with `getattr`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an entry keeps is what the head reads, for other lengths and paddings too."""
+"""An entry keeps what the head reads, for other lengths and paddings too."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def repadded(inputs: dict[str, torch.Tensor], more: int) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama", "gpt2", "deberta"])
 def test_the_mean_of_valid_tokens_for_any_padding(family: str) -> None:
-    """After a final norm, where there is one."""
+    """The mean is taken after the final norm, if there is one."""
     model = build(BARE[family])
     inputs = padded([7, 4, 5])
     plain = mean(model, inputs)

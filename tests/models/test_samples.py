@@ -24,7 +24,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 
 
 def negate(tensor: Tensor) -> None:
-    """As another process would, which no counter shows."""
+    """Flip bits as another process would; no version counter shows it."""
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     memory.bitwise_xor_(1)
 
@@ -54,7 +54,7 @@ def test_what_was_seen_once_stays_seen() -> None:
 
 
 def test_what_was_seen_at_any_place_stays_seen() -> None:
-    """An edit that `edited` finds for a save is not overlooked by the comparison of one place that follows."""
+    """After `edited` finds an edit, `differ` reports it at every place."""
     tensor = torch.zeros(64, 64)
     taken = Samples([tensor])
     taken.take()

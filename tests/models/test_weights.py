@@ -21,7 +21,7 @@ def test_equal_weights_have_equal_digests(model: nn.Module, monkeypatch: pytest.
     first = weights.digest()
     assert first == Weights(build(BARE["bert"])).digest() != Weights(build(BARE["bert"], seed=1)).digest()
     monkeypatch.setattr(weights, "_hash", lambda: "again")
-    assert weights.digest() == first  # not made anew while nothing changes
+    assert weights.digest() == first  # not hashed again while nothing changes
 
 
 @pytest.mark.parametrize("edit", [lambda p: p.view(-1)[3:4].fill_(9.0), torch.inference_mode()(lambda p: p.mul_(2.0))])
@@ -48,11 +48,11 @@ def test_what_is_replaced_is_seen_even_where_memory_is_used_again() -> None:
         weights = Weights(model)
         before = weights.digest()
         model.query.weight.data = model.query.weight.data * 1.1
-        model.query.weight.data = model.query.weight.data * 1.1  # may lie where the first one lay
+        model.query.weight.data = model.query.weight.data * 1.1  # may reuse the first one's memory
         assert weights.digest() != before
         before = weights.digest()
         model.query = None
-        model.query = nn.Linear(32, 32)  # may get the id of the old one
+        model.query = nn.Linear(32, 32)  # may reuse the old one's id
         assert weights.digest() != before
 
 

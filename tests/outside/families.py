@@ -1,6 +1,6 @@
-"""A test class for each family, where no checkout of transformers was named: its common mixins on tiny models of ours.
+"""Test classes by family, for runs without a checkout of transformers: its common mixins on our tiny models.
 
-Not collected by itself: `python -m judge` names this file, and picks one class.
+Not collected by default: `python -m judge` selects classes of this file.
 """
 
 import unittest
@@ -17,7 +17,7 @@ from transformers_tests.test_modeling_common import ModelTesterMixin  # noqa: E4
 
 VOCABULARY = 99
 SPECIAL = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
-#: Sizes by the names that most families know them by; what a family calls otherwise, it is given below.
+#: Sizes under the most common setting names; families with other names get theirs below.
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -29,7 +29,7 @@ SIZES = {
 
 
 class Tester:
-    """What the mixins ask of a family: its config, and a batch with a full row and padding on either side."""
+    """The mixins' model tester: a config, and a batch with a full row and padding on either side."""
 
     batch_size = 3
     seq_length = encoder_seq_length = decoder_seq_length = key_length = 7
@@ -41,16 +41,16 @@ class Tester:
     is_training = False
 
     def __init__(self, config: tf.PreTrainedConfig, has_types: bool) -> None:
-        """Inputs are drawn anew at each request, from torch's random numbers."""
+        """Inputs are drawn from torch's generator at each call."""
         self.config = config
         self.has_types = has_types
 
     def get_config(self) -> tf.PreTrainedConfig:
-        """A config that the caller may change."""
+        """Return a copy of the config, which the caller may change."""
         return type(self.config).from_dict(self.config.to_dict())
 
     def prepare_config_and_inputs_for_common(self) -> tuple[tf.PreTrainedConfig, dict[str, torch.Tensor]]:
-        """Token ids, mask, and token types or decoder ids where the family has them."""
+        """Return the config and inputs: ids, mask, and token types or decoder ids if the family has them."""
         shape = (self.batch_size, self.seq_length)
         ids = torch.randint(5, VOCABULARY, shape)
         mask = torch.ones_like(ids)
@@ -67,7 +67,7 @@ class Tester:
 
 
 def make(prefix: str, heads: str, has_types: bool = False, **sizes: Any) -> type[unittest.TestCase]:
-    """The test class of a family whose classes begin with `prefix` and end with `heads`, split at spaces."""
+    """Make a family's test class; model classes are `prefix` plus each of `heads`, split at spaces."""
     config = getattr(tf, f"{prefix}Config")(**SPECIAL, **SIZES | sizes)
     for name, value in config.to_dict().items():
         if "drop" in name and value:
@@ -102,7 +102,7 @@ LlamaModelTest = make("Llama", CLASSIFIERS, num_key_value_heads=2)
 Qwen2ModelTest = make("Qwen2", CLASSIFIERS, num_key_value_heads=2)
 MistralModelTest = make("Mistral", CLASSIFIERS, num_key_value_heads=2, sliding_window=None)
 T5ModelTest = make("T5", SEQ2SEQ, num_decoder_layers=2, **T5)
-# An encoder would else be given a decoder's ids, which it does not take.
+# Else the encoder would get decoder ids, which it does not take.
 T5EncoderModelTest = make("T5", "EncoderModel", is_encoder_decoder=False, **T5)
 T5EncoderModelTest.__name__ = "T5EncoderModelTest"
 BartModelTest = make(

@@ -1,7 +1,7 @@
-"""sentence-transformers' own evaluators and `encode`, on the packaged all-MiniLM-L6-v2, where no checkout was named.
+"""sentence-transformers' evaluators and `encode` on the packaged all-MiniLM-L6-v2, for runs without a checkout.
 
-Its source archive ships one test, of merging, which needs a package that is not here: nothing of it can be used.
-Not collected by itself: `python -m judge` names this file.
+Its source archive has only one test, of merging, which needs a package that is not installed.
+Not collected by default: `python -m judge` names this file.
 """
 
 import copy
@@ -33,13 +33,13 @@ def loaded() -> SentenceTransformer:
 
 @pytest.fixture
 def model(loaded: SentenceTransformer) -> Any:
-    """A model that `encode` puts into eval mode, and with it under a cache."""
+    """A model that `encode` puts into eval mode, in which the judge wraps it."""
     return copy.deepcopy(loaded)
 
 
 @pytest.fixture
 def plain(loaded: SentenceTransformer) -> Any:
-    """The same, which stays as it is."""
+    """The same model, never wrapped."""
     one = copy.deepcopy(loaded)
     one.eval = lambda: nn.Module.eval(one)
     return one

@@ -1,4 +1,4 @@
-"""The judge itself: it wraps, repeats, sees what differs, and allows no more than what is listed."""
+"""The judge: it wraps models, repeats calls, finds differences, and allows only listed ones."""
 
 import tarfile
 from pathlib import Path
@@ -18,7 +18,7 @@ TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attent
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """What the plug-in writes of a family in which nothing differs."""
+    """Return the plug-in's result for a family without differences."""
     counts = {
         "hits": {"exact": 3},
         "bypassed": {"gradients": 1},
@@ -32,7 +32,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 def judged(way: str, drift: float = 0.0) -> tuple[Judge, int]:
-    """A judge that saw a model called twice, and how often its head computed; each time the answer drifts so far."""
+    """Judge two calls of a model whose answer drifts at each computation; return the judge and the computations."""
     judge, n_computed = Judge(way), 0
 
     def drifting(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_kv_is_compared_layer_by_layer() -> None:
 
 def test_hits_are_repeated_and_counted_and_cold_calls_are_computed() -> None:
     judge, _ = judged("hit")
-    assert judge.hits["BertForSequenceClassification"] == {"exact": 3}  # of two calls with the cache each
+    assert judge.hits["BertForSequenceClassification"] == {"exact": 3}  # 2 calls, each made twice with the cache
     assert judge.counts["BertForSequenceClassification"]["repeated"] == 2
     assert judge.differences == []
     judge, _ = judged("cold")
@@ -145,7 +145,7 @@ NO_HIT = {"hits": {}, "bypassed": {}, "calls": 1}
         ({"off": result(), "cold": result(), "hit": result()}, []),
         ({"off": result(), "hit": FAILED}, [("test", "T::test_a", "AssertionError: no")]),
         ({"off": result(), "hit": result(outcomes={})}, [("test", "T::test_a", "missing")]),
-        # A test that fails unwrapped, or with calls repeated, says nothing.
+        # Tests that fail unwrapped, or with repeated calls, do not count.
         ({"off": FAILED, "hit": FAILED}, []),
         ({"off": result(), "hit": FAILED, "twice": FAILED}, []),
         # Classes that the cache does not serve.

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper, in the plainest way, and helpers of the tests beside this."""
+"""A plain implementation of the paper's Algorithm 1, and helpers for the tests of this folder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ Make = Callable[[], nn.Module]
 
 
 class Reference:
-    """One request at a time through a model whose layers follow Algorithm 1; a bank is a list, a search a loop."""
+    """A model whose layers follow Algorithm 1, for one request at a time; a bank is a list, a search a loop."""
 
     def __init__(self, family: str, tau: float | dict[int, float], per_layer: bool = False) -> None:
         self.model: Any = build(BARE[family])
@@ -36,7 +36,7 @@ class Reference:
             layer.forward = self._follow(number, layer.forward)
 
     def ask(self, ids: Tensor, new: list[tuple[int, Tensor, Any]] | None = None) -> Tensor:
-        """Last states (T, D) of a request (T,). What it computes is stored at once, or left in `new`."""
+        """Return the last states (T, D) of a request (T,). Computed states are stored at once, or appended to `new`."""
         self._new: list[tuple[int, Tensor, Any]] = []
         with torch.inference_mode():
             output = states(self.model(input_ids=ids[None]))[0]
@@ -74,28 +74,28 @@ def _length(output: Any) -> int:
 
 
 def wrapped(make: Make | str, **settings: Any) -> LLMCache:
-    """The cache of a new model; a name means a classifier."""
+    """Wrap a new model; a name means that family's classifier."""
     return LLMCache.wrap(build(CLASSIFIERS[make] if isinstance(make, str) else make), **settings)
 
 
 def run(model: nn.Module, **inputs: Any) -> Tensor:
-    """What a model without a cache answers."""
+    """Run a model in inference mode; return its logits or last states."""
     with torch.inference_mode():
         return states(model(**inputs))
 
 
 def plain(cache: LLMCache, **inputs: Any) -> Tensor:
-    """What a wrapped model answers without its cache."""
+    """Return a wrapped model's answer without its cache."""
     with cache.disabled():
         return states(cache(**inputs))
 
 
 def assert_close(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:
-    """Logits as they are, states at valid tokens."""
+    """Compare logits, or states at valid tokens."""
     where: Any = slice(None) if mask is None or found.ndim < 3 else mask.bool()
     torch.testing.assert_close(found[where], expected[where], atol=2e-5, rtol=1e-4)
 
 
 def served(cache: LLMCache) -> list[bool]:
-    """Of the rows of the last call."""
+    """Whether each row of the last call was served."""
     return [outcome.rung == "paper" for outcome in cache.last]

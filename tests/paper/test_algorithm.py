@@ -1,4 +1,4 @@
-"""`tau` is Algorithm 1: the same hits at the same layers, and the same states, as a plain reimplementation."""
+"""`tau` follows Algorithm 1: the same hits, layers and states as a plain implementation."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ CASES: dict[str, tuple[str, Any, bool]] = {
 
 
 def prompts() -> list[Tensor]:
-    """Requests of two lengths, each new or with one to three tokens of an earlier one changed."""
+    """Return requests of two lengths, new or with one to three tokens of an earlier one changed."""
     generator, made = torch.Generator().manual_seed(1), list[Tensor]()
     for number in range(24):
         ids = tokens(1, 5 + number % 2, seed=number)[0]

@@ -1,4 +1,4 @@
-"""What banks keep and let go, by public names: fingerprints, indexes, codecs, policies, checks, and saving."""
+"""What banks store and evict: fingerprints, indexes, codecs, policies, revalidation, saving, settings."""
 
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def test_ttl_lets_entries_go_at_their_age() -> None:
 
 
 def checked(rate: float = 1.0, limit: float = 2.0, make: Any = "bert", **settings: Any) -> LLMCache:
-    """A cache that serves anything similar to anything, and checks it."""
+    """Return a cache that serves any request to any other, and revalidates hits."""
     policy = {"name": "divergence", "check_rate": rate, "limit": limit, "weight": 1.0}
     return wrapped(make, **{"tau": -1.0, "policy": policy, **settings})
 
@@ -182,7 +182,7 @@ def test_a_checked_row_gets_its_own_answer_and_is_counted_apart(settings: dict[s
 
 @pytest.mark.parametrize("compression", ["none", {"name": "pca", "dim": 2, "fit_on": 6}], ids=str)
 def test_an_entry_leaves_by_how_far_the_fresh_state_is_from_its_own(compression: Any) -> None:
-    """By 1 - cosine, of what compression leaves of both. Repeats are not checked: they would show nothing."""
+    """The distance is 1 - cosine, after compression of both. Repeats are not checked: they would show nothing."""
     first, second = (run(build(BARE["bert"]), input_ids=ids)[0] for ids in (ONE, TWO))
     distance = 1 - float(torch.nn.functional.cosine_similarity(first, second).mean())
     limits = {0.9 * distance: 1, 1.1 * distance: 0} if compression == "none" else {1e-5: 1}
@@ -197,7 +197,7 @@ def test_an_entry_leaves_by_how_far_the_fresh_state_is_from_its_own(compression:
 
 
 def test_each_layer_keeps_its_own_account() -> None:
-    """The first layer that would be reused is checked; after that the row is computed, and compared nowhere else."""
+    """Only the first layer that would be reused is checked; then the row is computed without further checks."""
     cache = checked(limit=1e-6, tau={1: -1.0, 3: -1.0})
     cache(input_ids=ONE)
     cache(input_ids=TWO)

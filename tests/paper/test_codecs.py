@@ -1,4 +1,4 @@
-"""Codecs that are fitted: what they learn, what they lose, and that nothing else is touched."""
+"""Codecs: what fitted ones learn, what is lost and how it is measured, and no side effects."""
 
 import logging
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def low_rank(n: int, rank: int = 3, width: int = WIDTH, seed: int = 0) -> Tensor
 
 
 def fitted(name: str, rows: Tensor, **options: int) -> Codec:
-    """A codec that was fitted to these rows."""
+    """Return a codec fitted to these rows."""
     codec = CODECS[name](**{"dim": 2, "fit_on": len(rows), **options})
     codec.fit(rows)
     return codec
@@ -36,7 +36,7 @@ def there_and_back(codec: Codec, x: Tensor) -> Tensor:
 
 
 def relative_error(x: Tensor, back: Tensor) -> float:
-    """The definition, straight away."""
+    """Return the error by its definition."""
     return float((x - back).square().sum() / (x - x.mean(dim=0)).square().sum())
 
 
@@ -46,7 +46,7 @@ def test_every_codec_keeps_the_rules(name: str) -> None:
     check_codec(lambda: CODECS[name](**options))
 
 
-# -- what is learned ---------------------------------------------------------------------------------------------------
+# -- learning ----------------------------------------------------------------------------------------------------------
 
 
 def test_pca_gives_back_what_varies_in_few_directions() -> None:
@@ -57,7 +57,7 @@ def test_pca_gives_back_what_varies_in_few_directions() -> None:
 
 
 def test_pca_is_the_best_linear_map_of_its_size() -> None:
-    """It loses what the other directions hold, and no more (Eckart and Young, 1936)."""
+    """It loses only the variance of the other directions (Eckart and Young, 1936)."""
     x = torch.randn(60, WIDTH) @ torch.randn(WIDTH, WIDTH)
     held = torch.linalg.svdvals((x - x.mean(dim=0)).double()).square()
     best = float(held[5:].sum() / held.sum())
@@ -82,9 +82,9 @@ def test_what_is_kept(name: str) -> None:
     x = torch.full((2, WIDTH), 3.0)
     never_varied = fitted(name, torch.full((20, WIDTH), 3.0))
     torch.testing.assert_close(there_and_back(never_varied, x), x, atol=0.2, rtol=0.0)
-    whole = fitted(name, low_rank(100), dim=64)  # no more than there is
+    whole = fitted(name, low_rank(100), dim=64)  # capped at the width
     assert whole.encode("hidden", low_rank(2))["hidden.code"].shape == (2, WIDTH)
-    codec, kv = fitted(name, low_rank(20)), torch.randn(2, 4, 3, WIDTH)  # which stays plain
+    codec, kv = fitted(name, low_rank(20)), torch.randn(2, 4, 3, WIDTH)  # K/V stays plain
     assert codec.encode("keys", kv).keys() == {"keys"}
     assert torch.equal(codec.decode("keys", codec.encode("keys", kv), kv.dtype), kv)
 
@@ -92,7 +92,7 @@ def test_what_is_kept(name: str) -> None:
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_the_callers_mode_changes_nothing(name: str, mode: Callable[[], object]) -> None:
-    """Inference tensors cannot be trained on, and autocast would halve the digits, each without a word."""
+    """Inference tensors cannot be trained on, and autocast would silently halve the precision."""
     plain, packer = (Packer(CODECS[name](dim=3, fit_on=20)) for _ in range(2))
     rows, x = low_rank(20), low_rank(4, seed=1)
     plain.learn("a", "", rows)
@@ -130,7 +130,7 @@ def test_a_state_that_does_not_fit_is_refused(name: str, damage: str) -> None:
     assert fresh.n_fit == 20
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- measured loss -----------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)

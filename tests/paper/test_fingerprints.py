@@ -1,4 +1,4 @@
-"""Fingerprints by themselves: what is left out, what is scaled, what is learned."""
+"""Fingerprints alone: tokens left out, scaling, fitting, and the similarities that they estimate."""
 
 import numpy as np
 import pytest
@@ -27,12 +27,12 @@ def test_mean_leaves_out_tokens_without_content() -> None:
     features = MeanEmbedding().features(view(hidden, content))
     torch.testing.assert_close(features[0], hidden[0, 1:3].mean(0))
     torch.testing.assert_close(features[1], hidden[1].mean(0))
-    assert not MeanEmbedding().project(features.numpy())[2].any()  # a row without content is like nothing
+    assert not MeanEmbedding().project(features.numpy())[2].any()  # a row without content matches nothing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_long_request_in_half_precision_has_a_mean_in_float32(dtype: torch.dtype) -> None:
-    """The sum is more than float16 holds, and one such row would fail the lookup of its whole batch."""
+    """The sum overflows float16, and one such row would fail the lookup of its whole batch."""
     hidden = torch.full((1, 700, 4), 100.0, dtype=dtype)
     with torch.autocast("cpu", torch.float16, enabled=dtype is torch.float32):
         features = MeanEmbedding().features(view(hidden, torch.ones(1, 700).bool()))
@@ -84,7 +84,7 @@ def test_pca_keeps_the_directions_that_vary() -> None:
 
 
 def words(*rows: list[int]) -> View:
-    """A call of these tokens, 0 for padding, without hidden states."""
+    """Return a view of these tokens, padded with 0, without hidden states."""
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     return View(torch.empty(0), ids != 0, ids)
@@ -98,7 +98,7 @@ def signatures(*rows: list[int], **options: int) -> np.ndarray:
 def test_minhash_reads_shingles_of_content_tokens_wherever_they_stand() -> None:
     left, right, between = signatures([0, 0, 7, 8, 9], [7, 8, 9, 0, 0], [7, 0, 8, 0, 9])
     assert (left == right).all() and (left == between).all()
-    one, same, other, longer = signatures([5], [5], [6], [5, 6], width=3)  # they use what they have
+    one, same, other, longer = signatures([5], [5], [6], [5, 6], width=3)  # short rows use all their tokens
     assert (one == same).all() and not (one == other).any() and not (one == longer).any()
     for width in (1, 2):
         there, back = signatures([1, 2, 3], [3, 2, 1], width=width)
@@ -120,7 +120,7 @@ def test_signatures_are_whole_numbers_that_float32_holds() -> None:
     signature = signatures(list(range(1, 500)), n_hashes=1024)[0]
     assert signature.dtype == np.float32
     assert (signature == np.floor(signature)).all()
-    assert signature.min() >= 0 and 2**23 < signature.max() < 2**24  # the lowest bits, so spread whatever the length
+    assert signature.min() >= 0 and 2**23 < signature.max() < 2**24  # the lowest bits: spread for any length
 
 
 @pytest.mark.parametrize("weight", [0.2, 0.5, 1.0])

@@ -1,4 +1,4 @@
-"""Which layers have a bank, on every family: what is skipped, what is kept, and the K/V of skipped layers."""
+"""Layers with a bank, in every family: layers skipped, states stored, and the K/V of skipped layers."""
 
 import functools
 from typing import Any
@@ -33,7 +33,7 @@ EVERY: dict[str, Any] = {
     **{f"{name} classifier": make for name, make in CLASSIFIERS.items()},
 }
 NEAR: dict[str, Any] = {"tau": 0.9999, "allow_unsafe": True}
-#: Families of each kind: what their layers are given and return decides which of them can be skipped.
+#: A family of each kind: the inputs and outputs of layers decide which of them can be skipped.
 OF_EACH_KIND = ("bert", "gpt2", "t5", "modernbert", "bart classifier")
 
 
@@ -48,7 +48,7 @@ OF_EACH_KIND = ("bert", "gpt2", "t5", "modernbert", "bart classifier")
 def test_every_family_is_served_whole_calls_and_parts_of_batches(family: str, layers: Any) -> None:
     cache, alone = LLMCache.wrap(build(EVERY[family]), layers=layers, **NEAR), build(EVERY[family])
     seen, mixed = (dict(inputs) for inputs in (SEEN, MIXED))
-    if family in ("t5 classifier", "bart classifier"):  # they read the state of the end of text
+    if family in ("t5 classifier", "bart classifier"):  # they read the end-of-text token's state
         end = alone.config.eos_token_id
         for inputs in (seen, mixed):
             inputs["input_ids"] = inputs["input_ids"].clone()
@@ -97,7 +97,7 @@ def test_a_hit_resumes_after_its_layer(layer: int, monkeypatch: pytest.MonkeyPat
 def test_of_several_banks_the_deepest_that_hits_serves() -> None:
     cache = wrapped("bert", tau={0: -1.0, 3: 0.9999}, layers=[0, 3], payload="sequence")
     one, two = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
-    for ids, layers in ((one, {}), (two, {0: 1}), (two, {0: 1, 3: 1})):  # computed above another's layer 0, and stored
+    for ids, layers in ((one, {}), (two, {0: 1}), (two, {0: 1, 3: 1})):  # computed above a served layer 0, and stored
         cache(input_ids=ids)
         assert cache.stats().hits_by_layer == layers
 
@@ -150,7 +150,7 @@ def test_layers_that_do_not_fit_are_refused(settings: dict[str, Any], message: s
 
 
 def shared(family: str) -> Any:
-    """Makes models that run two layers in turn: 0, 1, 0, 1."""
+    """Return a function that makes models which run two layers in turn: 0, 1, 0, 1."""
 
     def make() -> nn.Module:
         model = BARE[family]()
@@ -238,7 +238,7 @@ def test_sentence_embeddings_are_pooled_from_one_vector() -> None:
             assert torch.allclose(torch.tensor(model.encode(texts)), torch.tensor(expected), atol=1e-5)
         assert cache.payload == "mean" and cache.stats().hits == {"paper": 3}
         for found, own in zip(model.encode(texts, output_value="token_embeddings"), states, strict=True):
-            torch.testing.assert_close(found, own)  # nobody takes the vector for states
+            torch.testing.assert_close(found, own)  # the vector is not taken for states
         assert cache.stats().hits == {"paper": 6}
 
 

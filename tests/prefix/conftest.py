@@ -1,4 +1,4 @@
-"""Decoders that the tests of blocks ask."""
+"""Decoders for the tests of blocks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Decoders, prompts that share a beginning, and K/V caches of every kind: what the tests of blocks are made of."""
+"""Decoders, prompts that share a prefix, and K/V caches of every kind, for the tests of blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3": STRANGE_GENERATORS["qwen3"],
 }
 BLOCK = 4
-#: Caches that a caller may bring, of a model's config.
+#: K/V caches that a caller may pass, made from a model's config.
 CACHES: dict[str, Callable[[Any], Any]] = {
     "none": lambda config: None,
     "dynamic": lambda config: DynamicCache(),
@@ -31,12 +31,12 @@ close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
 def branch(ids: Tensor, n_shared: int, length: int, seed: int = 1) -> Tensor:
-    """A prompt (1, length) that begins like another one."""
+    """Return a prompt (1, length) that shares its first `n_shared` tokens with `ids`."""
     return torch.cat([ids[:, :n_shared], tokens(1, length - n_shared, seed)], dim=1)
 
 
 def wrapped(model: nn.Module, *known: Tensor, **settings: Any) -> LLMCache:
-    """A cache with small blocks, which some prompts were asked already."""
+    """Wrap a model with small blocks, and ask the prompts `known`."""
     cache = LLMCache.wrap(model, **{"prefix": {"block": BLOCK}, "auto_bypass": False, **settings})
     for ids in known:
         cache(ids)
@@ -49,13 +49,13 @@ def run(model: Any, *args: Any, **inputs: Any) -> Any:
 
 
 def plainly(cache: LLMCache, *args: Any, **inputs: Any) -> Any:
-    """What the model puts out without the cache."""
+    """Return the model's output without the cache."""
     with cache.disabled():
         return cache(*args, **inputs)
 
 
 def fail_once(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: type[BaseException]) -> None:
-    """Have a function raise an error, once, the n-th time that it is called from now on."""
+    """Make a function raise an error once, at its call number `at` from now on."""
     original, calls = getattr(owner, name), count(1)
 
     def failing(*args: Any, **kwargs: Any) -> Any:

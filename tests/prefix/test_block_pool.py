@@ -1,4 +1,4 @@
-"""Chains of blocks name exactly what they share; the store keeps its budget and never a block without its parent."""
+"""Chains share exactly the blocks of a common prefix; the pool keeps its budget, and no block without its parent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,13 +32,13 @@ def chain_of(*ids: int, size: int = 1, scope: Scope = SCOPE) -> tuple[Link, ...]
 
 
 def n_shared(first: list[int], second: list[int]) -> int:
-    """Tokens that two lists begin with alike."""
+    """Return the length of the common prefix."""
     differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differing, min(len(first), len(second)))
 
 
 def block(link: Link, scope: Scope = SCOPE, is_tail: bool = False, n_numbers: int = 2) -> Block:
-    """A block of 4 bytes a number."""
+    """Return a block of `n_numbers` numbers of 4 bytes."""
     tensors = {"keys": torch.zeros(1, n_numbers), "values": torch.zeros(1, 0), "states": torch.zeros(1, 0)}
     return Block.of(link.ids, scope, tensors, is_tail, b"")
 
@@ -57,7 +57,7 @@ def n_found(blocks: BlockPool, *chains: Sequence[Link]) -> list[int]:
 
 
 def check_links(blocks: BlockPool) -> None:
-    """Nothing is held without what comes before it, and what is held is counted."""
+    """Assert that each held block has its parent, and that counts match the held blocks."""
     assert {key: before for before, after in blocks._after.items() for key in after} == blocks._before
     assert all(before in blocks._held for before in blocks._before.values())
     assert blocks.nbytes == sum(one.nbytes for one in blocks._held.values())
@@ -114,7 +114,7 @@ def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[i
         assert b"".join(one.ids for one in held) == (packed if held else b"")
         assert [one.is_tail for one in held] == ([False] * len(chain) + [True] if held else [])
         assert blocks.whole(tail.key, packed + packed) == blocks.whole("another", packed) == []
-        assert (blocks.whole(chain[-1].key, packed) if chain else []) == []  # what begins a request does not end it
+        assert (blocks.whole(chain[-1].key, packed) if chain else []) == []  # a request's inner block does not end it
         spent[0] = others
         blocks.make_way()
         check_links(blocks)
@@ -130,7 +130,7 @@ def test_as_many_tokens_are_found_as_any_stored_request_shares(
     found, n_tokens = blocks.reach(chain_of(*ids, size=size), row(ids).ids, 2)
     kept = [one[: len(one) // size * size] for one in stored]
     most = max((n_shared(one, ids) for one in kept), default=0)
-    assert n_tokens == (most if most >= size else 0)  # what begins no block alike is not looked for
+    assert n_tokens == (most if most >= size else 0)  # less than a block is not searched
     assert len(found) == -(-n_tokens // size)
     assert b"".join(one.ids for one in found)[: 2 * n_tokens] == row(ids).ids[: 2 * n_tokens]
 
@@ -179,7 +179,7 @@ def test_blocks_that_have_expired_leave_with_all_that_follows() -> None:
 
 
 def test_what_follows_a_block_that_left_is_not_held() -> None:
-    """Another thread let the middle of a chain go between a match and the put of what follows it."""
+    """Another thread evicted the middle of a chain between a match and the put of the rest."""
     blocks, chain = pool(), chain_of(0, 1, 2)
     put(blocks, chain[:1])
     blocks.put(chain, {chain[2].key: block(chain[2])})

@@ -1,4 +1,4 @@
-"""Prompts that are run in chunks: outputs, lookups, what is stored and what is counted are those of one run."""
+"""Prompts run in chunks: outputs, lookups, entries and counts equal those of one run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ SIZE = 5
 
 
 def asked(cache: LLMCache, ids: Tensor, between: Callable[[], None], **inputs: Any) -> tuple[Tensor, Any]:
-    """Last logits and K/V cache of a prompt in chunks."""
+    """Run a prompt in chunks; return its last logits and its K/V cache."""
     kv_cache = inputs.pop("kv_cache", None) or DynamicCache()
     with cache.chunked(SIZE, between):
         return cache(ids, past_key_values=kv_cache, logits_to_keep=1, **inputs).logits, kv_cache
@@ -47,7 +47,7 @@ def test_all_is_as_in_one_run(model: Any, kind: str) -> None:
         first = logits if first is None else first
         assert ids is LONGER or torch.equal(logits, first)
     assert seen == [(None, 0), ("exact", 0), ("prefix", 21)]
-    assert n_turns == [4, 0, 1]  # of the last, 9 tokens were left
+    assert n_turns == [4, 0, 1]  # the last one had 9 tokens left
     stats = cache.stats()
     for name in ("hits", "n_misses", "n_prefix_tokens", "n_prompt_tokens", "n_blocks", "n_stored", "prefix_nbytes"):
         assert getattr(stats, name) == getattr(expected, name), name

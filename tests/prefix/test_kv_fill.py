@@ -1,4 +1,4 @@
-"""What blocks hold gets into K/V caches: joined with what the model brings, or written where room was made ahead."""
+"""Blocks fill K/V caches: joined with the model's new columns, or written into preallocated room."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ VALUES = [-piece for piece in PIECES]
 
 
 def filled(kind: str) -> Any:
-    """A cache of which both layers were filled with seven columns."""
+    """Return a cache with seven columns in both layers."""
     kv_cache = CACHES[kind](CONFIG)
     for number in range(2):
         fill(kv_cache, number, PIECES, VALUES)
@@ -40,7 +40,7 @@ def filled(kind: str) -> Any:
 def test_the_model_goes_on_from_what_was_filled(kind: str) -> None:
     kv_cache, before = filled(kind), PIECES
     assert kv_cache.get_seq_length() == 7
-    for seed in (7, 8):  # the second one goes the layer's own way
+    for seed in (7, 8):  # the second update is the layer's own
         new = numbers(1, seed)
         before = [*before, new]
         for number in range(2):

@@ -1,4 +1,4 @@
-"""Prompts that share a beginning: what is served is what the plain model computes, whatever the batch and the cache."""
+"""Prompts that share a prefix: outputs equal the plain model's, whatever the batch and the K/V cache."""
 
 import random
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_logits_at_all_positions(model: nn.Module, return_dict: bool) -> None:
     second = branch(STEM, 13, 21)
     plain = [run(model, ids, return_dict=return_dict)[0] for ids in (STEM, second)]
     cache = wrapped(model)
-    assert torch.equal(cache(STEM, return_dict=return_dict)[0], plain[0])  # cold is bit-equal
+    assert torch.equal(cache(STEM, return_dict=return_dict)[0], plain[0])  # a miss is bit-equal
     output = cache(second, return_dict=return_dict)
     close(output[0], plain[1])
     assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 13)
@@ -64,11 +64,11 @@ def test_prefixes_of_another_namespace_serve_where_they_may_and_reach_further(mo
 
     assert served("closed", second, None) == 0
     assert served("a", second) == 20
-    assert served("b", third) == 20  # of what "a" has stored nothing is seen
+    assert served("b", third) == 20  # it sees no entry of "a"
     assert served("a", third) == 24  # its own reaches further
     assert cache.purge(namespace="public") == 1 and cache.stats().errors == 0
-    assert served("c", third) == 0  # nothing was written there, which would still serve
-    assert served("b", third) == 31  # what it has stored has a copy of what was shared
+    assert served("c", third) == 0  # no call had stored anything there
+    assert served("b", third) == 31  # its own entry copied the shared blocks
     with pytest.raises(ConfigError, match="surrogate"), cache.namespace("a", prefixes_from="\ud800"):
         pass
 
@@ -80,7 +80,7 @@ def test_rows_with_different_prefixes_and_padding(model: nn.Module, left: bool) 
     plain = run(model, **inputs, position_ids=positions).logits
     cache = wrapped(model, STEM)
     close(cache(**inputs, position_ids=positions).logits, plain)
-    # Padding on the left is computed, and so is all that follows it.
+    # Padding on the left is computed, and so is everything after it.
     assert [outcome.n_prefix for outcome in cache.last] == ([0, 0, 0, 0] if left else [9, 9, 9, 9])
     cache.clear()
     cache(STEM)
@@ -98,7 +98,7 @@ def test_columns_with_padding_are_cut_only_where_nobody_reads_them(llama: Any, a
     called = llama.model if asked == "the trunk" else llama
     plain = run(called, **inputs, **more)
     with wrapped(llama, STEM) as cache:
-        run(llama, **batch([tokens(1, 5)], left), logits_to_keep=1)  # is not to be taken for what the next call asks
+        run(llama, **batch([tokens(1, 5)], left), logits_to_keep=1)  # must not affect the next call
         served = run(called, **inputs, **more)
         assert cache.stats().errors == 0
     for name in ("loss", "logits", "last_hidden_state"):
@@ -170,7 +170,7 @@ def test_a_prompt_within_another_and_around_it(family: str, stored: int, asked: 
 
 
 def test_no_prefix_where_it_cannot_serve(gpt2: Any) -> None:
-    reads_one_row = build(CLASSIFIERS["gpt2"])  # and is run without K/V
+    reads_one_row = build(CLASSIFIERS["gpt2"])  # runs without K/V
     for model, settings, more in (
         (reads_one_row, {}, {}),
         (gpt2, {}, {"use_cache": False}),  # makes no K/V to keep
@@ -203,7 +203,7 @@ def test_evictions_never_change_an_answer(llama: Any) -> None:
     ("family", "prompt", "kv"),
     [
         ("llama", torch.cat([STEM[:, :20], torch.tensor([[10**6]])], dim=1), DynamicCache),
-        ("gpt2", branch(STEM, 24, 68), DynamicCache),  # of a context of 64
+        ("gpt2", branch(STEM, 24, 68), DynamicCache),  # the context is 64
         ("llama", STEM[:, :0], DynamicCache),
         ("llama", ASKED, lambda config: StaticCache(config=config, max_cache_len=22)),
     ],
@@ -230,7 +230,7 @@ def test_what_the_model_refuses_is_refused_as_without_a_cache(
     [
         ((tf.Cache, "update", 2), ASKED),
         ((tf.Cache, "update", 3), STEM),
-        ((LlamaMLP, "__call__", 2), ASKED),  # no forward, which is watched
+        ((LlamaMLP, "__call__", 2), ASKED),  # not `forward`, which is watched
         ((Prefix, "_fill", 1), ASKED),
     ],
     ids=["while K/V is filled", "while all of it is filled", "in a layer", "while the output is completed"],
@@ -248,7 +248,7 @@ def test_what_fails_leaves_no_past(
     plain = plainly(cache, ids).logits
     with monkeypatch.context() as patch:
         fail_once(patch, *broken, error)
-        if error is RuntimeError:  # computed around; what is the model's own comes again, and is raised then
+        if error is RuntimeError:  # the cache computes the call; a model's own error would come again
             close(cache(ids, past_key_values=kv).logits, plain)
             assert (cache.stats().errors, kv.get_seq_length()) == (1, 24)
             return

@@ -1,4 +1,4 @@
-"""Prompts whose states hang on more than their tokens: no prefix of another one serves them."""
+"""Prompts whose states depend on more than their tokens: no other prompt's prefix serves them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from tests.prefix.prompts import branch, run, wrapped
 from tests.tiny_models import GENERATORS, build, llama, tokens
 
-ORIGINAL = 24  # tokens from which frequencies change
+ORIGINAL = 24  # tokens beyond which frequencies change
 BYPASSED = (None, "rope_by_length", "weights_changed", "inference_weights")
 TEXT = tokens(1, 60)
 
@@ -18,7 +18,7 @@ of_each_rope = pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 
 
 def rotary(kind: str) -> nn.Module:
-    """A Llama whose RoPE hangs on the length."""
+    """Return a Llama whose RoPE depends on the length."""
     parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
@@ -42,13 +42,13 @@ def test_a_prompt_beyond_the_original_length_is_computed(kind: str) -> None:
         expected = run(reference, TEXT[:, :length]).logits
         torch.testing.assert_close(cache(TEXT[:, :length]).logits, expected)
         served.append(cache.last[0].n_prefix)
-        # A long call writes other frequencies while it runs, and the first short one after it puts them back.
+        # A long call writes other frequencies; the next short call restores them.
         assert cache.last[0].bypassed in ((None,) if length < 22 else BYPASSED)
         if length == 50:
             long = expected
-    # Short calls after a long one find its frequencies, which are weights like others, and then their own anew.
+    # Frequencies count as weights: after a long call, short ones first find its frequencies, then their own again.
     assert (served[:3], served[-1]) == ([0, 12, 0], 20)
-    assert not torch.allclose(expected, long[:, :21], atol=1e-3)  # else all this shows nothing
+    assert not torch.allclose(expected, long[:, :21], atol=1e-3)  # else the test shows nothing
 
 
 def test_positions_decide_where_they_are_given() -> None:
@@ -70,7 +70,7 @@ def test_hooks_see_all_tokens(model: Any, where: str) -> None:
 
 
 def test_an_id_below_the_vocabulary_is_left_to_the_model() -> None:
-    """With 65,536 tokens, -1 would take as many bytes as the last one."""
+    """With 65,536 tokens, -1 would have the same two bytes as the last id."""
     config = GENERATORS["gpt2"]().config.to_dict() | {"vocab_size": 2**16}
     ids = torch.cat([tokens(1, 7), torch.tensor([[2**16 - 1]])], dim=1)
     cache = wrapped(build(lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**config))), ids)

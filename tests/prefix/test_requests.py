@@ -1,4 +1,4 @@
-"""Requests of decoders are held once, as blocks and a tail, and come back as they came out."""
+"""A decoder's requests are stored once, as blocks and a tail, and come back unchanged."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def model() -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether logits and K/V of two outputs are the same, bit for bit."""
+    """Whether logits and K/V of two outputs are bit-equal."""
     pairs = [(one.logits, other.logits)]
     for ours, theirs in zip(one.past_key_values.layers, other.past_key_values.layers, strict=True):
         pairs += [(getattr(ours, name), getattr(theirs, name)) for name in ("keys", "values")]
@@ -33,7 +33,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def nothing_runs(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    """Have all that the trunk holds fail: of the classes, so that nobody sees hooks or other forwards."""
+    """Make all modules of the trunk fail; patch their classes, so that the cache sees no hooks or other forwards."""
     for module in model.base_model.children():
         for part in module.children() if isinstance(module, nn.ModuleList) else (module,):
             monkeypatch.setattr(type(part), "__call__", lambda *_, **__: pytest.fail("it ran"))
@@ -67,7 +67,7 @@ def test_what_prompts_share_is_held_and_saved_once_and_each_end_is_known(model: 
     cache.save(tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.glob("states-*")) < 2 * stats.held_nbytes
     cache(stem)
-    assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 39)  # which nobody asked before
+    assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 39)  # the stem itself was never asked
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_prompt_that_does_not_fit_is_counted_and_its_beginning_serves(model: A
     assert (stats.n_too_large, stats.n_stored, stats.hits, stats.n_blocks) == (1, 0, {"prefix": 1}, 2)
 
 
-# -- what comes back ---------------------------------------------------------------------------------------------------
+# -- repeats -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_rows_of_a_padded_batch_are_found_in_other_batches(model: Any, left: boo
     cache = wrapped(model)
     for _ in range(2):
         assert same(cache(**inputs), plain)
-    assert cache.stats().held_nbytes == 3 * 10 * PER_TOKEN  # padding is kept as well
+    assert cache.stats().held_nbytes == 3 * 10 * PER_TOKEN  # padding is stored too
     new = {"input_ids": tokens(1, 10, seed=7), "attention_mask": torch.ones(1, 10), "position_ids": torch.arange(10)}
     mixed = cache(**{name: torch.cat([value, new[name].view(1, 10).long()]) for name, value in inputs.items()})
     assert [outcome.rung for outcome in cache.last] == ["exact"] * 3 + [None]
@@ -154,12 +154,12 @@ def test_rows_of_a_padded_batch_are_found_in_other_batches(model: Any, left: boo
 
 
 def test_padding_that_was_cut_is_not_taken_for_what_the_model_makes_of_it(model: Any) -> None:
-    """Of a row that begins after the columns that were cut, all tokens are computed, and not all of its padding."""
+    """For a row that begins after the cut columns, all tokens are computed, but not all padding."""
     inputs = padded([22, 3], left=True)
     plain = run(model, **inputs).logits
     cache = wrapped(model, inputs["input_ids"][:1])
     cache(**inputs, logits_to_keep=1)
-    assert [outcome.n_prefix for outcome in cache.last] == [19, 0]  # up to where the other row begins
+    assert [outcome.n_prefix for outcome in cache.last] == [19, 0]  # until the other row begins
     close(cache(**inputs).logits, plain)
 
 
@@ -207,7 +207,7 @@ def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
         assert [outcome.rung for outcome in cache.last] == rungs
 
 
-# -- what leaves -------------------------------------------------------------------------------------------------------
+# -- evictions and purges ----------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_whose_tail_or_blocks_have_left_is_served_what_is_held(model: Any) -> None:
@@ -253,8 +253,8 @@ def test_a_cache_that_was_half_filled_layer_by_layer_is_emptied(
 ) -> None:
     ids, kv = tokens(1, 10), CACHES[kind](model.config)
     plain = run(model, ids).logits
-    cache = wrapped(model, ids)  # in calls of another kind: how the trunk packs this one is not known yet
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # where layers run, the model itself fails
+    cache = wrapped(model, ids)  # calls of another kind: this kind's packing is not known yet
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # layers run: the model itself fails
         fail_once(patch, tf.Cache, "update", 3, KeyboardInterrupt)  # two layers were filled already
         cache(ids, past_key_values=kv)
     assert kv.get_seq_length() == 0

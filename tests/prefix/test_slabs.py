@@ -1,4 +1,4 @@
-"""Blocks that were stored together are joined as one piece; when some leave, no byte of them is kept."""
+"""Blocks stored together are read as one piece; evicted blocks free all their bytes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -41,13 +41,13 @@ def pool(n_blocks: int = 100) -> BlockPool:
 
 
 def nbytes_kept(blocks: BlockPool) -> int:
-    """Of all tensors that blocks lie in, whole."""
+    """Return the bytes of all storages that blocks lie in."""
     storages = [tensor.untyped_storage() for one in blocks._held.values() for tensor in one.tensors.values()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def check(blocks: BlockPool, made: dict[str, Block]) -> None:
-    """What is held is what was stored, and takes as many bytes as are counted."""
+    """Assert that held blocks are as stored, and take as many bytes as counted."""
     assert nbytes_kept(blocks) == blocks.nbytes == len(blocks) * NBYTES <= blocks.max_bytes
     assert all(block.is_equal(made[key]) for key, block in blocks._held.items())
     assert not any(block.slab.keys.is_inference() for block in blocks._held.values())
@@ -90,7 +90,7 @@ def test_bytes_are_let_go_however_blocks_leave() -> None:
     blocks.make_way()
     check(blocks, made)
     assert len(blocks) == 5
-    now[0] = 65.0  # the first two are due, and those that follow them leave as well
+    now[0] = 65.0  # the first two expire, and their successors leave with them
     assert blocks.match(chain) == []
     for let_go in (blocks.clear, lambda: blocks.clear("default")):
         assert not blocks._slabs._keys and not blocks._slabs._changed
@@ -105,7 +105,7 @@ def test_a_slab_has_one_block_at_least() -> None:
 
 
 def test_blocks_that_are_not_held_are_let_go() -> None:
-    """Another thread has brought the first ones, or the last do not fit."""
+    """Another thread stored the first blocks, and the last do not fit."""
     blocks, chain = pool(4), chain_of(range(6))
     first, made = stored_together(chain[:2]), stored_together(chain)
     blocks.put(chain[:2], first)

@@ -1,4 +1,4 @@
-"""`cache.last`: what became of each row of a thread's last call."""
+"""`cache.last`: the outcome of each row of a thread's last call."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What exact keys cover: all that a row's states depend on, and no more."""
+"""Exact keys cover all that a row's states depend on, and no more."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 
 
 def row(ids: list[int], mask: list[int] | None = None, positions: list[int] | None = None) -> Row:
-    """The only row of a call."""
+    """Read the only row of a call."""
     valid = None if mask is None else np.array([mask], bool)
     placed = None if positions is None else np.array([positions])
     inputs = HostInputs(np.array([ids]), valid, None, placed, None, None, is_full=mask is not None and all(mask))
@@ -22,7 +22,7 @@ def test_padding_on_the_right_is_no_part_of_a_key() -> None:
 
 
 def test_what_comes_before_is_part_of_a_key_unless_positions_are_given() -> None:
-    """A model may count columns, or those that are not padding."""
+    """A model may count all columns, or valid tokens only."""
     keys = {row([5, 6]).key, row([0, 5, 6], [0, 1, 1]).key, row([0, 0, 5, 6], [0, 0, 1, 1]).key}
     assert len({*keys, row([9, 5, 6], [0, 1, 1]).key}) == 4
     placed = [row([5, 6], positions=[0, 1]).key, row([0, 5, 6], [0, 1, 1], positions=[7, 0, 1]).key]

@@ -1,4 +1,4 @@
-"""Context variables that hold a value for a while."""
+"""`setting` holds a context variable's value for a block; overlapping blocks are logged once."""
 
 import logging
 from contextvars import ContextVar

@@ -1,4 +1,4 @@
-"""Folders with tiny models, made once a process; and a client of the server that a test makes."""
+"""Folders with tiny models, made once per process, and a client of the test's server."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[TestClient]:
-    """A client of the fixture `server`, which it starts and stops."""
+    """A client of the fixture `server`; it starts and stops the server."""
     with client_of(server) as made:
         yield made
 

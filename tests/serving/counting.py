@@ -1,7 +1,7 @@
-"""A plug-in of pytest that counts what hostile tests ask, and fuzzes longer: see `make test-hostile`.
+"""A pytest plug-in that counts the requests of hostile tests, and fuzzes longer: see `make test-hostile`.
 
-A test is hostile if it has the mark `hostile`, whose argument names the list that it belongs to. Requests are counted
-where they reach an application of FastAPI; bytes that never become a request are not.
+Hostile tests have the mark `hostile`; its argument names their list. The plug-in counts requests that reach a FastAPI
+application, not bytes that never become a request.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from experiments.runs.folder import write_figures
 from experiments.support.environment import describe
 
-UNANSWERED = "unanswered"  # the client had gone, or nothing was awaited
+UNANSWERED = "unanswered"  # the client had disconnected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Counting:
-    """Tests, and requests by the class of their status, of each list."""
+    """Counts tests, and requests by status class, per list."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -41,11 +41,11 @@ class Counting:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Count what is asked from here on as of this test's list."""
+        """Count the requests of this test for its list."""
         mark = item.get_closest_marker("hostile")
         self._now = Counter() if mark is None else self._asked.setdefault(mark.args[0], Counter())
         yield
-        self._now["tests"] += 1  # of those that pass
+        self._now["tests"] += 1  # passed tests only
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the numbers, unless a test failed."""

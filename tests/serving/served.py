@@ -1,4 +1,4 @@
-"""Tiny models in folders, as a server loads them; and a server of each, in process or on a free port."""
+"""Writes tiny models to folders, and serves them in process or on a free port."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ _TEXT = ["the card was lost, and the cash is there", "where is my card? it costs
 
 
 def tokenizer() -> tf.PreTrainedTokenizerFast:
-    """One token a word, as BERT frames texts and pairs."""
+    """Return a word tokenizer with BERT's special tokens around texts and pairs."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*SPECIAL, *WORDS))}, unk_token="[UNK]"))
@@ -46,7 +46,7 @@ def tokenizer() -> tf.PreTrainedTokenizerFast:
 
 @once
 def byte_tokenizer() -> tf.PreTrainedTokenizerFast:
-    """All bytes, some pieces of English, and the token that ends a text; shared, never edited."""
+    """Return a byte-level BPE tokenizer with an end-of-text token; shared, so do not edit it."""
     from tokenizers import ByteLevelBPETokenizer
 
     bpe = ByteLevelBPETokenizer()
@@ -68,7 +68,7 @@ def _config(**more: Any) -> tf.BertConfig:
 
 
 def write(folder: Path, kind: str) -> Path:
-    """Write a model of a kind, with its tokenizer; returns the folder."""
+    """Write a model of this kind and its tokenizer; return the folder."""
     makes: dict[str, Callable[[], Any]] = {
         "classifier": lambda: build(lambda: tf.BertForSequenceClassification(_config(id2label=_ID2LABEL))),
         "reranker": lambda: build(lambda: tf.BertForSequenceClassification(_config(num_labels=1))),
@@ -81,7 +81,7 @@ def write(folder: Path, kind: str) -> Path:
 
 
 def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) -> Server:
-    """A server of a model in a folder, not started."""
+    """Return a server of the model in a folder, not started."""
     made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, **settings})
     served = load_served(str(folder))
     saves = Saves(made.save)
@@ -89,12 +89,12 @@ def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: A
 
 
 def client_of(server: Server) -> TestClient:
-    """A client of a server in process, which starts and stops it as a context."""
+    """Return an in-process client; as a context manager it starts and stops the server."""
     return TestClient(create_app(server), raise_server_exceptions=False)
 
 
 def figure(server: Server, name: str, **labels: str) -> float:
-    """A figure of `/metrics`, summed over the labels that are not given."""
+    """Return a figure of `/metrics`, summed over labels not given."""
     found = [
         sample.value
         for family in server.metrics.registry.collect()
@@ -105,14 +105,14 @@ def figure(server: Server, name: str, **labels: str) -> float:
 
 
 def is_computing(server: Server, n_waiting: int = 0) -> bool:
-    """Whether an encoder computes one input, while so many wait."""
+    """Whether the encoder computes one input while `n_waiting` others wait."""
     assert server.encoder is not None
     return len(server.encoder) == 1 + n_waiting and server.n_waiting == n_waiting
 
 
 @contextmanager
 def listening(server: Server) -> Iterator[tuple[Any, str]]:
-    """Within: the server listens on a free port; gives what runs it, which can be told to stop, and its address."""
+    """Serve on a free port within the context; yield the Uvicorn runner and the address."""
     from llmcache.serving.running import Uvicorn
 
     uvicorn = Uvicorn(server, "127.0.0.1", 0)
@@ -131,7 +131,7 @@ def listening(server: Server) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def model_held(server: Server) -> Iterator[None]:
-    """Within: nothing is computed."""
+    """Block the model's thread within the context."""
     release, is_held = threading.Event(), threading.Event()
     server.thread.submit(lambda: (is_held.set(), release.wait(20)))
     assert is_held.wait(20)

@@ -1,4 +1,4 @@
-"""Stop texts are found over the borders of pieces, and tokens have a text by themselves."""
+"""Stop texts are found across pieces; each token has its own text and bytes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def test_whatever_the_pieces_nothing_is_told_beyond_a_stop(fed: list[str], stops
         more, is_found = finder.add(piece)
         text += more
         whole += piece
-        assert is_found == any(stop in whole for stop in stops)  # with the piece that ends it, no later
+        assert is_found == any(stop in whole for stop in stops)  # found with the piece that completes it
         if is_found:
             break
     assert not any(stop in text for stop in stops)
@@ -44,7 +44,7 @@ def test_tokens_by_themselves() -> None:
 
 
 class Pieces:
-    """A tokenizer as sentencepiece makes them: a token each of a word that begins, of a byte, and of neither."""
+    """A tokenizer in sentencepiece's style with three tokens: a word's beginning, a byte, and neither."""
 
     names = ("\u2581card", "<0xE2>", "<none>")
 

@@ -1,4 +1,4 @@
-"""Encoder requests: hits wait for nothing, misses are computed together and once, and nothing for nobody."""
+"""Encoder requests: hits never wait, misses are batched and computed once, cancelled ones are not computed."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ def server(models: Path) -> Server:
 
 
 def ask(client: TestClient, *texts: str, **more: Any) -> Any:
-    """Answer to texts, each an input."""
+    """Post texts, each as one input; return the response."""
     return client.post("/predict", json={"inputs": [[text] for text in texts], "raw_scores": True, **more})
 
 
@@ -36,7 +36,7 @@ def rungs(client: TestClient, *texts: str) -> str:
 
 
 def check(server: Server, texts: list[str], answer: Any) -> None:
-    """Compare an answer with what the model makes of each text alone."""
+    """Compare a response with the model's own answer to each text alone."""
     assert answer.status_code == 200, answer.text
     for text, found in zip(texts, answer.json(), strict=True):
         with torch.inference_mode(), server.cache.disabled():
@@ -89,16 +89,16 @@ def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_bat
 ) -> None:
     before = server.cache.stats().n_misses
     with model_held(server):
-        pool.submit(ask, client, "my card")  # is the first batch
+        pool.submit(ask, client, "my card")  # the first batch
         wait_until(lambda: is_computing(server))
         asked = [pool.submit(ask, client, text) for text in ["where is cash"] * 9 + ["where is my rate"]]
         wait_until(lambda: is_computing(server, n_waiting=2))
         wait_until(lambda: figure(server, "concurrent_requests") == 11)
-        time.sleep(0.2)  # in which the last ones are looked up
+        time.sleep(0.2)  # meanwhile the last requests are looked up
     answers = [one.result().json() for one in asked]
     assert server.cache.stats().n_misses - before == 3
     assert all(one == answers[0] for one in answers[:9]) and answers[9] != answers[0]
-    assert figure(server, "batch_next_size_count") == 2  # both in one
+    assert figure(server, "batch_next_size_count") == 2  # the two others share one batch
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_queue_that_is_too_slow_refuses(models: Path, pool: ThreadPoolExecutor
             first = pool.submit(ask, client, "my card")
             wait_until(lambda: figure(server, "num_requests_running") == 1 and server.n_waiting == 0)
             late = pool.submit(ask, client, "my cash")
-            wait_until(lambda: server.n_waiting == 1 or late.done())  # on a busy machine it was refused by now
+            wait_until(lambda: server.n_waiting == 1 or late.done())  # a busy machine may have refused it already
             time.sleep(0.1)
         assert first.result().status_code == 200
         assert (late.result().status_code, late.result().headers["retry-after"]) == (429, "1")

@@ -1,4 +1,4 @@
-"""What stands before the routes: keys and their namespaces, limits, hostile bodies, ids, clients that go, the stop."""
+"""The server's front: keys and namespaces, limits, hostile bodies, request ids, disconnects, shutdown."""
 
 import base64
 import json
@@ -24,14 +24,14 @@ from tests.redis_server import wait_until
 from tests.serving.served import client_of, figure, is_computing, listening, make_server, model_held
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-#: No routes, and spellings of open ones that are not theirs.
+#: Unknown paths, and misspelt paths of open routes.
 UNKNOWN = ("/nothing", "/v1/nothing", "/health/", "//health", "/health/../info", "/%68ealth/x", "/HEALTH", "/admin/x")
 SECRET = "the patient is called Mildred"
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """A file of keys, and headers by name."""
+    """A file of keys, and Authorization headers by key name."""
     path, infer = tmp_path / "keys.yaml", ("infer",)
     made = {
         "ann": add_key(path, "ann", "a", infer, max_concurrent=1),
@@ -111,7 +111,7 @@ def test_a_key_decides_the_namespace_and_public_is_read_by_all(models: Path, key
         ({"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:8080"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
-        ({"Origin": "http://evil.example:8080", "Host": "evil.example:8080"}, 403),  # its name leads here
+        ({"Origin": "http://evil.example:8080", "Host": "evil.example:8080"}, 403),  # DNS rebinding
         ({"Sec-Fetch-Site": "same-origin", "Host": "evil.example:8080"}, 403),
     ],
 )
@@ -221,7 +221,7 @@ def test_above_the_limits_requests_are_refused_and_liveness_and_operators_are_no
 
 
 def raw(url: str, content: bytes, more: Callable[[socket.socket], None] = lambda _: None) -> bytes:
-    """All that a server sends for some bytes."""
+    """Send bytes; return the server's whole response."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(content)
@@ -241,7 +241,7 @@ def post(body: bytes, length: int | None = None, path: str = "/predict") -> byte
 
 @pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
 def test_a_body_that_came_to_its_end_but_is_too_large_is_refused_without_waiting_for_more(client: TestClient) -> None:
-    answer = client.post("/predict", content=iter([b"a" * 1_000_001]))  # without a length, so it has to be read
+    answer = client.post("/predict", content=iter([b"a" * 1_000_001]))  # no length: the server must read it
     assert answer.status_code == 413 and "connection" not in answer.headers
 
 
@@ -250,8 +250,8 @@ def test_over_a_socket(server: Server, pool: ThreadPoolExecutor) -> None:
     body = json.dumps({"inputs": "my card"}).encode()
     with listening(server) as (_, url):
         assert b" 200 OK" in raw(url, post(body))
-        assert b" 413 " in raw(url, post(b"{", 10**9))  # by its length, before it comes
-        assert b" 408 " in raw(url, post(b"{", 100))  # and does not come
+        assert b" 413 " in raw(url, post(b"{", 10**9))  # refused by its declared length
+        assert b" 408 " in raw(url, post(b"{", 100))  # the rest never comes
         chunked = b"POST /predict HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
         assert b" 413 " in raw(url, chunked + b"ffff0\r\n" + b"a" * 0xFFFF0 + b"\r\nffff\r\n" + b"a" * 0xFFFF)
         before = figure(server, "requests_cancelled_total")
@@ -289,7 +289,7 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs_and_refuses_the_rest(
             wait_until(lambda: figure(server, "concurrent_requests") == 2)
             wait_until(lambda: server.n_waiting == 1 or kind == "classifier")
             uvicorn.handle_exit(signal.SIGTERM, None)
-            if kind == "decoder":  # what has no place may be long
+            if kind == "decoder":  # a waiting generation may be long
                 assert (second.result().status_code, second.result().headers["retry-after"]) == (503, "1")
         assert first.result().status_code == 200
         assert kind == "decoder" or second.result().status_code == 200

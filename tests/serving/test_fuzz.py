@@ -1,7 +1,7 @@
-"""Whatever a client sends, the server answers in the dialect of the route, and goes on.
+"""Fuzzed requests: the server answers each in the route's dialect, and keeps serving.
 
-schemathesis makes requests up from two documents: the server's own, and that of text-embeddings-inference (TEI), which
-is not kept here: `make test-hostile OPENAPI=FILE`.
+schemathesis generates requests from two documents: the server's own, and that of text-embeddings-inference (TEI),
+which is not in the repository: `make test-hostile OPENAPI=FILE`.
 """
 
 from collections import Counter
@@ -15,27 +15,27 @@ from hypothesis import HealthCheck, given, settings
 from llmcache.serving.refusals import dialect_of
 from tests.serving.served import listening, make_server
 
-#: Routes by the model that serves them; others serve all models.
+#: Routes by kind of model; all models serve the other routes.
 SERVED = {
     "embedding": ("/embed", "/embed_all", "/similarity", "/v1/embeddings"),
     "classifier": ("/predict", "/v1/classify"),
     "reranker": ("/rerank", "/v1/rerank", "/v2/rerank"),
     "decoder": ("/v1/completions", "/v1/chat/completions"),
 }
-ABSENT = "/embed_sparse"  # of TEI; needs a kind of model that is not known here
+ABSENT = "/embed_sparse"  # TEI's; needs a kind of model that we do not support
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def n_requests(request: pytest.FixtureRequest) -> int:
-    """Of each route, and as many that break its schema."""
+    """Number of valid requests per route, and of requests that break its schema."""
     return int(request.config.getoption("fuzz_requests", default=3))
 
 
 @pytest.fixture
 def teis(request: pytest.FixtureRequest) -> Path:
-    """TEI's document."""
+    """Path of TEI's document."""
     path: Path | None = request.config.getoption("tei_openapi", default=None)
     return path or pytest.skip("TEI's document is not kept here: make test-hostile OPENAPI=FILE")
 
@@ -47,16 +47,16 @@ def url(kind: str, models: Path) -> Iterator[str]:
 
 
 def operations(schema: Any, kind: str) -> Iterator[Any]:
-    """Those of a document that a model of this kind serves."""
+    """Yield a document's operations that a model of this kind serves."""
     others = [path for other, paths in SERVED.items() if other != kind for path in paths]
     for found in schema.get_all_operations():
         operation = found.ok()
-        if operation.path not in (*others, ABSENT) and not operation.path.startswith("/admin"):  # which drain the cache
+        if operation.path not in (*others, ABSENT) and not operation.path.startswith("/admin"):  # would drain the cache
             yield operation
 
 
 def fuzz(operation: Any, n: int, check: Callable[[Any], None], *, breaks_schema: bool = False) -> None:
-    """Have a check make so many requests, which the schema allows or does not."""
+    """Run a check on `n` generated requests that follow the schema, or break it."""
     from schemathesis import GenerationMode
 
     mode = GenerationMode.NEGATIVE if breaks_schema else GenerationMode.POSITIVE
@@ -70,7 +70,7 @@ def fuzz(operation: Any, n: int, check: Callable[[Any], None], *, breaks_schema:
 
 
 def conform(case: Any, answer: Any) -> None:
-    """Assert that an answer has the status, the type and the shape that the document says."""
+    """Assert that status, content type and body of an answer follow the document."""
     from schemathesis.specs.openapi import checks
 
     conforms = [checks.response_schema_conformance, checks.content_type_conformance, checks.status_code_conformance]
@@ -107,7 +107,7 @@ def test_what_teis_document_allows_is_answered_as_it_says(teis: Path, kind: str,
     def check(case: Any) -> None:
         answer = case.call(base_url=url, timeout=30)
         statuses[case.path, answer.status_code] += 1
-        if answer.status_code >= 400 and dialect_of(case.path) == "openai":  # clients there are OpenAI's
+        if answer.status_code >= 400 and dialect_of(case.path) == "openai":  # this route answers in OpenAI's dialect
             assert answer.status_code < 500 and isinstance(answer.json()["error"], dict)
         else:
             conform(case, answer)

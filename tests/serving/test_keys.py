@@ -1,4 +1,4 @@
-"""The file of keys, and the commands that write it. What requests need a key for is in test_front.py."""
+"""The file of keys, and the commands that edit it. test_front.py tests which requests need a key."""
 
 import base64
 import hashlib
@@ -110,7 +110,7 @@ def test_files_of_others(path: Path, caplog: pytest.LogCaptureFixture, monkeypat
             Keys(path)
     Keys(write(path, [ENTRY], 0o644))
     assert "other users may read it" in caplog.text
-    if os.geteuid() != 0:  # only root gives files away
+    if os.geteuid() != 0:  # only root may change the owner
         return
     path.chmod(0o600)
     os.chown(path, 1, 1)

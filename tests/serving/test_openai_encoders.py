@@ -1,4 +1,4 @@
-"""OpenAI's routes for encoders, asked in process and by the clients that people use."""
+"""OpenAI's routes for encoders, called in process and by OpenAI's, Hugging Face's and Cohere's clients."""
 
 import base64
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def test_the_openai_client(models: Path) -> None:
         listening(make_server(models / "embedding")) as (_, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="-") as client,
     ):
-        made = client.embeddings.create(model="embedding", input=["lost my card", "cash"])  # packed, by its default
+        made = client.embeddings.create(model="embedding", input=["lost my card", "cash"])  # base64 by default
         assert len(made.data) == 2
         assert np.linalg.norm(made.data[0].embedding) == pytest.approx(1, abs=1e-5)
         assert [one.id for one in client.models.list()] == ["embedding"]
@@ -104,7 +104,7 @@ def test_the_openai_client(models: Path) -> None:
 def test_the_client_of_hugging_face(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import InferenceClient, constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it keeps the client from this machine's servers, too
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it blocks local servers too
     with listening(make_server(models / "embedding")) as (_, url):
         made = InferenceClient(base_url=f"{url}/embed").feature_extraction("lost my card")
         assert np.linalg.norm(made) == pytest.approx(1, abs=1e-5)
@@ -119,7 +119,7 @@ def test_the_client_of_cohere(models: Path) -> None:
     with (
         listening(make_server(models / "reranker")) as (_, url),
         httpx.Client() as connections,
-    ):  # it closes none of its own
+    ):  # Cohere's client never closes its own
         client: Any = cohere.ClientV2(api_key="-", base_url=url, httpx_client=connections)
         ranks = client.rerank(model="reranker", query="my card", documents=["cash", "lost my card"], top_n=1)
         assert len(ranks.results) == 1

@@ -1,4 +1,4 @@
-"""What an operator sees and may have done: figures for Prometheus, the page, and the routes below /admin."""
+"""The operator's view: figures for Prometheus, the page, and the routes below /admin."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from tests.redis_server import wait_until
 from tests.serving.served import client_of, is_computing, listening, make_server, model_held
 from tests.serving_browser import SIZES, open_browser
 
-#: What dashboards for vLLM and text-embeddings-inference read, behind another prefix; and our own.
+#: Families that dashboards for vLLM and text-embeddings-inference read, with our prefix; and our own.
 FAMILIES = {
     *("prompt_tokens", "generation_tokens", "request_success", "prefix_cache_queries", "prefix_cache_hits"),
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
@@ -211,7 +211,7 @@ def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(server: Serve
         assert under_way.result().status_code == 200
     assert done(client.post("/admin/resume")) == {"phase": "ready", "under_way": 0}
     ask(client)
-    server.refuse_waiting()  # told to stop
+    server.refuse_waiting()  # begins the stop
     assert done(client.post("/admin/resume"))["phase"] == done(client.post("/admin/drain"))["phase"] == "stopping"
 
 
@@ -219,7 +219,7 @@ def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(server: Serve
 
 
 class Texts(HTMLParser):
-    """What a page shows, element by element; and which elements it is made of."""
+    """Parses a page: its texts, and its tags with attributes."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Replicas without Ray running: settings, where a request goes, what a replica is, and the file in `deploy/`."""
+"""Replicas without a running Ray: settings, routing keys, a replica's health, and `deploy/ray.yaml`."""
 
 import asyncio
 import importlib
@@ -52,11 +52,11 @@ def test_wrong_settings_are_told_before_anything_is_deployed(args: dict[str, Any
 def test_a_folder_without_a_saved_cache_is_not_restored(tmp_path: Path) -> None:
     settings = _package().ReplicaSettings.make({"model": "m", "restore": tmp_path})
     with pytest.raises(ConfigError, match="there is no saved cache"):
-        settings.saved  # noqa: B018  # a property, which looks
+        settings.saved  # noqa: B018  # the property reads the folder
 
 
 def _request(*headers: tuple[bytes, bytes]) -> tuple[bytes]:
-    """What a proxy of Ray's sends a replica."""
+    """Return the arguments that Ray's proxy sends to a replica."""
     from ray.serve._private.common import StreamingHTTPRequest
 
     return (pickle.dumps(StreamingHTTPRequest({"type": "http", "headers": headers}, proxy_actor_name="a proxy")),)
@@ -126,5 +126,5 @@ def test_the_file_in_deploy_is_one_that_ray_takes() -> None:
     assert options.name == package.app(application.args)._bound_deployment.name
     assert found.http_options.host == "127.0.0.1"
     assert options.autoscaling_config["min_replicas"] == 2
-    # What it does not give is the library's; what it gives is known, as Ray drops what it does not know.
+    # Settings that the file leaves out have the library's values. Ray drops unknown settings: the file has none.
     assert not options.model_extra and not application.model_extra

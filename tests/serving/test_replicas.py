@@ -1,4 +1,4 @@
-"""Replicas on a Ray of this machine: where requests go, streams, and what is left of Ray afterwards."""
+"""Replicas on a local Ray: routing, streams, and no processes left afterwards."""
 
 import asyncio
 import http.client
@@ -15,16 +15,16 @@ from experiments.measures.over_http.client import Client, post
 from experiments.measures.over_http.replicas import Replicas, running_replicas
 
 pytestmark = pytest.mark.slow
-N = 24  # texts: that all of their sessions have the same replica has a chance of 2 ** -23
+N = 24  # texts: all their sessions fall on one replica with probability 2 ** -23
 
 
 @contextmanager
 def _two(**settings: Any) -> Iterator[Replicas]:
-    """Two replicas without a store: each knows only what it computed itself. None of Ray's processes is left."""
+    """Run two replicas without a store: each serves only what it computed. Assert that Ray leaves no process."""
     pytest.importorskip("ray.serve", reason="needs Ray: make setup", exc_type=ImportError)
     from llmcache.serving.ray import ReplicaSettings
 
-    before = psutil.Process().children(recursive=True)  # of other tests, such as what keeps shared memory tidy
+    before = psutil.Process().children(recursive=True)  # of other tests, such as the resource tracker
     with running_replicas(ReplicaSettings.make(settings), 2) as replicas:
         began = set(psutil.Process().children(recursive=True)) - set(before)
         assert len(replicas.pids()) == 2
@@ -34,7 +34,7 @@ def _two(**settings: Any) -> Iterator[Replicas]:
 
 
 def _n_computed(replicas: Replicas, requests: Sequence[bytes]) -> int:
-    """How many of these requests the replica that was asked did not know."""
+    """Send requests; return how many were computed."""
 
     async def run() -> int:
         client = Client(replicas.port)
@@ -47,7 +47,7 @@ def _n_computed(replicas: Replicas, requests: Sequence[bytes]) -> int:
 
 
 def _streamed(replicas: Replicas) -> list[bytes]:
-    """The data of each event of a completion that is streamed."""
+    """Stream a completion; return the data of each event."""
     asked = {"prompt": "where", "temperature": 0, "max_tokens": 8, "stream": True, "ignore_eos": True}
     with closing(http.client.HTTPConnection("127.0.0.1", replicas.port)) as connection:
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
@@ -66,7 +66,7 @@ def test_a_session_has_a_replica_a_key_has_one_and_streams_come_through(models: 
 
             own = [ask(number, who=number) for number in range(N)]
             assert [_n_computed(replicas, own) for _ in range(2)] == [N, 0]
-            assert 0 < _n_computed(replicas, [ask(number, who=0) for number in range(N)]) < N  # the other replica's
+            assert 0 < _n_computed(replicas, [ask(number, who=0) for number in range(N)]) < N  # the other has some
         with closing(http.client.HTTPConnection("127.0.0.1", replicas.port)) as connection:
             connection.request("GET", "/info", headers={"X-Request-Id": "mine"})
             assert connection.getresponse().headers.get_all("X-Request-Id") == ["mine"]

@@ -1,4 +1,4 @@
-"""A server starts from what the last one left on the disk, and leaves what is not its own as it is."""
+"""A server starts from the save of the last one, and never overwrites a save that does not fit."""
 
 import os
 import time
@@ -17,13 +17,13 @@ BODY = {"inputs": "my card"}
 
 
 def cached(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) -> str:
-    """What served a text of a server that is started and stopped: `HIT` or `MISS`."""
+    """Start a server, ask one text, stop the server; return `HIT` or `MISS`."""
     with client_of(make_server(folder, cache, reveal_hits=True, **settings)) as client:
         return str(client.post("/predict", json=BODY).raise_for_status().headers["x-cache"])
 
 
 def edited(folder: Path, tensor: str) -> Path:
-    """A copy of the classifier, one tensor of which is another."""
+    """Return a copy of the classifier with one tensor changed."""
     other = write(folder / "other", "classifier")
     tensors = load_file(other / "model.safetensors")
     save_file(tensors | {tensor: tensors[tensor] + 1}, other / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Models of sentence-transformers: served as its own `encode` answers, whatever modules and prompts they have."""
+"""Models of sentence-transformers: answers equal `encode`, whatever the modules and prompts."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ pytest.importorskip("sentence_transformers")
 
 
 def _made(models: Path, folder: Path, after: Sequence[Any], *, words: Any = None, **settings: Any) -> Path:
-    """A folder of a sentence-transformers model: the tiny BERT, a tokenizer, and modules after them."""
+    """Save a sentence-transformers model: the tiny BERT, a tokenizer, and the modules `after`."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
 
@@ -39,7 +39,7 @@ def _made(models: Path, folder: Path, after: Sequence[Any], *, words: Any = None
 
 
 def _check(folder: Path, *, is_normal: bool = True) -> None:
-    """Ask a server with each prompt twice, and compare."""
+    """Ask a server twice with each prompt, and compare with `encode`."""
     from sentence_transformers import SentenceTransformer
 
     plain, server = SentenceTransformer(str(folder)), make_server(folder)
@@ -52,7 +52,7 @@ def _check(folder: Path, *, is_normal: bool = True) -> None:
                 )
                 expected = plain.encode(TEXTS, prompt_name=name, normalize_embeddings=is_normal)
                 np.testing.assert_allclose(np.array(answer.json()), expected, atol=1e-5)
-    assert server.cache.stats().hits["exact"] >= len(TEXTS)
+    assert server.cache.stats().hits["exact"] >= (1 + len(PROMPTS)) * len(TEXTS)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_what_cannot_be_served_is_told(models: Path, tmp_path: Path, edit: Any, 
 @pytest.mark.parametrize("make", [tokenizer, byte_tokenizer, spaced_tokenizer])
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_tokens_of_a_prompt(make: Callable[[], Any], is_fast: bool) -> None:
-    """As many as the prompt has alone, but for a special one at its end; fewer where it is cut on the left."""
+    """`n_prompt` counts the prompt's tokens without a special one at its end; a cut on the left reduces it."""
     made, prompt, text = make(), "where is: ", "the card " * 40
     alone = made(prompt)["input_ids"]
     n_prompt = len(alone) - (alone[-1] in made.all_special_ids)

@@ -1,4 +1,4 @@
-"""`llmcache serve` as a process: it becomes ready, saves when it is told to stop, and starts with what was saved."""
+"""`llmcache serve` as a process: it becomes ready, saves on SIGTERM, and starts from the save."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def _running(*args: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """A server on a free port, and its address once it is ready."""
+    """Start a server on a free port; yield process and address when it is ready."""
     command = [sys.executable, "-m", "llmcache", "serve", "--port", "0", "--warmup-tokens", "8", *args]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
@@ -54,7 +54,7 @@ def _predict(url: str, text: str) -> tuple[Any, str]:
 
 
 def test_a_stop_saves_and_the_next_start_serves_what_was_saved(tmp_path: Path) -> None:
-    """And a save that fails is told by the exit status."""
+    """If the save fails, the exit status is 1."""
     model, save = write(tmp_path, "classifier"), tmp_path / "saved"
     args = ("--model", str(model), "--save", str(save), "--reveal-hits")
     with _running(*args) as (process, url):
@@ -83,7 +83,7 @@ def test_what_cannot_be_used_is_said_in_a_line(
     more: tuple[str, ...],
     told: str,
 ) -> None:
-    caplog.set_level(logging.INFO, "llmcache")  # as the command does: it is put back
+    caplog.set_level(logging.INFO, "llmcache")  # the command sets this level; caplog restores it
     (tmp_path / "file").touch()
     assert run_main("serve", *(str(tmp_path / one) if one[0] != "-" else one for one in more)) == 2
     error = capsys.readouterr().err

@@ -15,7 +15,7 @@ from tests.serving.served import LABELS, client_of, make_server
 
 @pytest.fixture(scope="module")
 def clients(models: Path) -> Iterator[dict[str, TestClient]]:
-    """A client of a server of each kind of model."""
+    """A client for each kind of model."""
     with ExitStack() as stack:
         kinds = ("classifier", "reranker", "embedding")
         servers = {kind: make_server(models / kind, max_client_batch_size=4) for kind in kinds}
@@ -83,7 +83,7 @@ def test_embed_takes_texts_and_token_ids(embedding: TestClient) -> None:
 
 
 def test_embed_all_gives_every_token_its_own_vector(embedding: TestClient) -> None:
-    _post(embedding, "/embed", inputs="lost my card")  # kept as one vector, which must not come back for each token
+    _post(embedding, "/embed", inputs="lost my card")  # stored as one vector, which must not serve token states
     (rows,) = _post(embedding, "/embed_all", inputs="lost my card")
     assert len(rows) == 5
     assert len({tuple(row) for row in rows}) == 5
@@ -188,7 +188,7 @@ def test_info_and_health(classifier: TestClient) -> None:
 @pytest.mark.parametrize("inputs", ["", ["a"] * 3, [["a", "b", "c"]], [[]], 5, None, {"a": 1}, [1.5], [True]])
 def test_wrong_inputs_are_told(classifier: TestClient, inputs: Any) -> None:
     answer = classifier.post("/predict", json={"inputs": inputs})
-    if inputs == "":  # special tokens alone are an input
+    if inputs == "":  # special tokens alone are a valid input
         assert answer.status_code == 200
         return
     assert answer.status_code == 422

@@ -1,4 +1,4 @@
-"""Traces: spans of requests, and a clear word where the extra is not installed."""
+"""Traces: spans of requests, and a clear error without the extra."""
 
 import sys
 from unittest.mock import MagicMock

@@ -1,4 +1,4 @@
-"""Texts of any length: cut or refused as the tokenizer itself would, and nobody else is held up meanwhile."""
+"""Texts of any length: cut as the tokenizer itself would cut them, without blocking other threads."""
 
 import sys
 import threading
@@ -64,7 +64,7 @@ def test_requests_are_long_by_all_their_inputs(items: Any, expected: bool) -> No
 
 @pytest.fixture
 def unswitched() -> Iterator[None]:
-    """Threads get no turn unless another one gives it up by itself."""
+    """Threads switch only when the running one releases the GIL."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e3)
     yield
@@ -84,7 +84,7 @@ def test_others_run_while_a_text_is_tokenised(work: str, unswitched: None) -> No
     thread.start()
     begun.set()
     if work == "pieces":
-        tokenizing.pieces(text, True)  # which are not read
+        tokenizing.pieces(text, True)  # the pieces are not read
     else:
         tokenizing.encode([text], False)
     done.append("text")

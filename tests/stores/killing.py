@@ -1,10 +1,10 @@
-"""Kill a process that writes to a disk store, at random moments, and look at what it left.
+"""Kills a process at random moments while it writes to a disk store, then checks the folder.
 
     python -m tests.stores.killing FOLDER TIMES
 
-Each writer puts values of all sizes in batches, purges now and then, and says what has returned. Killed, its folder is
-opened again: every value that is found is right, none is from before a purge that had returned, and none is missing
-that had been put, where there was room for all. The counts go to the standard output as JSON.
+Each writer puts values of all sizes in batches, purges now and then, and reports calls that returned. After the kill,
+the folder is opened again: every value must be right, none may predate a purge that returned, and, where all values
+fit, none may be missing. Counts go to standard output as JSON.
 """
 
 import json
@@ -30,13 +30,13 @@ N_KEYS = 60
 
 @dataclass
 class Place:
-    """A folder that is written to, and what has to be there."""
+    """A folder, and the values that it must hold."""
 
     folder: Path
     max_bytes: int
     must: set[int] = field(default_factory=set)
-    tag: int = 0  # that is written with values; raised with each purge
-    least: int = 0  # tag of what no purge has removed
+    tag: int = 0  # written with values; each purge raises it
+    least: int = 0  # lowest tag that no purge has removed
 
 
 def key(number: int) -> StoreKey:
@@ -48,7 +48,7 @@ def value(number: int, tag: int) -> dict[str, torch.Tensor]:
 
 
 def write(place: Place, seed: int, say: int) -> None:
-    """Put and purge for good; what has returned is said as `put NUMBER` and `purged`."""
+    """Put and purge forever; report calls that returned as `put NUMBER` and `purged`."""
     chance, store, tag = random.Random(seed), DiskStore(str(place.folder), place.max_bytes), place.tag
     while True:
         if chance.random() < 0.05:
@@ -63,7 +63,7 @@ def write(place: Place, seed: int, say: int) -> None:
 
 
 def kill(place: Place, seed: int, after_s: float) -> None:
-    """Kill a writer so long after it had begun to write, and note what it said."""
+    """Kill a writer `after_s` after its first report, and record its reports."""
     listen, say = os.pipe()
     if (process := os.fork()) == 0:
         try:
@@ -82,15 +82,15 @@ def kill(place: Place, seed: int, after_s: float) -> None:
         if what == "put":
             place.must.add(int(number))
         elif what == "purging":
-            place.must.clear()  # it may have happened
+            place.must.clear()  # the purge may have happened
         else:
             place.tag += 1
             place.least = place.tag
-    place.tag += lines.count("purging") - lines.count("purged")  # values of the next writer are told from these
+    place.tag += lines.count("purging") - lines.count("purged")  # the next writer's tags differ
 
 
 def look(place: Place) -> dict[str, int]:
-    """Open what is left; how many values are found, wrong, from before a purge, and missing."""
+    """Open the folder; count values found, wrong, from before a purge, and missing."""
     store, found, counts = DiskStore(str(place.folder), place.max_bytes), set(), {"wrong": 0, "purged": 0}
     for number, held in enumerate(store.get_many([key(n) for n in range(N_KEYS)], time.monotonic() + 60)):
         if held is not None:

@@ -1,4 +1,4 @@
-"""Threads that read from stores while values are put and removed: for every store of ours."""
+"""Threads that read from stores while values are put and purged: a check for every built-in store."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ KEYS = [StoreKey("read by threads", "0" * 64, f"{number}") for number in range(4
 
 
 def check_readers(make: Callable[[], Store]) -> None:
-    """Values are whole and of their keys, and none is from before a removal that has returned, in either store."""
+    """Assert in both stores that values are whole, belong to their keys, and do not predate a purge that returned."""
     one, other, n_removed, has_ended = make(), make(), [0], threading.Event()
 
     def read(store: Store) -> None:

@@ -1,6 +1,6 @@
-"""Saves to one folder from several processes at once, and kills some: run by `test_save`, with the folder.
+"""Saves to one folder from several processes at once, and kills some; `test_save` runs it.
 
-Prints how many processes were killed, and how many of them left something behind.
+Prints the number of killed processes, and how many of them left files behind.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ N_SAVERS, N_LOADS, N_KILLED = 2, 4, 6
 
 
 def save(folder: Path, n_requests: int, n_rounds: int, may_end: Any = None, has_saved: Any = None) -> None:
-    """Save a cache of so many requests so many times, and on until it may end."""
+    """Save a cache of `n_requests` requests `n_rounds` times, and on until `may_end` is set."""
     cache = LLMCache.wrap(build(BARE["bert"]))
     for seed in range(n_requests):
         cache(**padded([5], seed=seed))
@@ -33,7 +33,7 @@ def save(folder: Path, n_requests: int, n_rounds: int, may_end: Any = None, has_
 
 
 def load(folder: Path) -> int:
-    """How many requests the save there has; all of them must be whole."""
+    """Load the save and assert that all its requests hit; return their number."""
     with LLMCache.load(build(BARE["bert"]), folder) as cache:
         n_stored = cache.stats().n_stored
         for seed in range(n_stored):
@@ -43,7 +43,7 @@ def load(folder: Path) -> int:
 
 
 def overlap(folder: Path) -> None:
-    """Load while others save."""
+    """Load while other processes save."""
     save(folder, 1, 1)
     fork = multiprocessing.get_context("fork")
     has_loaded = fork.Event()
@@ -61,7 +61,7 @@ def overlap(folder: Path) -> None:
 
 
 def kill(folder: Path) -> int:
-    """Kill processes that save, and return how many left something behind."""
+    """Kill processes that save; return how many left files behind."""
     rng, n_left = random.Random(0), 0
     for _ in range(N_KILLED):
         fork = multiprocessing.get_context("fork")

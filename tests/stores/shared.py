@@ -1,4 +1,4 @@
-"""A store as a user of the library would write one, of public names alone: a dict that caches of one process share."""
+"""A store as a user would write it, with public names only: a dict that the caches of one process share."""
 
 import threading
 import time
@@ -13,10 +13,10 @@ from llmcache.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats
 
 @dataclass
 class Place:
-    """What stores of one name share."""
+    """The data that stores of one name share."""
 
     values: dict[StoreKey, tuple[int, bytes]] = field(default_factory=dict)  # with the number of their namespace
-    n_purged: Counter[str | None] = field(default_factory=Counter)  # by namespace; None: all of them
+    n_purged: Counter[str | None] = field(default_factory=Counter)  # by namespace; None: all
     told: list[Purge] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -28,7 +28,7 @@ class Shared(Store):
     places: ClassVar[dict[str, Place]] = defaultdict(Place)
 
     def __init__(self, place: str = "default") -> None:
-        """Open what is shared under a name."""
+        """Open the shared data of this name."""
         self.place, self.is_open = self.places[place], True
 
     def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:

@@ -1,4 +1,4 @@
-"""Caches on a store: a restart serves what was there, processes share it, a purge reaches all, trouble costs speed."""
+"""Caches on a store: entries survive a restart, processes share them, purges reach all, failures cost only speed."""
 
 import logging
 import subprocess
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """Starts a process anew, as it were: another model of the same weights, and one folder."""
+    """Simulates a restart: wraps a new model with the same weights, on the same folder."""
     started = []
 
     def act(family: str = "bert", **settings: Any) -> LLMCache:
@@ -55,7 +55,7 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def served(cache: LLMCache, ids: Tensor, **inputs: Any) -> list[Any]:
-    """The rung of each row, or how many tokens a prefix served; the answer has to be right."""
+    """Return each row's rung, or the length of its served prefix; assert that the answer is right."""
     found = cache(input_ids=ids, **inputs)
     outcomes = [one.n_prefix or one.rung for one in cache.last]
     with cache.disabled():
@@ -69,7 +69,7 @@ def served(cache: LLMCache, ids: Tensor, **inputs: Any) -> list[Any]:
 @pytest.mark.parametrize("payload", ["auto", "sequence"])
 @pytest.mark.parametrize("family", list(MODELS)[:-1])
 def test_a_restart_serves_repeats(start: Start, family: str, payload: str) -> None:
-    """The first call of a process is served as well, each row by itself, padding as it was."""
+    """Even the first call of a process hits, each row by itself, with the same padding."""
     ids, inputs = tokens(3, 9), {}
     if "bert" in family:
         inputs["attention_mask"] = torch.tensor([[1] * 5 + [0] * 4, [1] * 9, [1] * 9])
@@ -128,7 +128,7 @@ def test_what_leaves_memory_comes_back_from_the_store(start: Start) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 N_TEXTS = 60
-#: In a process of its own: how many of the texts each store serves.
+#: Runs in another process; prints the number of hits from each store.
 ANOTHER = """
 import sys
 import time
@@ -139,7 +139,7 @@ for store in eval(sys.argv[1]):
 
 
 def compute(store: dict[str, Any]) -> tuple[int, Any]:
-    """Ask for the texts with the defaults: how many were served, and what the store has then."""
+    """Ask the texts with default settings; return the hits and the store's statistics."""
     torch.set_num_threads(1)
     with LLMCache.wrap(build(wide), store=store) as cache:
         for seed in range(N_TEXTS):
@@ -156,7 +156,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.mark.slow
 def test_what_one_process_computed_the_next_one_finds(folder: Path, server: RedisServer) -> None:
-    """In both kinds of store. (A busy machine may be late.)"""
+    """On disk and on Redis."""
     redis = {"name": "redis", "url": server.url, "timeout_ms": 5_000.0}
     stores = [{"name": "disk", "folder": str(folder)}, redis]
     for store in stores:
@@ -171,7 +171,7 @@ def test_what_one_process_computed_the_next_one_finds(folder: Path, server: Redi
 
 @pytest.mark.slow
 def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> None:
-    """What one cache computes, another one is served again, however long the server was away."""
+    """After a long outage, entries of one cache serve another again."""
 
     def wrapped() -> LLMCache:
         store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0, "least_tokens": 0}
@@ -182,7 +182,7 @@ def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> Non
         one.drain()
         wait_until(lambda: served(other, tokens(1, 9)) == ["exact"])
         server.kill()
-        end = time.monotonic() + 5  # long enough for the longest rest
+        end = time.monotonic() + 5  # longer than the longest pause between retries
         while time.monotonic() < end:
             for cache in (one, other):
                 served(cache, tokens(1, 9, int(end - time.monotonic())))
@@ -214,7 +214,7 @@ def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.Lo
 def test_what_was_read_before_a_purge_is_kept_nowhere(
     start: Start, monkeypatch: pytest.MonkeyPatch, family: str, shares: str | None
 ) -> None:
-    """Of a purge that comes while a call reads the store, that call is the last one that may be served."""
+    """If a purge comes while a call reads the store, only that call may still be served."""
     cache, other, ids = start(family), start(family), tokens(1, 20)
     name = shares or "default"
     with other.namespace(name):
@@ -265,7 +265,7 @@ def test_damaged_values_are_computed_and_counted(start: Start, folder: Path, fam
 def test_a_store_that_fails_costs_speed_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever it raises is counted and told in one line; the next call works."""
+    """Errors are counted; calls work during the failure and after it."""
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("not today")

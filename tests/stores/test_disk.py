@@ -1,4 +1,4 @@
-"""The store on disk: what it is besides a store, whatever happens to its processes and files."""
+"""The disk store: budget, damaged files, killed and concurrent processes, refused folders, a full disk."""
 
 import json
 import multiprocessing
@@ -68,7 +68,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def opened(folder: Path, **options: Any) -> Any:
-    """As a setting opens it."""
+    """Open the store as a setting does."""
     return Component(name="disk", folder=str(folder), **options).build(STORES)
 
 
@@ -86,7 +86,7 @@ def test_what_was_used_longest_ago_leaves_over_the_budget(folder: Path, size: in
     get(store, "b")
     put(store, "e", size=size)
     assert held(store, *"abcde") == [*"bcde"]
-    put(store, "f", "g", size=size)  # of what was just read, the first was used last
+    put(store, "f", "g", size=size)  # of the keys just read, the first count as used last
     assert held(store, *"abcdefg") == [*"bcfg"]
     put(store, "larger", size=4 * size + 1)
     assert held(store, "larger") == []
@@ -131,7 +131,7 @@ def test_who_opens_it_removes_what_killed_processes_left(store: DiskStore, folde
     os.utime(old, (0, 0))
     DiskStore(str(folder)).close()
     assert not orphan.exists() and not old.exists()
-    assert new.exists()  # somebody may be writing it
+    assert new.exists()  # another process may still write it
     assert held(store, "a") == ["a"]
 
 
@@ -145,7 +145,7 @@ def test_nothing_of_what_was_purged_is_left_in_the_folder(store: DiskStore, fold
 
 
 def work(folder: str, number: int, n: int) -> None:
-    """What a process of its own puts."""
+    """Put values; runs in another process."""
     store = DiskStore(folder)
     for i in range(n):
         put(store, f"{number}.{i}", f"shared {i}", size=(SMALL, LARGE)[i % 2])

@@ -1,4 +1,4 @@
-"""A folder of saves: one version or the other is there, whole, whatever fails; files of others are not touched."""
+"""A folder of saves: whatever fails, the old or the new version is whole; foreign files stay untouched."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from llmcache import StoreError, folder
 from tests.saves import Died, failing, names
 
-OURS = 4  # files of a version with two of data: these, manifest, lock
+OURS = 4  # files of a version: two of data, manifest, lock
 
 
 def put(path: Path, number: int) -> None:
@@ -23,7 +23,7 @@ def put(path: Path, number: int) -> None:
 
 
 def get(path: Path) -> int:
-    """The version that is there, which must be whole."""
+    """Return the version in the folder; assert that it is whole."""
     manifest = json.loads((path / "manifest.json").read_text())
     assert {name.split("-")[0] for name in manifest["files"]} == {"requests", "states"}
     for name, sha in manifest["files"].items():
@@ -34,7 +34,7 @@ def get(path: Path) -> int:
 
 @pytest.fixture
 def strangers(tmp_path: Path) -> Callable[[], None]:
-    """Files of the user's own beside a save, called much like ours; the check that all are as they were."""
+    """Writes the user's own files, named much like ours, beside a save; returns a check that they are unchanged."""
     texts = {
         "states-mine.safetensors": "a",
         "states-0123456789ab.safetensors": "b",

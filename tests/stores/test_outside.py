@@ -1,4 +1,4 @@
-"""The check of a store passes a class from outside, and tells of one that breaks a rule which."""
+"""`check_store` passes a user's store, and names the rule that a faulty store breaks."""
 
 from collections.abc import Sequence
 from math import inf
@@ -15,7 +15,7 @@ def test_a_class_from_outside_passes() -> None:
 
 
 class Unmoved(Shared):
-    """Keeps its numbers when it is purged, so what another was about to put comes later."""
+    """Keeps its numbers at a purge: a put that began before the purge still lands."""
 
     def number(self, namespace: str) -> int:
         return 0
@@ -32,7 +32,7 @@ class Patient(Shared):
 
 
 class Nameless(Shared):
-    """Takes the text of a key for the key."""
+    """Compares keys by their joined text."""
 
     def find(self, key: StoreKey) -> bytes | None:
         text = f"{key.namespace}:{key.name}"
@@ -40,7 +40,7 @@ class Nameless(Shared):
 
 
 class Silent(Shared):
-    """Tells nobody of single values."""
+    """Does not report forgotten keys."""
 
     def forget(self, keys: Sequence[StoreKey]) -> None:
         super().forget(keys)

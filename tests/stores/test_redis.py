@@ -1,4 +1,4 @@
-"""The store on Redis: what it is besides a store, whatever happens to the server, its memory and the connections."""
+"""The Redis store: expiry, full memory, purges, an absent or hanging server, lost connections, refused options."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ from llmcache.testing import check_store
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.stores.readers import check_readers
 
-PATIENT = 5_000.0  # milliseconds: no test hangs on how fast this machine is
+PATIENT = 5_000.0  # milliseconds: enough for a slow machine
 SIZE = 3_000
 
 
@@ -48,7 +48,7 @@ def store(open_store: Callable[..., RedisStore]) -> RedisStore:
 
 
 def made(**options: Any) -> Any:
-    """As a setting opens it."""
+    """Open the store as a setting does."""
     return Component(name="redis", **options).build(STORES)
 
 
@@ -66,7 +66,7 @@ def put(store: RedisStore, *names: object, size: int = SIZE, namespace: str = "a
 
 
 def held(store: RedisStore, *names: object, namespace: str = "a") -> list[object]:
-    """Those of which the store has the value that was put."""
+    """Return the names that the store holds; assert that their values are as put."""
     found = store.get_many([key(name, namespace) for name in names], time.monotonic() + 60)
     assert all(one in (None, value(name)) for name, one in zip(names, found, strict=True))
     return [name for name, one in zip(names, found, strict=True) if one is not None]
@@ -104,7 +104,7 @@ def test_every_name_leaves_at_its_time(store: RedisStore, server: RedisServer) -
     left_s = {name: server.do("TTL", name) for name in server.names()}
     numbers_s = left_s.pop(next(name for name in left_s if name.endswith(":numbers")))
     assert all(0 < seconds <= 86_400 for seconds in left_s.values())
-    assert 86_400 < numbers_s <= 30 * 86_400  # folders that were saved outlive the values
+    assert 86_400 < numbers_s <= 30 * 86_400  # saves outlive the values
 
 
 def test_without_memory_it_fails_to_write_and_goes_on_to_read(store: RedisStore, server: RedisServer) -> None:
@@ -286,7 +286,7 @@ def test_a_server_that_does_not_answer_costs_an_error(
             with pytest.raises(StoreError):
                 ask()
     wait_until(lambda: answers(store))
-    assert held(patient, "a") in ([], ["a"])  # what was asked while it was paused may have been done later
+    assert held(patient, "a") in ([], ["a"])  # the server may run commands after the pause
 
 
 def test_events_are_not_told_from_memory_when_the_server_is_away(store: RedisStore, server: RedisServer) -> None:
@@ -294,7 +294,7 @@ def test_events_are_not_told_from_memory_when_the_server_is_away(store: RedisSto
     with server.paused():
         wait_until(lambda: not hears(store, seen))
     wait_until(lambda: answers(store))
-    assert store.purges(seen).is_complete  # nothing was lost
+    assert store.purges(seen).is_complete  # no purge was lost
 
 
 def test_connections_that_are_reset_are_made_anew(open_store: Callable[..., RedisStore], server: RedisServer) -> None:
@@ -326,7 +326,7 @@ def test_numbers_that_were_lost_are_given_anew(open_store: Callable[..., RedisSt
     wait_until(lambda: not other.purges(seen).is_complete)
 
 
-# -- what is not ours --------------------------------------------------------------------------------------------------
+# -- other prefixes, options, versions and servers ---------------------------------------------------------------------
 
 
 def test_prefixes_share_nothing(open_store: Callable[..., RedisStore]) -> None:

@@ -1,4 +1,4 @@
-"""Saving and loading: hits survive a restart, and nothing that does not fit is ever served."""
+"""Saving and loading: hits survive a restart; a save that does not fit is refused."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("settings", [{}, {"payload": "sequence", "policy": "s3_fifo", "device": "model"}], ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 def test_hits_survive_a_restart(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    """Also of the first call, in each namespace, with padding as it was, though the files are gone by then."""
+    """The first call hits too, in each namespace, with the same padding, even after the files are overwritten."""
     inputs, names = padded([19, 4, 19, 7]), ("default", "other")
     with LLMCache.wrap(build(MODELS[kind]), **settings) as cache:
         for name in names:
@@ -62,14 +62,14 @@ def test_a_nightly_pass_finds_what_did_not_change(tmp_path: Path) -> None:
 
 
 def put(path: Path, **settings: Any) -> None:
-    """Save a cache of one request of a bare BERT."""
+    """Save a bare BERT's cache with one request."""
     with LLMCache.wrap(build(BARE["bert"]), **settings) as cache:
         cache(**padded([5]))
         cache.save(path)
 
 
 def refused(path: Path, match: str) -> None:
-    """A save is not loaded, the error is one line, and the model is left as it was."""
+    """Assert that loading fails with a one-line error and leaves the model unwrapped."""
     model = build(BARE["bert"])
     with pytest.raises(BankFileError, match=match) as error:
         LLMCache.load(model, path)
@@ -219,7 +219,7 @@ def test_a_calibration_keeps_the_room_that_it_needs(budget: str) -> None:
 
 @pytest.mark.slow
 def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other save comes between the manifest and the files that it names."""
+    """The second save happens after the manifest is read, before its files are."""
     cache = LLMCache.wrap(build(BARE["bert"]))
     cache(**padded([5]))
     cache.save(tmp_path)
@@ -234,7 +234,7 @@ def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
     monkeypatch.setattr(save, "_read_checked", read_late)
     with LLMCache.load(build(BARE["bert"]), tmp_path) as again:
         assert again.stats().n_stored == 2
-    # A folder that cannot be locked, replaced at each attempt.
+    # A folder that cannot be locked and is replaced at each attempt.
     monkeypatch.setattr(os, "access", lambda *of: False)
     monkeypatch.setattr(save, "_read_checked", lambda *of: cache.save(tmp_path) or read_checked(*of))
     refused(tmp_path, "missing; the save is incomplete")
@@ -242,11 +242,11 @@ def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
 
 @pytest.mark.slow
 def test_processes_that_save_at_once_or_are_killed_leave_a_whole_save(tmp_path: Path) -> None:
-    """In a process of its own, which forks: three that save and one that loads, then some that are killed."""
+    """In a process that forks: two processes save while one loads, then savers are killed."""
     script = Path(__file__).with_name("saving.py")
     command = [sys.executable, "-W", "ignore", script, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     n_killed, n_left = map(int, done.stdout.split())
-    assert n_killed == 6 and n_left >= 1  # some were killed while they were writing, or this shows nothing
+    assert n_killed == 6 and n_left >= 1  # else no process was killed while it wrote
     assert len(list(tmp_path.iterdir())) == 3

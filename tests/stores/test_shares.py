@@ -1,4 +1,4 @@
-"""Each namespace has a share of the budget of its own, and who holds less never loses anything to another one."""
+"""Each namespace has a share of the budget; a namespace below its share loses nothing to others."""
 
 import logging
 
@@ -26,7 +26,7 @@ def ask(cache: LLMCache, name: str, ids: Tensor) -> str | None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_tenant_cannot_evict_another(kind: str) -> None:
-    """A tenant that asks for much keeps losing its own requests; those of a quiet one stay."""
+    """A busy tenant evicts its own entries; those of a quiet tenant stay."""
     quiet = [tokens(1, 12, seed) for seed in range(3)]
     with LLMCache.wrap(build(KINDS[kind])) as cache:
         ask(cache, "quiet", quiet[0])
@@ -77,7 +77,7 @@ def test_who_is_below_its_share_loses_nothing_to_others(puts: list[tuple[str, in
 
 
 def test_a_bank_in_which_nothing_stays_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """What leaves before it is ever hit is told of with what to set; a bank with hits is not complained of."""
+    """If entries leave before any hit, one warning names the settings; a bank with hits causes none."""
     for seeds, n_told in ((range(100), 1), ([0, 1, 0, 1] * 20, 0)):
         caplog.clear()
         with LLMCache.wrap(build(BARE["bert"]), max_entries=3) as cache, caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""A store behind memory: what fails is a miss, what is too much is left out, and purges reach every cache."""
+"""A store behind memory: failures are misses, a full queue drops writes, and purges reach every cache."""
 
 import gc
 import threading
@@ -22,7 +22,7 @@ SCOPE = Scope("a", "weights", "float32", "eager")
 
 
 class Frail(Shared):
-    """Fails, or waits, when it is told to."""
+    """A store that fails or waits on demand."""
 
     def __init__(self, place: str) -> None:
         super().__init__(place)
@@ -55,7 +55,7 @@ class Frail(Shared):
 
 
 class Memory:
-    """Notes what it is to forget."""
+    """A memory that records what it must forget."""
 
     def __init__(self) -> None:
         self.dropped: list[str | None] = []
@@ -78,7 +78,7 @@ Make = Callable[..., tuple[Tier, Frail, Memory]]
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes tiers of one place, with their stores and memories."""
+    """Makes tiers on one shared place; returns each with its store and memory."""
     made: list[Tier] = []
 
     def act(seal: Seal | None = None, settings: str = "", fails: bool = False) -> tuple[Tier, Frail, Memory]:
@@ -105,7 +105,7 @@ def get(tier: Tier, *names: str, scope: Scope = SCOPE) -> list[str]:
 
 
 def dropped(tier: Tier, memory: Memory) -> list[str | None]:
-    """What is forgotten now."""
+    """Follow purges; return the namespaces that memory drops."""
     memory.dropped.clear()
     tier.follow()
     return memory.dropped
@@ -121,7 +121,7 @@ def test_what_one_puts_another_finds(make: Make) -> None:
     stats = other.stats()
     assert (stats.n_asked, stats.n_found, stats.n_written, stats.n_values) == (3, 2, 0, 2)
     put(other, "x")
-    assert (other.stats().n_written, other.stats().n_dropped) == (0, 0)  # it is there
+    assert (other.stats().n_written, other.stats().n_dropped) == (0, 0)  # already stored
 
 
 @pytest.mark.parametrize("what", ["weights", "namespace", "dtype", "attention", "settings"])
@@ -168,7 +168,7 @@ def test_what_is_dropped_is_offered_again(make: Make, monkeypatch: pytest.Monkey
 
 
 def test_what_came_in_time_is_opened_however_late(make: Make) -> None:
-    """But for what is to save time: a shared calibration is looked for under a thousand names."""
+    """`peek` opens all values that arrived by the deadline; it serves shared calibrations, not speed."""
     tier, store, _ = make()
     put(tier, "x")
     ask = store.get_many
@@ -229,7 +229,7 @@ def test_where_purges_may_be_missing_only_what_moved_is_forgotten(make: Make) ->
     one._cursor = "unknown"
     assert dropped(one, memory) == ["b"]
     one._cursor, store.tells_no_numbers = "unknown", True
-    assert dropped(one, memory) == ["a"]  # who cannot tell whether it was purged
+    assert dropped(one, memory) == ["a"]  # it may have been purged
 
 
 def test_what_came_before_the_number_is_known_is_forgotten_then(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_calls_that_ask_for_a_number_at_once_have_memory_forget_once(
     def numbers(namespaces: Sequence[str]) -> list[int]:
         found = asked(namespaces)
         for _ in calls:
-            assert tier.number("a") != NO_NUMBER  # of another call, which asks and is told meanwhile
+            assert tier.number("a") != NO_NUMBER  # another call asks and gets its answer meanwhile
         return found
 
     store.numbers = numbers  # type: ignore[method-assign]
@@ -286,7 +286,7 @@ def test_what_is_loaded_is_compared_with_the_store(make: Make) -> None:
     for tier in (one, late):
         tier.expect(saved)
     assert dropped(one, memory) == ["a"]
-    assert dropped(late, late_memory) == []  # the store does not say
+    assert dropped(late, late_memory) == []  # the store does not answer
     late_store.fails = False
     assert dropped(late, late_memory) == ["a"]
 
@@ -311,19 +311,19 @@ def test_forgetting_that_fails_is_tried_again_and_a_purge_that_fails_is_told(mak
     memory.dropped.clear()
     with pytest.raises(StoreError):
         one.purge("a")
-    assert memory.dropped == ["a"]  # gone from memory all the same
+    assert memory.dropped == ["a"]  # memory forgets it anyway
 
 
 # -- whether reading pays ----------------------------------------------------------------------------------------------
 
 
 def test_reading_that_takes_longer_than_computing_is_left_out() -> None:
-    """Decided for each length by times that were measured; now and then it is looked at again."""
+    """Measured times decide for each length; now and then a read is tried again."""
     known = BreakEven()
     for _ in range(20):
         known.read(10, 0.002)
         known.read(1_000, 0.003)
-        assert known.pays(10) and known.pays(1_000)  # nothing is known of computing
+        assert known.pays(10) and known.pays(1_000)  # no computing time is known
     for _ in range(20):
         known.computed(10, 0.001)
         known.computed(1_000, 0.1)

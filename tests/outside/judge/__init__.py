@@ -1,4 +1,4 @@
-"""Runs other people's tests on wrapped models, and says where the cache made a difference.
+"""Runs other people's tests on wrapped models, and reports where the cache made a difference.
 
-`plugin` is what pytest loads; `python -m judge` runs all families in all ways and prints the verdict.
+`plugin` is the pytest plug-in; `python -m judge` runs all families in all ways and prints the verdict.
 """

@@ -1,7 +1,7 @@
-"""`python -m judge`: all families in all ways, then the verdict; status 1 where something is not allowed.
+"""`python -m judge`: runs all families in all ways, then prints the verdict; exit status 1 if it fails.
 
 --families bert,gpt2   some only             --jobs 2               processes at a time
---results FOLDER       what was found        --read                 judge what lies there, run nothing
+--results FOLDER       of the results        --read                 judge existing results, run nothing
 --transformers FOLDER  a checkout, with its families' own tests, in place of the archive and our classes
 --sentences FOLDER     likewise of sentence-transformers
 """
@@ -24,7 +24,7 @@ ROOT = HERE.parents[1]
 WAYS = ("off", "cold", "hit")
 TIMEOUT_S = 1800
 
-# Test class of ours by family; a checkout's folder has the family's name.
+# Our test classes by family; a checkout's folder has the family's name.
 FAMILIES = {
     "bert": ["BertModelTest"],
     "roberta": ["RobertaModelTest"],
@@ -42,7 +42,7 @@ FAMILIES = {
 }
 SENTENCES = "sentences"
 
-# Of sentence-transformers' checkout: what encodes. The rest trains, needs the hub, or starts processes.
+# Tests of sentence-transformers' checkout that encode. The rest trains, needs the hub, or starts processes.
 SENTENCE_TESTS = [
     "tests/sentence_transformer/test_model.py",
     "tests/sentence_transformer/test_compute_embeddings.py",
@@ -51,7 +51,7 @@ SENTENCE_TESTS = [
     "tests/cross_encoder/evaluation",
 ]
 
-# Tests that are not run, by a part of their name. None of them calls a model that a cache hangs on.
+# Tests left out, by a part of their name. None of them calls a wrapped model.
 LEFT_OUT = {
     "compile": "graphs: a compiled model bypasses the cache",
     "flash": "need a GPU",
@@ -67,7 +67,7 @@ LEFT_OUT = {
 
 
 def main() -> int:
-    """Run what was asked for; returns the exit status."""
+    """Run the command; return the exit status."""
     asked = _read_arguments()
     families = [*FAMILIES, SENTENCES] if not asked.families else asked.families.split(",")
     results = Path(asked.results)
@@ -94,7 +94,7 @@ def _read_arguments() -> argparse.Namespace:
 
 
 def _run_all(families: list[str], asked: argparse.Namespace, results: Path) -> None:
-    """Every family in every way; where a test fails only when calls are repeated, that is run unwrapped, too."""
+    """Run every family in every way, then tests that only the cache breaks in way `twice`."""
     began = time.monotonic()
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(lambda one: _run(*one, asked, results), [(f, w) for f in families for w in WAYS]))
@@ -131,7 +131,7 @@ def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: 
 
 
 def _targets(family: str, asked: argparse.Namespace) -> tuple[Path, list[str]]:
-    """Where to run, and what."""
+    """Return the folder to run in, and pytest's targets."""
     if family == SENTENCES and asked.sentences:
         source = Path(asked.sentences)
         return source, ["-p", "judge.hub", *(test for test in SENTENCE_TESTS if (source / test).exists())]
@@ -143,7 +143,7 @@ def _targets(family: str, asked: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def _run_twice(family: str, asked: argparse.Namespace, results: Path) -> None:
-    """Unwrapped with every call made twice: tests that fail so count calls, and say nothing of the cache."""
+    """Run tests that the cache breaks unwrapped, with every call made twice: those that fail only count calls."""
     read = _read(family, results)
     if "off" not in read or "hit" not in read:
         return
@@ -175,7 +175,7 @@ def _judge(families: list[str], results: Path, is_whole: bool) -> int:
             continue
         print("\n" + table(family, read))
         findings += find(family, read)
-    open_ones = [one for one in findings if not sum(entry.covers(one) for entry in allowed)]  # all entries are asked
+    open_ones = [one for one in findings if not sum(entry.covers(one) for entry in allowed)]  # every entry counts
     unused = [entry for entry in allowed if not entry.n_used and is_whole and not trouble]
     print(f"\n{len(findings)} differences, {len(findings) - len(open_ones)} of them allowed")
     for one in open_ones:

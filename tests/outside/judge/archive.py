@@ -1,8 +1,7 @@
-"""Where other people's tests come from: a checkout that was named, or the source archive that PyPI has of a release.
+"""Fetches other people's tests, if no checkout is named: the source archive of the installed release, from PyPI.
 
-The archive is fetched at the installed version, into a folder that git ignores. transformers' archive holds the common
-mixins (`tests/test_*.py`), not the tests of each family, nor two of the modules that the mixins import: stand-ins of
-ours take their places (`stand_ins/`).
+The archive goes into a folder that git ignores. transformers' archive has the common mixins (`tests/test_*.py`), but
+not the tests of each family, nor two modules that the mixins import: our `stand_ins/` replace these.
 """
 
 import importlib
@@ -20,7 +19,7 @@ STAND_INS = {"generation.test_utils": "stand_ins.generation", "exporters.test_ex
 
 
 def fetch(distribution: str, folder: Path = ARCHIVES) -> Path:
-    """The unpacked source archive of the installed version; downloaded if it is not there yet."""
+    """Return the folder of the installed version's source archive; download and unpack it if necessary."""
     version = importlib.metadata.version(distribution)
     stem = f"{distribution.replace('-', '_')}-{version}"
     source = folder / stem
@@ -36,7 +35,7 @@ def fetch(distribution: str, folder: Path = ARCHIVES) -> Path:
         facts = archive.extractfile(f"{stem}/PKG-INFO")
         if facts is None or f"\nVersion: {version}\n" not in facts.read().decode():
             raise RuntimeError(f"{packed}: is not version {version}; remove it and call this again")
-        # Python 3.11 takes filters from its fourth release on; the archive is PyPI's, of the version that is installed.
+        # Filters exist from Python 3.11.4 on; the archive is PyPI's, of the installed version.
         archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return source
 

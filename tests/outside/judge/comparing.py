@@ -1,4 +1,4 @@
-"""What two outputs of a model differ in, tensor by tensor, K/V included."""
+"""Compares two outputs of a model tensor by tensor, K/V included."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Largest difference, relative to the largest value: another order of additions, no more.
+# Largest difference, relative to the largest value, that another order of additions causes.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
@@ -17,12 +17,12 @@ class Difference:
 
     field: str  # its place in the output, `past_key_values.0.keys` for instance
     most: float  # relative to the largest value (at least 1); infinite for another shape or type
-    at_valid: float | None  # the same at positions that the mask calls valid; None where it tells of none
-    is_close: bool  # no more than what another order of additions gives
+    at_valid: float | None  # the same at valid positions; None if the mask does not apply
+    is_close: bool  # within what another order of additions causes
 
 
 def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of an output with its place: of mappings, sequences, and K/V caches of any kind."""
+    """Yield every value of an output with its place, through mappings, sequences, and K/V caches of any kind."""
     if isinstance(output, Mapping):
         children = list(output.items())
     elif isinstance(output, (list, tuple)):
@@ -43,7 +43,7 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def compare(mine: Any, other: Any, mask: Any = None) -> list[Difference]:
-    """Every tensor that is not bit-equal, and every place that only one output has; mask: valid positions (B, T)."""
+    """Return tensors that are not bit-equal, and places that only one output has; mask: valid positions (B, T)."""
     ours, theirs = dict(leaves(mine)), dict(leaves(other))
     found = [_unlike(name) for name in ours.keys() ^ theirs.keys()]
     both = [_compare_leaf(name, ours[name], theirs[name], mask) for name in ours.keys() & theirs.keys()]
@@ -77,7 +77,7 @@ def _is_equal(mine: Any, other: Any) -> bool:
 
 
 def _distance(mine: Tensor, other: Tensor) -> Tensor:
-    """Differences relative to the largest finite value, NaN and infinities equal to their like."""
+    """Return differences relative to the largest finite value; NaN equals NaN, an infinity itself."""
     a, b = mine.detach().to(torch.float64), other.detach().to(torch.float64)
     finite = b[torch.isfinite(b)].abs()
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
@@ -86,7 +86,7 @@ def _distance(mine: Tensor, other: Tensor) -> Tensor:
 
 
 def _at_valid(apart: Tensor, mask: Any) -> float | None:
-    """Largest difference at valid positions of (B, T, ...) and of K/V (B, heads, T, width)."""
+    """Return the largest difference at valid positions of (B, T, ...) or of K/V (B, heads, T, width)."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     valid = mask.to(apart.device).bool()

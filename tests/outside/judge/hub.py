@@ -1,6 +1,6 @@
-"""For sentence-transformers' own tests: every model that they ask the hub for is the packaged all-MiniLM-L6-v2.
+"""For sentence-transformers' own tests: replaces every model of the hub by the packaged all-MiniLM-L6-v2.
 
-Figures that hold for another model fail unwrapped, too, and so say nothing; what holds for any model is judged.
+Tests of another model's figures fail unwrapped too, and so do not count; tests that hold for any model do.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The pytest plug-in: `pytest -p judge.plugin`, with tests/outside on PYTHONPATH.
 
 LLMCACHE_OUTSIDE_WAY   off, twice, cold or hit: see `judge.wrapping`
-LLMCACHE_OUTSIDE_OUT   file that gets each test's outcome, and what was counted and found, as JSON
+LLMCACHE_OUTSIDE_OUT   file for each test's outcome, the counts and the differences, as JSON
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         classes += [SentenceTransformer, CrossEncoder]
     _JUDGE.start(*classes)
-    seed()  # models of fixtures, too
+    seed()  # for models of fixtures
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -55,7 +55,7 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep each test's outcome: what failed in any phase has failed."""
+    """Keep each test's outcome; a failure in any phase counts."""
     name = short_name(report.nodeid)
     if report.failed:
         _OUTCOMES[name] = "failed"
@@ -69,7 +69,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write all that was seen."""
+    """Write outcomes, counts and differences."""
     out = os.environ.get("LLMCACHE_OUTSIDE_OUT")
     if out:
         told = {"way": _JUDGE.way, "outcomes": _OUTCOMES, "messages": _MESSAGES, **_JUDGE.to_dict()}

@@ -1,4 +1,4 @@
-"""What the ways differ in, what of that is allowed, and how it is told."""
+"""Finds what the cache changed, checks it against the allowed list, and makes the tables."""
 
 import fnmatch
 import re
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Result = Mapping[str, Any]  # what the plug-in wrote of one family in one way
+Result = Mapping[str, Any]  # the plug-in's result for one family in one way
 KINDS = (
-    "test",  # it passes unwrapped, and does not now
-    "plain",  # an output is not the plain model's
-    "repeat",  # the same call gave another output a moment ago
-    "unwrap",  # the cache could not be taken off
-    "no hit",  # a class never had one
-    "refused",  # it could not be wrapped
+    "test",  # a test passes unwrapped, but not now
+    "plain",  # an output differs from the plain model's
+    "repeat",  # an output differs from the same call's before
+    "unwrap",  # a model could not be unwrapped
+    "no hit",  # a class never hit
+    "refused",  # a class could not be wrapped
     "error",  # the cache failed and the model computed
 )
 
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Allowed:
-    """One entry of the list of what is refused by design; shell patterns, all of which must match."""
+    """An entry of the allowed list; all its shell patterns must match."""
 
     reason: str
     kind: str
@@ -45,7 +45,7 @@ class Allowed:
     n_used: int = field(default=0, compare=False)
 
     def covers(self, finding: Finding) -> bool:
-        """Whether this entry is about that finding; counts how often it was."""
+        """Whether this entry matches the finding; counts the matches."""
         names = ("family", "way", "kind", "where", "text")
         does = all(fnmatch.fnmatchcase(getattr(finding, name), getattr(self, name)) for name in names)
         self.n_used += does
@@ -53,7 +53,7 @@ class Allowed:
 
 
 def read_allowed(file: Path) -> list[Allowed]:
-    """The list, checked: every entry has a reason and a known kind."""
+    """Read the allowed list; every entry must have a reason and a known kind."""
     entries = [Allowed(**one) for one in tomllib.loads(file.read_text(encoding="utf-8")).get("allowed", [])]
     for entry in entries:
         if not entry.reason.strip() or entry.kind not in KINDS:
@@ -62,7 +62,7 @@ def read_allowed(file: Path) -> list[Allowed]:
 
 
 def find(family: str, results: Mapping[str, Result]) -> list[Finding]:
-    """All that the cache changed in one family, results by way; `off` must be among them."""
+    """Return all that the cache changed in one family; `results`, by way, must include `off`."""
     found: list[Finding] = []
     for way, result in results.items():
         if way not in ("cold", "hit"):
@@ -74,7 +74,7 @@ def find(family: str, results: Mapping[str, Result]) -> list[Finding]:
 
 
 def _find_tests(family: str, way: str, results: Mapping[str, Result], result: Result) -> Iterable[Finding]:
-    """Tests that pass unwrapped, also with every call made twice where that was run, and do not now."""
+    """Yield tests that fail now, but pass unwrapped and, if that was run, with every call made twice."""
     twice = results.get("twice", {}).get("outcomes", {})
     for test, outcome in results["off"]["outcomes"].items():
         now = result["outcomes"].get(test, "missing")
@@ -85,7 +85,7 @@ def _find_tests(family: str, way: str, results: Mapping[str, Result], result: Re
 
 
 def _find_outputs(family: str, way: str, result: Result) -> Iterable[Finding]:
-    """One finding for each class, kind and field; the tests that showed it are counted."""
+    """Yield one finding for each class, kind and field, with the tests that showed it."""
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for one in result["differences"]:
         place = re.sub(r"\.\d+\.(keys|values)$", ".K/V", one["field"])  # of all layers
@@ -111,7 +111,7 @@ def _find_trouble(family: str, way: str, result: Result) -> Iterable[Finding]:
 
 
 def table(family: str, results: Mapping[str, Result]) -> str:
-    """Passed in each way, hits served, calls compared, and bypasses by reason, of one family."""
+    """Return one family's table: tests passed by way, hits, calls compared, bypasses by reason."""
     passed = {way: Counter(result["outcomes"].values())["passed"] for way, result in results.items()}
     hit = results.get("hit", {"classes": {}})["classes"].values()
     hits: Counter[str] = Counter()

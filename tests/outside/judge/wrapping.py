@@ -1,12 +1,12 @@
-"""Wraps each model as a test puts it into eval mode, and makes its calls as the way asks.
+"""Wraps each model when a test puts it into eval mode, and makes its calls as the way requires.
 
 off    nothing is patched
 twice  unwrapped, every call made twice: shows which tests count calls, hooks or random numbers
-cold   wrapped; what is stored is forgotten before every call, so each is computed
-hit    wrapped; every call is made plainly, then twice with the cache, and the last result is judged
+cold   wrapped; the cache is cleared before every call, so each is computed
+hit    wrapped; every call is made without the cache, then twice with it, and the last result is judged
 
 Models are wrapped in `eval`, which nearly every test calls on the outermost model, and unwrapped after each test.
-Saving, copying and training happen to the wrapped model: users do that, too.
+Tests save, copy and train the wrapped model, as users do.
 """
 
 import copy
@@ -30,7 +30,7 @@ WAYS = ("off", "twice", "cold", "hit")
 
 
 class Judge:
-    """Knows the caches of the running test, and what all tests brought to light."""
+    """Holds the caches of the running test, and the findings of all tests."""
 
     def __init__(self, way: str) -> None:
         """Nothing is patched before `start`."""
@@ -57,13 +57,13 @@ class Judge:
             self._patches.append(_patch(one, "forward", self._call))
 
     def stop(self) -> None:
-        """Take caches and patches off."""
+        """Unwrap all models, and undo the patches."""
         self.finish_test()
         while self._patches:
             self._patches.pop()()
 
     def finish_test(self) -> None:
-        """Take all caches off, and add up what they counted."""
+        """Unwrap all models, and add up their statistics."""
         for cache in list(self._caches):
             self._take_off(cache)
         self._owners.clear()
@@ -82,7 +82,7 @@ class Judge:
         self._owners = {key: owner for key, owner in self._owners.items() if owner is not cache}
 
     def wrap(self, model: nn.Module) -> None:
-        """Hang a cache on a model, unless one hangs there already or it is refused; the outermost model has it."""
+        """Wrap a model, unless it is wrapped already or refused; unwrap its inner models first."""
         if self.way == "twice" or id(model) in self._owners:
             return
         for inner in {id(cache): cache for m in model.modules() if (cache := self._owners.get(id(m)))}.values():
@@ -118,7 +118,7 @@ class Judge:
             self._thread.is_inside = False
 
     def _call_as_asked(self, cache: LLMCache | None, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Compute plainly, then as the way asks; what the plain model refuses is run once."""
+        """Compute without the cache, then as the way requires; run a call that the plain model refuses once."""
         numbers = _random_state()
         try:
             with nullcontext() if cache is None else cache.disabled():
@@ -137,19 +137,19 @@ class Judge:
         judged = run(args, kwargs)
         if cache is not None:
             had_prefix = cache.stats().hits.get("prefix", 0) > n_prefixes
-            # sentence-transformers give a dict
+            # sentence-transformers passes a dict
             given = args[0] if args and isinstance(args[0], MutableMapping) else kwargs
             self._judge(type(cache.model).__name__, given.get("attention_mask"), plain, first, judged, had_prefix)
         return judged
 
     def _judge(self, name: str, mask: Any, plain: Any, first: Any, judged: Any, had_prefix: bool) -> None:
-        """Note where the judged output is not the plain one, or not what the same call gave a moment ago."""
+        """Record where the judged output differs from the plain one, or from that of the same call before."""
         self.counts[name]["calls"] += 1
         from_plain = compare(judged, plain, mask)
         self.counts[name]["bit_equal"] += not from_plain
         self.counts[name]["close"] += bool(from_plain) and all(one.is_close for one in from_plain)
         for one in from_plain:
-            if not one.is_close or self.way == "cold":  # what is computed is bit-equal
+            if not one.is_close or self.way == "cold":  # computed output must be bit-equal
                 self._note(name, "plain", one.field, one.most, one.at_valid)
         if first is None:
             return
@@ -174,7 +174,7 @@ class Judge:
 
 
 def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Put a method in a class's place for it; returns what gives the class its own back."""
+    """Replace a method of a class; return a function that restores it."""
     had_own = name in vars(owner)
     original = getattr(owner, name)
 
@@ -187,9 +187,9 @@ def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -
 
 
 def _copied(value: Any) -> Any:
-    """The arguments again, with K/V caches of their own: a call fills the ones that it is given.
+    """Copy the arguments with their K/V caches, which a call fills.
 
-    Mappings, too: sentence-transformers put a module's outputs into the one that they gave it.
+    Copy mappings too: sentence-transformers writes a module's outputs into its input mapping.
     """
     if isinstance(value, dict):
         return {name: _copied(one) for name, one in value.items()}
@@ -201,7 +201,7 @@ def _copied(value: Any) -> Any:
 
 
 def seed(number: int = 0) -> None:
-    """Make all random numbers of a test the same in every way."""
+    """Seed all generators, so that a test sees the same random numbers in every way."""
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)

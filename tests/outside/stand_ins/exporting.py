@@ -1,4 +1,4 @@
-"""In place of transformers' `tests/exporters/test_export.py`: its tests are slow ones, and of graphs, not of caches."""
+"""Replaces transformers' `tests/exporters/test_export.py`, whose tests are slow, and test graphs, not caches."""
 
 
 class ExportTesterMixin:

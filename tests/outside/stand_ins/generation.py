@@ -1,7 +1,7 @@
-"""In place of transformers' `tests/generation/test_utils.py`, which its source archive lacks: tests of `generate()`.
+"""Replaces transformers' `tests/generation/test_utils.py`, which its source archive lacks: tests of `generate()`.
 
-Each asks a model and a copy of it that nothing hangs on for the same, twice, and expects the same tokens and scores.
-The copy is taken before `eval`, which is where caches are hung on.
+Each calls a wrapped model, twice, and a plain copy, and expects the same tokens and scores. The copy is made before
+`eval`, in which the judge wraps models.
 """
 
 import copy
@@ -85,14 +85,14 @@ class GenerationTesterMixin:
                     last = model(**inputs, logits_to_keep=2).logits
                     torch.testing.assert_close(last, whole[:, -2:], atol=1e-5, rtol=1e-5)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _models(self, padding: str = "", rows: int = 0) -> Any:
-        """Each class's model, a copy that is never wrapped, and a prompt."""
+        """Yield each class's model, a copy that is never wrapped, and a prompt."""
         for model_class in self.all_generative_model_classes:
             config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
             if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
-                config.is_decoder = True  # BERT's relatives: without it their tokens see later ones
+                config.is_decoder = True  # BERT's relatives: else tokens attend to later ones
             set_seed(0)
             model = model_class(copy.deepcopy(config))
             plain = nn.Module.eval(copy.deepcopy(model))
@@ -127,7 +127,7 @@ class GenerationTesterMixin:
         return model.generate(**inputs, **lengths, **how)
 
     def _continue(self, model: Any, inputs: dict[str, Tensor], done: Any) -> Tensor:
-        """Go on where a generation ended, from its K/V."""
+        """Continue a finished generation from its K/V."""
         sequences = done.sequences
         mask = torch.ones_like(sequences)
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
