@@ -248,5 +248,5 @@ def test_processes_that_save_at_once_or_are_killed_leave_a_whole_save(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     n_killed, n_left = map(int, done.stdout.split())
-    assert n_killed == 6 and n_left >= 1  # else no process was killed while it wrote
+    assert n_killed >= 6 and n_left >= 1  # else no process was killed while it wrote
     assert len(list(tmp_path.iterdir())) == 3
