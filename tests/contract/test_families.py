@@ -20,7 +20,7 @@ LAYOUTS = ("right", "left", "none", "holes")
 MAIN = ("bert", "roberta", "distilbert", "deberta-v2", "modernbert", "gpt2", "llama", "t5", "bart")
 #: Families whose layers share weights, or keep K/V under an unknown name: `wrap` may refuse them so far.
 REFUSED = ("albert", "neox", "bloom", "falcon")
-#: Families whose layers return more than states, or states in another layout: tests do not require hits.
+#: Families whose layers return more than states, or states in another layout; what the trunk returns is cached.
 COMPUTED = ("megatron", "squeezebert")
 WRAPPED = [family for family in FAMILIES if family not in REFUSED]
 #: By kind: families whose heads differ in what they read, or in how they are made.
