@@ -244,7 +244,7 @@ class LLMCache:
         Lookups and decisions stay outside the graphs. The rows of a call without a hit are padded to the smallest
         bucket that holds them. All graphs are made and tried here, which takes seconds to minutes each; none is made in
         service. Calls that keep K/V or bypass the cache run eagerly, and so do calls that no graph fits, counted by
-        reason in `stats().compiled`. States computed by graphs are stored apart from the model's own, from which they
+        reason in `stats().engine`. States computed by graphs are stored apart from the model's own, from which they
         differ by at most 1e-4 of the largest state (5e-2 below float32). A second call compiles and counts anew. Graphs
         are not saved.
 
@@ -264,6 +264,19 @@ class LLMCache:
         if self._core.installed.is_empty:
             raise WrapError("the cache was unwrapped: wrap the model again")
         self._core.compile(lengths, rows, mode, backend, max_padding)
+
+    def build_engine(self) -> None:
+        """Make the graph of the setting `engine` anew for the present weights, after an edit; some seconds or more.
+
+        With `engine="eager"` nothing is done. If no graph can be made, calls run eagerly, and a warning says why.
+
+        Raises:
+            ConfigError: The cache has `tau`, or a package of the extra `onnx` is not installed.
+            WrapError: The cache was unwrapped.
+        """
+        if self._core.installed.is_empty:
+            raise WrapError("the cache was unwrapped: wrap the model again")
+        self._core.build_engine()
 
     def unwrap(self) -> nn.Module:
         """Remove the cache from the model, restoring it exactly, and return the model. A second call does nothing.

@@ -212,30 +212,31 @@ class CachedForward(Swap, Switches):
         if torch._C._is_any_autocast_enabled():
             device = call.arguments["input_ids"].device.type
             autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        call.engine = self.engine
-        if self.engine is not self.eager:
-            call.engine = self.engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
-        named = call.namespace, look.digest, autocast, form.attention, call.engine.name
-        call.scope = state.scopes.get(named)
-        if call.scope is None:
-            if len(state.scopes) >= _MOST_SCOPES:  # e.g. one namespace per session
-                state.scopes.clear()
-            call.scope = state.scopes[named] = Scope(*named)
-        if self._sharing is not None and not call.is_collected:
-            self._sharing.step(call.scope, call.number)
         call.kind = (look.digest, autocast, *form.kind)
         if self.packings.get(call.kind, True) is None:  # known as unpackable; an unknown kind passes
             return "more_output"
-        call.generation = self._bank.generation(call.namespace)
-        call.is_whole = bool(state.coupling)
-        known = self.prepared.take(call) if self.prepared.kept else None
-        if known is not None and self._may_serve(known):
-            call.take_over(known, range(len(known.rows)))
-            return None
-        call.requests = self._reader.read(
-            call.arguments, call.mask_4d, call.scope, state.tables, look.activated, call.is_whole
-        )
-        call.rows = call.requests.rows
+        call.generation, call.is_whole = self._bank.generation(call.namespace), bool(state.coupling)
+        engine = self.engine
+        if engine is not self.eager:
+            engine = engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
+        while engine is not call.engine:  # once more if it does not cover the rows: another engine has other keys
+            call.engine, named = engine, (call.namespace, look.digest, autocast, form.attention, engine.name)
+            call.scope = state.scopes.get(named)
+            if call.scope is None:
+                if len(state.scopes) >= _MOST_SCOPES:  # e.g. one namespace per session
+                    state.scopes.clear()
+                call.scope = state.scopes[named] = Scope(*named)
+            if self._sharing is not None and not call.is_collected:
+                self._sharing.step(call.scope, call.number)
+            known = self.prepared.take(call) if self.prepared.kept else None
+            if known is not None and self._may_serve(known):
+                call.take_over(known, range(len(known.rows)))
+                return None
+            call.requests = self._reader.read(
+                call.arguments, call.mask_4d, call.scope, state.tables, look.activated, call.is_whole
+            )
+            call.rows = call.requests.rows
+            engine = engine if engine is self.eager else engine.covering(call.rows)
         if form.keeps_kv:
             return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None

@@ -36,6 +36,7 @@ _NOT_WITH_TAU = {
     "share_calibration": "tau is your own choice, not a calibration",
     "store": "entries may derive from other requests' states, so they stay in memory",
     "auto_bypass": "every call is looked up, as in the paper",
+    "engine": "every layer is hooked, and a graph has no layers",
 }
 
 
@@ -74,6 +75,13 @@ class StoreOptions(Component):
     """A store, and from which length of a request it is read."""
 
     least_tokens: int | None = Field(default=None, ge=0)
+
+
+class EngineOptions(_Settings):
+    """What computes the trunk, and where its graph is kept."""
+
+    name: Literal["eager", "onnxruntime", "auto"] = "eager"
+    folder: Path | None = None
 
 
 class CacheConfig(_Settings):
@@ -147,6 +155,12 @@ class CacheConfig(_Settings):
             Fingerprints and bookkeeping are not included: 4 bytes per dimension, some 1 kB per request and some 2 kB
             per block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
+        engine: What computes the trunk for rows without a hit: `eager`, the model itself; `onnxruntime`, a graph of the
+            trunk in float32, exported once and kept by the digest of the weights; or `auto`, the one that takes less
+            time here. The graph is compared with the model on a dozen shapes, and states of the two are never mixed.
+            Calls that it does not cover, and all calls after weights were edited, run eagerly
+            (`stats().engine.eager`). If no graph can be made, a warning says why. Or `{name: onnxruntime, folder:
+            /var/cache/llmcache}`: where graphs are kept; else in `LLMCACHE_HOME`, `~/.cache/llmcache` by default.
         adapter: The family whose row of the adapter table describes the model, registered families included
             (`register_adapter`). `auto`: the row that names the class of its trunk, else guessed from the modules.
         allow_unsafe: Permit approximate reuse with span, token and language-model heads, which replaces their answers
@@ -176,6 +190,7 @@ class CacheConfig(_Settings):
     max_entries: int | None = Field(default=None, ge=1)
     max_bytes: int = Field(default=GIB, ge=1)
     device: Literal["cpu", "model"] = "cpu"
+    engine: EngineOptions = EngineOptions()
     adapter: str = "auto"
     allow_unsafe: bool = False
 
@@ -189,7 +204,7 @@ class CacheConfig(_Settings):
     def _rate_alone(cls, value: Any) -> Any:
         return value if isinstance(value, Mapping | AuditOptions) else {"rate": value}
 
-    @field_validator("fingerprint", "index", "policy", "store", "compression", mode="before")
+    @field_validator("engine", "fingerprint", "index", "policy", "store", "compression", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -213,8 +228,8 @@ class CacheConfig(_Settings):
             return self
         for name, cure in _NOT_WITH_TAU.items():
             given = getattr(self, name)
-            if isinstance(given, Component):
-                given = given.name not in ("auto", "memory")
+            if isinstance(given, Component | EngineOptions):
+                given = given.name not in ("auto", "eager", "memory")
             if name in self.model_fields_set and given:
                 raise ValueError(f"{name} with tau={self.tau}: {cure}; leave {name} out, or tau")
         if self.fingerprint.name == "learned":

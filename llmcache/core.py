@@ -1,6 +1,7 @@
 """Builds a cache without `tau` from its parts. Rejects models and settings that do not fit together."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -18,7 +19,9 @@ from llmcache.calibrator import Calibrator
 from llmcache.call import CachedForward
 from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.counters import Counters
-from llmcache.engines.compiled import CompiledTrunk
+from llmcache.engines.compiled import CompiledTrunk, make_buckets
+from llmcache.engines.graphs import GraphEngine, GraphTwin
+from llmcache.engines.onnx import OnnxTrunk, find_missing, is_faster
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
@@ -34,11 +37,13 @@ from llmcache.prefix.stored import block_name
 from llmcache.request.call import Rung
 from llmcache.request.reading import RequestReader
 from llmcache.save import CALIBRATED, Saved, Section, save
-from llmcache.stats import Stats
+from llmcache.stats import EngineStats, Stats
 from llmcache.stores import MEMORY, STORES
 from llmcache.stores.entries import entry_name
 from llmcache.stores.seal import Seal
 from llmcache.stores.tier import Memory, Tier
+
+logger = logging.getLogger("llmcache")
 
 
 class Core:
@@ -75,7 +80,8 @@ class Core:
         reader = RequestReader(self.trunk, self.head, self.payload, tokenizer)
         self.installed = Installed()
         self.calibrator: Calibrator | None = None
-        self._compiled: CompiledTrunk | None = None
+        self._graphs: GraphEngine | None = None
+        self._n_failed = 0  # engines that could not be made
         self.forward = CachedForward(
             self.trunk,
             self.head,
@@ -101,6 +107,7 @@ class Core:
             if self.head.pooled is not None and self.payload.fits_any_length:
                 swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
+            self.build_engine()
             if config.learn is not None or config.share_calibration:
                 self.learn()
         except BaseException:
@@ -137,11 +144,32 @@ class Core:
         max_padding: float,
     ) -> None:
         """Compile graphs and compute with them from now on; see `LLMCache.compile`."""
-        forward, known = self.forward, (self.weights, self._coupling)
-        made = CompiledTrunk(
-            self.trunk, forward.eager, forward.arguments, *known, lengths, rows, mode, backend, max_padding
+        forward, buckets = self.forward, make_buckets(lengths, rows, self.trunk.config)
+        twin = GraphTwin(self.trunk, self.weights, self._coupling)
+        self._graphs = forward.engine = CompiledTrunk(
+            twin, forward.eager, forward.arguments, self.weights, buckets, mode, backend, max_padding
         )
-        self._compiled = forward.engine = made
+
+    def build_engine(self) -> None:
+        """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`."""
+        forward, options, missing = self.forward, self._config.engine, find_missing()
+        if options.name == "eager" or (options.name == "auto" and missing):
+            return
+        if missing:
+            raise ConfigError(
+                f"engine={options.name!r} needs the extra 'onnx' ({missing} is not installed): "
+                "pip install 'llmcache-torch[onnx]'"
+            )
+        self._graphs, forward.engine = None, forward.eager
+        try:
+            twin = GraphTwin(self.trunk, self.weights, self._coupling)
+            made = OnnxTrunk(twin, forward.eager, forward.arguments, self.weights, options.folder)
+        except Exception as error:  # an exporter may raise anything
+            self._n_failed += 1
+            logger.warning("llmcache: calls run eagerly, since no graph of ONNX Runtime could be made: %s", error)
+            return
+        if options.name == "onnxruntime" or is_faster(made):
+            self._graphs = forward.engine = made
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""
@@ -161,7 +189,7 @@ class Core:
             prefix_nbytes=0 if blocks is None else blocks.nbytes,
             audit=None if calibrator is None else calibrator.audit.stats(),
             store=None if self.tier is None else self.tier.stats(),
-            compiled=None if self._compiled is None else self._compiled.stats(),
+            engine=self._engine_stats(),
         )
         by_layer = {last: n_hits} if (n_hits := counted.n_layers_skipped // self.trunk.depth) else {}
         return replace(counted, hits_by_layer=by_layer, reuses_by_layer=by_layer)
@@ -288,8 +316,13 @@ class Core:
         self.installed.remove()
         if self.tier is not None:
             self.tier.close()
-        if self._compiled is not None:
-            self._compiled.close()
+        if self._graphs is not None:
+            self._graphs.close()
+
+    def _engine_stats(self) -> EngineStats | None:
+        if self._graphs is not None:
+            return self._graphs.stats()
+        return EngineStats(self.forward.eager.name or "eager", 0, n_failed=self._n_failed) if self._n_failed else None
 
     def _device(self) -> torch.device:
         """Return the device that entries are kept on."""

@@ -30,7 +30,7 @@ from llmcache.request.bypass import CURES
 FORMAT = 12
 _META = "__meta__"  # the tensor that holds a section's JSON
 #: Settings that affect neither the stored data nor a calibration's bound.
-_FREE: Final = frozenset(("auto_bypass", "policy"))
+_FREE: Final = frozenset(("auto_bypass", "engine", "policy"))
 _BUDGETS: Final = frozenset(("max_bytes", "max_entries"))
 CALIBRATED: Final = "calibrated"  # the section of a calibration; with it, budgets must not shrink
 

@@ -101,22 +101,25 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
-class CompileStats:
-    """Counts of compiled graphs of the trunk; see `LLMCache.compile`.
+class EngineStats:
+    """What computed the rows without a hit, if it is not the model alone; see `engine` and `LLMCache.compile`.
 
     Attributes:
-        n_graphs: Graphs in use, one per bucket; 0 after they were dropped.
+        name: `onnxruntime` or `compiled`, with its version or options; `eager` if no graph could be made.
+        n_graphs: Graphs in use: 1 of ONNX Runtime, or one per bucket; 0 after they failed or were dropped.
         n_requests: Rows computed by a graph.
         eager: Rows computed without a graph while there were graphs, by reason; calls that bypass the cache are not
             counted. `kv_cache`: the caller keeps K/V. `shape`: no bucket holds the rows, or too much of it would be
             padding. `arguments`: the call has arguments besides tokens, a 2-D mask and token types. `padding`: a row is
-            not padded on the right. `torch_settings`: autocast is on, or torch's number of threads, default dtype,
+            not padded on the right (compiled graphs), or has no valid token. `weights`: they are not those of the
+            graph. `torch_settings`: autocast is on, or, for compiled graphs, torch's number of threads, default dtype,
             matmul precision or determinism changed. `thread`: graphs with CUDA graphs run only in the thread that
             compiled them. `failed`: a graph raised, and is not used again.
-        n_failed: Buckets without a graph, since compiling or running it failed.
-        n_dropped: 1 after all graphs were dropped because the model was edited other than in place; else 0.
+        n_failed: Graphs that could not be made, or failed in service.
+        n_dropped: 1 after all compiled graphs were dropped because the model was edited other than in place; else 0.
     """
 
+    name: str
     n_graphs: int
     n_requests: int = 0
     eager: dict[str, int] = field(default_factory=dict)
@@ -202,7 +205,7 @@ class Stats:
         errors: Failures of the cache after which the model computed instead.
         health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).
         audit: The audit of calibrated reuse in service; None without a calibrator.
-        compiled: Counts of compiled graphs; None before `LLMCache.compile`.
+        engine: Counts of the engine's graphs; None if no engine but the model was asked for.
         store: Counts of the store behind memory; None without one.
     """
 
@@ -236,7 +239,7 @@ class Stats:
     errors: int = 0
     health: Health = field(default_factory=Health)
     audit: AuditStats | None = None
-    compiled: CompileStats | None = None
+    engine: EngineStats | None = None
     store: TierStats | None = None
 
     @property

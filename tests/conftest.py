@@ -4,10 +4,12 @@ import gc
 import importlib
 import os
 import sys
+import tempfile
 import threading
 from collections import Counter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["LLMCACHE_HOME"] = os.path.join(tempfile.gettempdir(), "llmcache-tests")  # exported graphs are kept there
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Generator, Iterator

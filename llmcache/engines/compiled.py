@@ -9,117 +9,157 @@ Sizes: B rows, T tokens of a call; R rows, L tokens of a bucket.
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmcache.engines.engine import Eager, Engine
-from llmcache.engines.graphs import Bucket, Graph, Maker, make_buckets
+from llmcache.engines.engine import Eager
+from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
 from llmcache.errors import ConfigError
-from llmcache.models.adapters import Trunk, device_of
+from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
-from llmcache.models.coupling import Coupling
 from llmcache.models.model_config import setting
-from llmcache.models.rope import changes_with_length
 from llmcache.models.weights import Weights
-from llmcache.request.bypass import CURES
 from llmcache.request.rows import Row
-from llmcache.stats import CompileStats
-from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
 _OWNING_MODES = ("reduce-overhead", "max-autotune")  # CUDA graphs, which write each output to the same memory
-_GRAPH_ARGUMENTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
+
+#: `inputs by name (R, L) -> tensors of the trunk's output, in order`.
+Graph = Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
 
 
-class CompiledTrunk:
+class Bucket(NamedTuple):
+    """The shape of a graph, R rows of L tokens: calls that are not larger are padded to it."""
+
+    rows: int
+    length: int
+
+
+def make_buckets(lengths: Sequence[int], rows: Sequence[int], config: Any) -> list[Bucket]:
+    """Return all buckets of these sizes, smallest first; `ConfigError` if none is within the model's positions."""
+    n_positions = getattr(config, "max_position_embeddings", None)
+    for name, sizes in (("lengths", lengths), ("rows", rows)):
+        if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+            raise ConfigError(f"{name}: give whole numbers over 0 (got {sizes})")
+    kept = sorted({length for length in lengths if n_positions is None or length <= n_positions})
+    if not kept:
+        raise ConfigError(f"lengths: the model has {n_positions} positions (got {lengths})")
+    return [Bucket(n_rows, length) for length in kept for n_rows in sorted(set(rows))]
+
+
+class CompiledTrunk(GraphEngine):
     """The compiled graphs of one trunk, all made at construction. Thread-safe."""
 
     def __init__(
         self,
-        trunk: Trunk,
+        twin: GraphTwin,
         eager: Eager,
         arguments: Arguments,
         weights: Weights,
-        coupling: Coupling,
-        lengths: Sequence[int],
-        rows: Sequence[int],
+        buckets: Sequence[Bucket],
         mode: str | None,
         backend: str | Callable[..., Any],
         max_padding: float,
     ) -> None:
         """Make and test all graphs; arguments and errors are those of `LLMCache.compile`."""
+        super().__init__(twin, eager, arguments, weights)
         if not 0 <= max_padding <= 1:
             raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
-        buckets = make_buckets(lengths, rows, getattr(trunk.config, "max_position_embeddings", None))
-        if trunk.adapter.is_guess:
-            name = type(trunk.module).__name__
-            raise ConfigError(f"compile: the effect of padding on a {name} is not known: register an adapter")
-        if weights.is_training:
-            raise ConfigError("compile: the model is in training mode: call model.eval() first")
-        if any(map(changes_with_length, trunk.module.modules())):
-            raise ConfigError("compile: this model's RoPE changes with the length of a call, which no graph can follow")
         self.name = f"compiled {mode or ''} {backend if isinstance(backend, str) else 'own'}"
-        self._trunk, self._eager, self._arguments, self._weights = trunk, eager, arguments, weights
-        self._lock = forkable(threading.Lock())
-        self._n_requests = self._n_failed = self._n_dropped = 0
-        self._n_eager = Counter[str]()
-        self._max_padding = max_padding
-        self._maker = Maker(trunk, mode, backend)
-        self._digest = weights.digest()
-        mark = weights.mark_of(self._digest)
-        if weights.refusal is not None or mark is None:
-            raise ConfigError(f"compile: {'weights change' if weights.refusal is None else CURES[weights.refusal]}")
-        if reason := coupling.reason(self._digest):
-            raise ConfigError(f"compile: padding rows to a bucket would change their output: {reason}")
-        self._mark, self._attention, self._settings = mark, trunk.attention, _torch_settings()
-        is_owning = mode in _OWNING_MODES and device_of(trunk.module).type == "cuda"
+        self._max_padding, self._backend, self._settings = max_padding, backend, _torch_settings()
+        # No guards, so that nothing is checked or compiled in service: this class checks for changes.
+        self._options = {**_options_of(mode, backend), "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        is_owning = mode in _OWNING_MODES and device_of(twin.module).type == "cuda"
         self._thread = threading.get_ident() if is_owning else None
         self._graphs: dict[Bucket, Graph] = {}
         first: Exception | None = None
         for bucket in buckets:
             try:
-                self._graphs[bucket] = self._maker.make(bucket)
+                self._graphs[bucket] = self._make(bucket)
             except Exception as error:  # a compiler may raise anything
                 first = first or error
                 self._fail(bucket, error)
         if not self._graphs:
             raise ConfigError(f"compile: no graph could be made, see the log; the first failed with: {first}")
 
-    def stats(self) -> CompileStats:
-        """Return counts of graphs, and of requests that ran by graphs or eagerly."""
-        with self._lock:
-            return CompileStats(
-                len(self._graphs), self._n_requests, dict(self._n_eager), self._n_failed, self._n_dropped
-            )
+    @property
+    def n_graphs(self) -> int:
+        """Number of buckets with a graph."""
+        return len(self._graphs)
 
     def close(self) -> None:
         """Run all calls eagerly from now on."""
         with self._lock:
             self._graphs = {}
 
+    # -- making --------------------------------------------------------------------------------------------------------
+
+    def _make(self, bucket: Bucket) -> Graph:
+        """Compile a graph, and compare it with the trunk on a full call and on a smaller one with a padded row.
+
+        `ValueError` if the outputs differ; a compiler may raise anything.
+        """
+        twin = self.twin
+
+        def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+            return twin.run(inputs)
+
+        # torch.compile stores compiled code by code object: each graph gets its own.
+        name = f"trunk_{bucket.rows}x{bucket.length}"
+        code = run.__code__.replace(co_name=name)
+        own = types.FunctionType(code, run.__globals__, name, run.__defaults__, run.__closure__)
+        graph: Graph = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
+        with torch.inference_mode(False), torch.no_grad():
+            ids = twin.tokens(*bucket)
+            part = ids[: max(1, bucket.rows - 1), : max(1, bucket.length - 1)]
+            mask = torch.ones_like(part)
+            mask[0, (part.shape[1] + 1) // 2 :] = 0
+            for given in (
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                {"input_ids": part, "attention_mask": mask},
+            ):
+                twin.compare(self._cut(graph(self._pad(bucket, given)), given["input_ids"].shape), given)
+        return graph
+
+    def _pad(self, bucket: Bucket, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return a call's arguments padded to a bucket: tokens on the right, rows at the end."""
+        ids, given, kinds = arguments["input_ids"], arguments.get("attention_mask"), arguments.get(TYPES)
+        n_rows, n_tokens = ids.shape
+        pad_id = setting(self.twin.trunk.config, "pad_token_id") or 0
+        padded = torch.full(bucket, pad_id, dtype=torch.int64, device=ids.device)
+        mask = torch.zeros_like(padded)
+        padded[:n_rows, :n_tokens] = ids
+        mask[:n_rows, :n_tokens] = 1 if given is None else given
+        mask[n_rows:, 0] = 1  # a row without any valid token would give NaN
+        inputs = {"input_ids": padded, "attention_mask": mask}
+        if self.twin.takes_types:
+            inputs[TYPES] = torch.zeros_like(padded)
+            if kinds is not None:
+                inputs[TYPES][:n_rows, :n_tokens] = kinds
+        return inputs
+
+    def _cut(self, made: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+        """Return the part of a graph's tensors that belongs to a call of (B, T) tokens.
+
+        Copied if CUDA graphs own the tensors, which their next run overwrites.
+        """
+        n_rows, n_tokens = shape
+        cut = [one[:n_rows, :n_tokens] if one.ndim == 3 else one[:n_rows] for one in made]
+        return [one.contiguous() if self._thread is None else one.clone() for one in cut]
+
     # -- serving -------------------------------------------------------------------------------------------------------
 
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
-        """Return itself; for a call that no graph covers, an eager engine, which counts the reason."""
-        if not self._graphs or not self._check_digest(digest):
-            return self._eager
-        reason = "kv_cache" if keeps_kv else self._find_reason(self._arguments.bind(args, kwargs))
-        return self if reason is None else _EagerCall(self, reason)
-
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        """Return the trunk's output, of a graph if one has room and the rows are padded on the right only."""
+        """Return the trunk's output, of a graph if one has room."""
         arguments = self._arguments.bind(args, kwargs)
         fitting = self._fit(*arguments["input_ids"].shape)
         if fitting is None:
             return self.run_eagerly("shape", args, kwargs, rows)
-        if not all(map(_is_right_padded, rows)):
-            return self.run_eagerly("padding", args, kwargs, rows)
         bucket, graph = fitting
         try:
             output = self._replay(graph, bucket, arguments)
@@ -132,21 +172,12 @@ class CompiledTrunk:
             self._n_requests += len(rows)
         return output
 
-    def run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        """Run the trunk's own forward, and count the reason."""
-        output = self._eager.run(args, kwargs, rows)
-        with self._lock:
-            self._n_eager[reason] += len(rows)
-        return output
-
     def _replay(self, graph: Graph, bucket: Bucket, arguments: dict[str, Any]) -> Any:
         with torch.inference_mode(False), torch.no_grad():  # as when the graph was made
             if self._thread is not None:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            asked = arguments.get("return_dict")
-            has_names = setting(self._trunk.config, "return_dict") if asked is None else asked
-            made, shape = graph(self._maker.inputs(bucket, arguments)), arguments["input_ids"].shape
-            return self._maker.pack(made, shape, has_names is not False, is_owned=self._thread is not None)
+            made = graph(self._pad(bucket, arguments))
+            return self.twin.pack(self._cut(made, arguments["input_ids"].shape), arguments)
 
     def _fit(self, n_rows: int, n_tokens: int) -> tuple[Bucket, Graph] | None:
         """Return the smallest bucket that holds B rows of T tokens and its graph, unless too much of it is padding."""
@@ -158,25 +189,22 @@ class CompiledTrunk:
         return bucket, graphs[bucket]
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        """Return why no graph covers a call, a key of the eager counts; None if one may."""
-        mask, shape = arguments.get("attention_mask"), arguments["input_ids"].shape
-        if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape):
-            return "arguments"
-        if arguments.get("token_type_ids") is not None and not self._maker.takes_types:
-            return "arguments"
-        defaults, known = self._arguments.defaults, _GRAPH_ARGUMENTS.union(self._trunk.more_outputs)
-        if not all(one in known or value is None or value is defaults.get(one) for one, value in arguments.items()):
-            return "arguments"
-        if self._settings != _torch_settings() or torch.is_autocast_enabled(arguments["input_ids"].device.type):
+        if reason := super()._find_reason(arguments):
+            return reason
+        if self._settings != _torch_settings():
             return "torch_settings"
         return None if self._thread in (None, threading.get_ident()) else "thread"
 
+    def _covers(self, row: Row) -> bool:
+        """Whether, too, the row is padded on the right only."""
+        return super()._covers(row) and isinstance(row.valid, slice) and row.valid.start == 0
+
     def _check_digest(self, digest: str) -> bool:
         """Whether the graphs are valid for weights with this digest; if not, drop them."""
-        if digest == self._digest and self._attention == self._trunk.attention:
+        if super()._check_digest(digest):
             return True
         with self._lock:
-            if self._attention == self._trunk.attention and self._weights.differs_in_values(self._mark):
+            if self.twin.attention == self.twin.trunk.attention and self._weights.differs_in_values(self.twin.mark):
                 self._digest = digest
                 return True
             if self._graphs:
@@ -194,21 +222,6 @@ class CompiledTrunk:
         logger.warning("llmcache: no graph for %d rows of %d tokens; such calls run eagerly", *bucket, exc_info=error)
 
 
-@dataclass(frozen=True, slots=True)
-class _EagerCall:
-    """The engine of one call that no graph covers."""
-
-    compiled: CompiledTrunk
-    reason: str
-    name: str = ""
-
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
-        return self
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        return self.compiled.run_eagerly(self.reason, args, kwargs, rows)
-
-
 def _torch_settings() -> tuple[Any, ...]:
     """Return torch's settings that may be compiled into a graph."""
     return (
@@ -219,7 +232,11 @@ def _torch_settings() -> tuple[Any, ...]:
     )
 
 
-def _is_right_padded(row: Row) -> bool:
-    """Whether a row's valid tokens are contiguous from its first token on, and its mask holds only 0 and 1."""
-    is_plain = row.bypass_reason in ("", "no_content")
-    return is_plain and row.n_valid > 0 and isinstance(row.valid, slice) and row.valid.start == 0
+def _options_of(mode: str | None, backend: str | Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of a mode of `torch.compile`, which does not take both mode and options."""
+    if mode is None:
+        return {}
+    modes = torch._inductor.list_mode_options()
+    if backend != "inductor" or mode not in modes:
+        raise ConfigError(f"mode: give {', '.join(sorted(modes))}, with backend 'inductor' (got {mode!r}, {backend!r})")
+    return dict(modes[mode])

@@ -25,6 +25,9 @@ class Engine(Protocol):
             keeps_kv: Whether the call must fill the caller's K/V cache.
         """
 
+    def covering(self, rows: Sequence[Row]) -> "Engine":
+        """Return the engine for a call with these rows: itself, or another engine if it does not cover one of them."""
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Return the trunk's output for these arguments, whose rows are `rows`."""
 
@@ -37,6 +40,10 @@ class Eager:
         self._swap, self.name = swap, name
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
+        """Return itself."""
+        return self
+
+    def covering(self, rows: Sequence[Row]) -> Engine:
         """Return itself."""
         return self
 

@@ -1,152 +1,217 @@
-"""Makes compiled graphs of a trunk, one per bucket, and compares each with the trunk before it is used.
+"""What engines of graphs share: the twin that graphs are made of, and which calls a graph covers.
 
-Graphs are made of a twin, which shares the trunk's tensors and has no hooks.
+A graph is made of a twin, which shares the trunk's tensors and has no hooks, and is compared with it before it is used.
 
-Sizes: B rows, T tokens of a call; R rows, L tokens of a bucket; D hidden width.
+Sizes: B rows, T tokens of a call; D hidden width.
 """
 
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import Trunk, device_of, vocabulary_size
 from llmcache.models.arguments import Arguments
+from llmcache.models.coupling import Coupling
 from llmcache.models.model_config import setting
+from llmcache.models.rope import changes_with_length
 from llmcache.models.twin import make_twin
+from llmcache.models.weights import Mark, Weights
+from llmcache.request.bypass import CURES
+from llmcache.request.rows import Row
+from llmcache.stats import EngineStats
+from llmcache.threads import forkable
 
-_STATES, _TYPES = "last_hidden_state", "token_type_ids"
+logger = logging.getLogger("llmcache")
+
+STATES, TYPES = "last_hidden_state", "token_type_ids"
 #: Largest difference from the trunk's own output, as a share of its largest value: float32 or wider; narrower dtypes.
 TOLERANCE, TOLERANCE_OF_HALVES = 1e-4, 5e-2
-
-#: `inputs by name (R, L) -> tensors of the trunk's output, in order`.
-Graph = Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
+_GRAPH_ARGUMENTS = frozenset({"input_ids", "attention_mask", TYPES, "return_dict", "use_cache"})
 
 
-class Bucket(NamedTuple):
-    """The shape of a graph, R rows of L tokens: calls that are not larger are padded to it."""
+class GraphTwin:
+    """A copy of a trunk to make graphs of. Converts arguments of calls to inputs of graphs, and tensors to output."""
 
-    rows: int
-    length: int
+    def __init__(self, trunk: Trunk, weights: Weights, coupling: Coupling) -> None:
+        """Make the copy.
 
-
-def make_buckets(lengths: Sequence[int], rows: Sequence[int], n_positions: int | None) -> list[Bucket]:
-    """Return all buckets of these sizes, smallest first; `ConfigError` if none is within the model's positions."""
-    for name, sizes in (("lengths", lengths), ("rows", rows)):
-        if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-            raise ConfigError(f"{name}: give whole numbers over 0 (got {sizes})")
-    kept = sorted({length for length in lengths if n_positions is None or length <= n_positions})
-    if not kept:
-        raise ConfigError(f"lengths: the model has {n_positions} positions (got {lengths})")
-    return [Bucket(n_rows, length) for length in kept for n_rows in sorted(set(rows))]
-
-
-class Maker:
-    """Makes graphs of one trunk, converts a call's arguments to their inputs, and their tensors to its output."""
-
-    def __init__(self, trunk: Trunk, mode: str | None, backend: str | Callable[..., Any]) -> None:
-        """Make the twin. `ConfigError` if it returns more than states (B, T, D) and the pooler's output (B, D)."""
-        self._trunk = trunk
-        self._twin = make_twin(trunk.module)
-        self._backend = backend
-        # No guards, so that nothing is checked or compiled in service: `CompiledTrunk` checks for changes.
-        self._options = {**_options_of(mode, backend), "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        names = Arguments(self._twin.forward).names
+        Raises:
+            ConfigError: No graph can replace this trunk: its padding or RoPE, its mode, its rows or weights, or a
+                replaced forward are against it, or it returns more than states (B, T, D) and the pooler's output
+                (B, D).
+        """
+        if obstacle := _find_obstacle(trunk, weights):
+            raise ConfigError(f"no graph can be made: {obstacle}")
+        self.trunk, self.attention = trunk, trunk.attention
+        self.module = make_twin(trunk.module)
+        self.digest = weights.digest()
+        mark = weights.mark_of(self.digest)
+        if weights.refusal is not None or mark is None:
+            why = "weights change" if weights.refusal is None else CURES[weights.refusal]
+            raise ConfigError(f"no graph can be made: {why}")
+        if reason := coupling.reason(self.digest):
+            raise ConfigError(f"no graph can be made: rows of a call affect each other: {reason}")
+        self.mark: Mark = mark
+        names = Arguments(self.module.forward).names
         self._fixed = {"return_dict": True, **({"use_cache": False} if "use_cache" in names else {})}
         with torch.inference_mode(False), torch.no_grad():
-            ids = self._tokens(Bucket(1, 2))
-            output = self._twin(input_ids=ids, **self._fixed)
+            ids = self.tokens(1, 2)
+            output = self.module(input_ids=ids, **self._fixed)
             named = dict(output.items()) if isinstance(output, Mapping) else {}
+            #: Of the tensors that a graph returns.
             self.names = tuple(name for name, value in named.items() if value is not None)
-            if self.names not in ((_STATES,), (_STATES, "pooler_output")):
+            if self.names not in ((STATES,), (STATES, "pooler_output")):
                 found = ", ".join(self.names) or type(output)
-                raise ConfigError(f"compile: the trunk returns {found}, not states alone")
+                raise ConfigError(f"no graph can be made: the trunk returns {found}, not states alone")
             self._kind = type(output)
             #: Whether token types are an input. Types of 0 must equal no types, since one graph serves both.
             self.takes_types = False
-            if _TYPES in names:
-                typed = self._twin(input_ids=ids, token_type_ids=ids * 0, **self._fixed)
-                self.takes_types = torch.equal(typed[_STATES], named[_STATES])
+            if TYPES in names:
+                typed = self.module(input_ids=ids, token_type_ids=ids * 0, **self._fixed)
+                self.takes_types = torch.equal(typed[STATES], named[STATES])
 
-    def make(self, bucket: Bucket) -> Graph:
-        """Compile a graph, and compare it with the trunk on a full call and on a smaller one with a padded row.
+    def run(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the twin's own output for inputs of a graph."""
+        output = self.module(**inputs, **self._fixed)
+        return tuple(output[name] for name in self.names)
 
-        `ValueError` if the outputs differ; a compiler may raise anything.
-        """
-        twin, names, fixed = self._twin, self.names, self._fixed
+    def pack(self, made: Sequence[Tensor], arguments: Mapping[str, Any]) -> Any:
+        """Return the trunk's output for a call, of the tensors of a graph: a `ModelOutput`, or a tuple if asked for."""
+        asked = arguments.get("return_dict")
+        has_names = setting(self.trunk.config, "return_dict") if asked is None else asked
+        return tuple(made) if has_names is False else self._kind(**dict(zip(self.names, made, strict=True)))
 
-        def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-            output = twin(**inputs, **fixed)
-            return tuple(output[name] for name in names)
-
-        # torch.compile stores compiled code by code object: each graph gets its own.
-        name = f"trunk_{bucket.rows}x{bucket.length}"
-        code = run.__code__.replace(co_name=name)
-        own = types.FunctionType(code, run.__globals__, name, run.__defaults__, run.__closure__)
-        graph: Graph = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
-        with torch.inference_mode(False), torch.no_grad():
-            ids = self._tokens(bucket)
-            self._compare(graph, bucket, ids, torch.ones_like(ids))
-            ids = ids[: max(1, bucket.rows - 1), : max(1, bucket.length - 1)]
-            mask = torch.ones_like(ids)
-            mask[0, (ids.shape[1] + 1) // 2 :] = 0
-            self._compare(graph, bucket, ids, mask)
-        return graph
-
-    def inputs(self, bucket: Bucket, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return a call's arguments padded to a bucket: tokens on the right, rows at the end."""
-        ids, given, kinds = arguments["input_ids"], arguments.get("attention_mask"), arguments.get(_TYPES)
-        n_rows, n_tokens = ids.shape
-        pad_id = setting(self._trunk.config, "pad_token_id") or 0
-        padded = torch.full(bucket, pad_id, dtype=torch.int64, device=ids.device)
-        mask = torch.zeros_like(padded)
-        padded[:n_rows, :n_tokens] = ids
-        mask[:n_rows, :n_tokens] = 1 if given is None else given
-        mask[n_rows:, 0] = 1  # a row without any valid token would give NaN
-        inputs = {"input_ids": padded, "attention_mask": mask}
-        if self.takes_types:
-            inputs[_TYPES] = torch.zeros_like(padded)
-            if kinds is not None:
-                inputs[_TYPES][:n_rows, :n_tokens] = kinds
-        return inputs
-
-    def pack(self, made: Sequence[Tensor], shape: Sequence[int], has_names: bool, is_owned: bool) -> Any:
-        """Return the trunk's output for a call of (B, T) tokens, cut from the tensors that a graph made.
-
-        With `has_names` it is a `ModelOutput`, else a tuple. With `is_owned` it is copied: the graph's next run
-        overwrites its tensors.
-        """
-        n_rows, n_tokens = shape
-        cut = [one[:n_rows, :n_tokens] if one.ndim == 3 else one[:n_rows] for one in made]
-        cut = [one.clone() if is_owned else one.contiguous() for one in cut]
-        return self._kind(**dict(zip(self.names, cut, strict=True))) if has_names else tuple(cut)
-
-    def _tokens(self, bucket: Bucket) -> Tensor:
+    def tokens(self, n_rows: int, n_tokens: int) -> Tensor:
+        """Return token ids (B, T) to try a graph on, the same each time."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocabulary_size(self._trunk), bucket, generator=generator, device="cpu")
-        return ids.to(device_of(self._twin))
+        ids = torch.randint(vocabulary_size(self.trunk), (n_rows, n_tokens), generator=generator, device="cpu")
+        return ids.to(device_of(self.module))
 
-    def _compare(self, graph: Graph, bucket: Bucket, ids: Tensor, mask: Tensor) -> None:
-        given = {"input_ids": ids, "attention_mask": mask}
-        expected = self._twin(**given, **self._fixed)
-        found = self.pack(graph(self.inputs(bucket, given)), ids.shape, True, False)
-        for name in self.names:
-            where = mask.bool() if name == _STATES else slice(None)
-            one, other = found[name][where], expected[name][where]
+    def compare(self, found: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> None:
+        """Compare a graph's output for inputs with a mask with the twin's; `ValueError` if they differ."""
+        for name, one, other in zip(self.names, found, self.run(inputs), strict=True):
+            where = inputs["attention_mask"].bool() if name == STATES else slice(None)
+            one, other = one[where], other[where]
             allowed = TOLERANCE if torch.finfo(one.dtype).bits >= 32 else TOLERANCE_OF_HALVES
             difference = (one - other).abs().max()
             if not bool(difference <= allowed * other.abs().max().clamp(min=1)):
-                raise ValueError(f"its {name} differs from the trunk's by {difference:.3g}")
+                n_rows, n_tokens = inputs["input_ids"].shape
+                raise ValueError(
+                    f"its {name} differs from the trunk's by {difference:.3g} for {n_rows} rows of {n_tokens} tokens"
+                )
 
 
-def _options_of(mode: str | None, backend: str | Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of a mode of `torch.compile`, which does not take both mode and options."""
-    if mode is None:
-        return {}
-    modes = torch._inductor.list_mode_options()
-    if backend != "inductor" or mode not in modes:
-        raise ConfigError(f"mode: give {', '.join(sorted(modes))}, with backend 'inductor' (got {mode!r}, {backend!r})")
-    return dict(modes[mode])
+def _find_obstacle(trunk: Trunk, weights: Weights) -> str | None:
+    """Return why no graph can follow a trunk, and the cure if there is one; None if one may."""
+    if trunk.adapter.is_guess:
+        return f"the effect of padding on a {type(trunk.module).__name__} is not known: register an adapter"
+    if weights.is_training:
+        return "the model is in training mode: call model.eval() first"
+    if any(map(changes_with_length, trunk.module.modules())):
+        return "this model's RoPE changes with the length of a call"
+    return None
+
+
+class GraphEngine:
+    """Computes by graphs. Calls that no graph covers run eagerly, under the scope of the trunk itself. Thread-safe."""
+
+    name: str
+
+    def __init__(self, twin: GraphTwin, eager: Eager, arguments: Arguments, weights: Weights) -> None:
+        """Take the twin that the graphs are made of, and what runs and reads other calls."""
+        self.twin, self._eager, self._arguments, self._weights = twin, eager, arguments, weights
+        self._digest = twin.digest
+        self._lock = forkable(threading.Lock())
+        self._n_requests = self._n_failed = self._n_dropped = 0
+        self._n_eager = Counter[str]()
+
+    @property
+    def n_graphs(self) -> int:
+        """Number of graphs in use."""
+        raise NotImplementedError
+
+    def stats(self) -> EngineStats:
+        """Return counts of graphs, and of requests that ran by graphs or eagerly."""
+        with self._lock:
+            return EngineStats(
+                self.name, self.n_graphs, self._n_requests, dict(self._n_eager), self._n_failed, self._n_dropped
+            )
+
+    def close(self) -> None:
+        """Run all calls eagerly from now on."""
+        raise NotImplementedError
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
+        """Return itself; for a call that no graph covers, an eager engine, which counts the reason."""
+        is_fit = self._check_digest(digest)
+        if not self.n_graphs:
+            return self._eager
+        if not is_fit:
+            reason: str | None = "weights"
+        else:
+            reason = "kv_cache" if keeps_kv else self._find_reason(self._arguments.bind(args, kwargs))
+        return self if reason is None else EagerCall(self, reason)
+
+    def covering(self, rows: Sequence[Row]) -> Engine:
+        """Return itself; for a call with a row whose padding no graph covers, an eager engine."""
+        return self if all(map(self._covers, rows)) else EagerCall(self, "padding")
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
+        """Return the trunk's output, of a graph."""
+        raise NotImplementedError
+
+    def run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
+        """Run the trunk's own forward, and count the reason."""
+        output = self._eager.run(args, kwargs, rows)
+        with self._lock:
+            self._n_eager[reason] += len(rows)
+        return output
+
+    def _find_reason(self, arguments: dict[str, Any]) -> str | None:
+        """Return why no graph covers a call, a key of the eager counts; None if one may."""
+        mask, shape = arguments.get("attention_mask"), arguments["input_ids"].shape
+        if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape):
+            return "arguments"
+        if arguments.get(TYPES) is not None and not self.twin.takes_types:
+            return "arguments"
+        defaults, known = self._arguments.defaults, _GRAPH_ARGUMENTS.union(self.twin.trunk.more_outputs)
+        if not all(one in known or value is None or value is defaults.get(one) for one, value in arguments.items()):
+            return "arguments"
+        return "torch_settings" if torch.is_autocast_enabled(arguments["input_ids"].device.type) else None
+
+    def _covers(self, row: Row) -> bool:
+        """Whether the mask of a row holds only 0 and 1, and a graph may run it."""
+        return row.bypass_reason in ("", "no_content") and row.n_valid > 0
+
+    def _check_digest(self, digest: str) -> bool:
+        """Whether the graphs are valid for weights with this digest."""
+        return digest == self._digest and self.twin.attention == self.twin.trunk.attention
+
+
+@dataclass(frozen=True, slots=True)
+class EagerCall:
+    """The engine of one call that no graph covers."""
+
+    engine: GraphEngine
+    reason: str
+    name: str = ""
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
+        """Return itself."""
+        return self
+
+    def covering(self, rows: Sequence[Row]) -> Engine:
+        """Return itself."""
+        return self
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
+        """Run the trunk's own forward, and count the reason."""
+        return self.engine.run_eagerly(self.reason, args, kwargs, rows)

@@ -30,14 +30,12 @@ def make_twin(module: nn.Module) -> nn.Module:
     try:
         twin = _copy(module, (one for part in module.modules() for one in part._buffers.values()), {})
     except Exception as error:  # attributes may raise anything
-        raise ConfigError(f"compile: {type(module).__name__} cannot be copied: {error}") from error
+        raise ConfigError(f"no graph can be made: {type(module).__name__} cannot be copied: {error}") from error
     for part in twin.modules():
         forward = part.__dict__.pop("forward", None)
         if forward is not None and getattr(forward, "__func__", None) is not type(part).forward:
-            raise ConfigError(
-                f"compile: the forward of a {type(part).__name__} was replaced (by a {type(forward).__name__}), which "
-                "no graph would run: remove it first"
-            )
+            replaced = f"the forward of a {type(part).__name__} was replaced (by a {type(forward).__name__})"
+            raise ConfigError(f"no graph can be made: {replaced}, which no graph would run: remove it first")
     return twin
 
 

@@ -409,5 +409,5 @@ def test_hits_of_graphs_are_audited(model: nn.Module) -> None:
         n_hits = n_hits_of(cache, fresh(30))
         n_drawn, n_recomputed, n_lost, _ = known_after(cache)
         assert 0 < n_hits == n_drawn == n_recomputed and n_lost == 0
-        compiled = cache.stats().compiled
+        compiled = cache.stats().engine
         assert compiled is not None and compiled.n_requests > 0

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig
 
 from llmcache import ConfigError, LLMCache, WrapError
-from llmcache.engines.graphs import make_buckets
+from llmcache.engines.compiled import make_buckets
 from tests.contract.models import fresh, plain
 from tests.tiny_models import batch, padded, tokens
 
@@ -31,7 +32,7 @@ def compiled(family: str = "bert", kind: str = "classifier", **more: Any) -> LLM
 
 
 def figures(cache: LLMCache) -> Any:
-    found = cache.stats().compiled
+    found = cache.stats().engine
     assert found is not None
     return found
 
@@ -233,8 +234,14 @@ def test_refusals_tell_what_to_do() -> None:
         cache.compile()
     with pytest.raises(ConfigError, match="register an adapter"):
         LLMCache.wrap(fresh("megatron", "bare")).compile()
-    assert cache.stats().compiled is None
-    assert make_buckets((16, 8, 64), (2, 1, 2), 32) == [(1, 8), (2, 8), (1, 16), (2, 16)]
+    assert cache.stats().engine is None
+    buckets = make_buckets((16, 8, 64), (2, 1, 2), BertConfig(max_position_embeddings=32))
+    assert buckets == [
+        (1, 8),
+        (2, 8),
+        (1, 16),
+        (2, 16),
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,0 +1,267 @@
+"""Runs the trunk by ONNX Runtime, on a graph that is exported once and kept in a folder.
+
+The weights are part of the graph, so it is valid for one digest. A kept graph is compared with the model at each start.
+
+Sizes: B rows, T tokens of a call.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from llmcache.engines.engine import Eager
+from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
+from llmcache.models.adapters import device_of
+from llmcache.models.arguments import Arguments
+from llmcache.models.weights import Weights
+from llmcache.request.rows import Row
+from llmcache.threads import forkable
+
+logger = logging.getLogger("llmcache")
+
+HOME = "LLMCACHE_HOME"  # environment variable: the folder of kept graphs; default: llmcache in the user's cache folder
+_FORMAT = 1  # of kept graphs; rises when the export changes
+_FILE = "model.onnx"
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+#: Rows and tokens of the calls on which a graph is compared with the model.
+_SHAPES = ((1, 1), (1, 2), (1, 7), (1, 16), (1, 33), (1, 128), (2, 5), (2, 24), (3, 12), (4, 64), (8, 9), (16, 3))
+_TIMED = (1, 32)  # rows and tokens of a call that engines are timed on
+_N_TIMED = 7
+
+
+def find_missing() -> str | None:
+    """Return the name of a package that is needed and not installed, or None."""
+    return next((name for name in ("onnxruntime", "onnx", "onnxscript") if find_spec(name) is None), None)
+
+
+class OnnxTrunk(GraphEngine):
+    """The exported graph of one trunk. Thread-safe; a forked process opens the graph anew."""
+
+    def __init__(
+        self, twin: GraphTwin, eager: Eager, arguments: Arguments, weights: Weights, folder: Path | None = None
+    ) -> None:
+        """Open the graph that is kept for these weights, or export it; compare it with the model.
+
+        Args:
+            twin: The trunk's.
+            eager: Runs calls that the graph does not cover.
+            arguments: The trunk's.
+            weights: The trunk's.
+            folder: Where graphs are kept; None: `engines` in the folder of `LLMCACHE_HOME`.
+
+        Raises:
+            Exception: The export fails, in whatever way; a `ValueError` if the graph's output differs.
+        """
+        super().__init__(twin, eager, arguments, weights)
+        import onnxruntime
+
+        self._runtime = onnxruntime
+        self.name = f"onnxruntime {onnxruntime.__version__}"
+        device, dtype = device_of(twin.module), next(iter(twin.module.parameters())).dtype
+        self._provider = _PROVIDERS.get(device.type, "")
+        if self._provider not in self._runtime.get_available_providers():
+            raise ValueError(f"this onnxruntime does not compute on {device.type}")
+        if dtype != torch.float32:
+            raise ValueError(f"the graph takes float32 weights, not {dtype}")
+        self._opening = forkable(threading.Lock(), is_waited_for=False)
+        self._sessions: dict[tuple[int, int], Any] = {}  # by process and number of threads
+        self._is_open = True
+        kept = (folder or _home() / "engines") / self._key()
+        self._path = kept / _FILE
+        if not (self._path.is_file() and self._is_fit()):
+            with tempfile.TemporaryDirectory(prefix="llmcache-") as made:
+                _export(twin, Path(made) / _FILE)
+                _keep(Path(made), kept)
+            self._sessions.clear()
+            self._compare()
+
+    @property
+    def n_graphs(self) -> int:
+        """1, or 0 after the graph failed or was closed."""
+        return int(self._is_open)
+
+    def close(self) -> None:
+        """Run all calls eagerly from now on."""
+        self._is_open = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
+        """Return the trunk's output, of the graph."""
+        arguments = self._arguments.bind(args, kwargs)
+        try:
+            made = self.compute(arguments)
+        except Exception as error:  # whatever a provider raises
+            output = self.run_eagerly("failed", args, kwargs, rows)  # raises if the input is wrong
+            with self._lock:
+                self._is_open, self._n_failed = False, self._n_failed + 1
+            logger.warning("llmcache: the graph of ONNX Runtime failed; calls run eagerly from now on", exc_info=error)
+            return output
+        with self._lock:
+            self._n_requests += len(rows)
+        return self.twin.pack(made, arguments)
+
+    def compute(self, arguments: Mapping[str, Any]) -> list[Tensor]:
+        """Return the graph's tensors for a call's arguments by name."""
+        ids, given, kinds = arguments["input_ids"], arguments.get("attention_mask"), arguments.get(TYPES)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if given is None else given}
+        if self.twin.takes_types:
+            inputs[TYPES] = torch.zeros_like(ids) if kinds is None else kinds
+        feed = {name: one.to("cpu", torch.int64).numpy() for name, one in inputs.items()}
+        return [torch.from_numpy(one).to(ids.device) for one in self._session().run(None, feed)]
+
+    def _session(self) -> Any:
+        """Return the session of this process and torch's number of threads."""
+        key = os.getpid(), torch.get_num_threads()
+        session = self._sessions.get(key)
+        if session is None:
+            with self._opening:
+                session = self._sessions.get(key)
+                if session is None:
+                    # A parent's sessions stay: they would wait for threads that are not here.
+                    session = self._sessions[key] = self._open(key[1])
+        return session
+
+    def _open(self, n_threads: int) -> Any:
+        options = self._runtime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = n_threads, 1
+        options.log_severity_level = 3  # errors
+        return self._runtime.InferenceSession(self._path, options, providers=[self._provider])
+
+    def _key(self) -> str:
+        """Return a digest of all that the graph depends on."""
+        twin = self.twin
+        versions = [torch.__version__, transformers.__version__]
+        facts = [_FORMAT, twin.digest, twin.attention, twin.names, twin.takes_types, versions]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+    def _is_fit(self) -> bool:
+        """Whether the kept graph can be opened and computes as the model does."""
+        try:
+            self._compare()
+        except Exception as error:  # a damaged file, or a foreign one
+            logger.warning("llmcache: the graph in %s is not used: %s", self._path.parent, error)
+            return False
+        return True
+
+    def _compare(self) -> None:
+        """Compare the graph with the model; `ValueError` if they differ."""
+        with torch.inference_mode(False), torch.no_grad():
+            for inputs in calls_to_compare(self.twin):
+                self.twin.compare(self.compute(inputs), inputs)
+
+
+def calls_to_compare(twin: GraphTwin) -> list[dict[str, Tensor]]:
+    """Return calls of a dozen shapes: whole rows, padded ones on either side, and ones with two token types."""
+    most = getattr(twin.trunk.config, "max_position_embeddings", None) or _SHAPES[5][1]
+    calls = []
+    for n_rows, n_tokens in _SHAPES:
+        ids = twin.tokens(n_rows, min(n_tokens, max(1, most // 2)))
+        mask = torch.ones_like(ids)
+        for row in range(1, n_rows):
+            padding = slice(ids.shape[1] - ids.shape[1] // 3, None) if row % 2 else slice(0, ids.shape[1] // 3)
+            mask[row, padding] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if twin.takes_types:
+            inputs[TYPES] = torch.zeros_like(ids)
+            if n_rows % 2:  # others are compared without types, which are 0 then
+                inputs[TYPES][:, ids.shape[1] // 2 :] = int(twin.trunk.config.type_vocab_size > 1)
+        calls.append(inputs)
+    return calls
+
+
+def is_faster(engine: OnnxTrunk) -> bool:
+    """Whether the graph takes less time than the model on one row of 32 tokens: medians of calls in turns."""
+    inputs = engine.twin.tokens(*_TIMED)
+    given = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    took: tuple[list[float], list[float]] = ([], [])
+    with torch.inference_mode():
+        for _ in range(_N_TIMED):
+            for times, run in zip(took, (engine.twin.run, engine.compute), strict=True):
+                started = perf_counter()
+                run(given)
+                times.append(perf_counter() - started)
+    return median(took[1]) < median(took[0])
+
+
+class _Exported(nn.Module):
+    """The twin as the exporter takes it: inputs by position, tensors out."""
+
+    def __init__(self, twin: GraphTwin) -> None:
+        super().__init__()
+        self.module = twin.module
+        self._run = twin.run
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Any:
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, TYPES: token_type_ids}
+        return self._run({name: one for name, one in given.items() if one is not None})
+
+
+def _export(twin: GraphTwin, path: Path) -> None:
+    """Write a graph with any number of rows and tokens."""
+    logger.info("llmcache: a %s is exported for ONNX Runtime", type(twin.trunk.module).__name__)
+    ids = twin.tokens(2, 8)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["attention_mask"][1, 6:] = 0
+    if twin.takes_types:
+        inputs[TYPES] = torch.zeros_like(ids)
+    sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
+    with _quiet(), torch.inference_mode(False), torch.no_grad():
+        torch.onnx.export(
+            _Exported(twin).eval(),
+            tuple(inputs.values()),
+            path,
+            dynamo=True,
+            input_names=list(inputs),
+            output_names=list(twin.names),
+            dynamic_shapes=(sizes,) * len(inputs),
+            external_data=True,  # one file holds at most 2 GB
+            verbose=False,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's remarks, which are about its own inside."""
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def _keep(made: Path, kept: Path) -> None:
+    """Move an exported graph to where it is kept, replacing what does not fit."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=kept.parent))
+    shutil.copytree(made, fresh, dirs_exist_ok=True)
+    shutil.rmtree(kept, ignore_errors=True)
+    try:
+        fresh.rename(kept)
+    except OSError:  # another process was faster
+        shutil.rmtree(fresh)
+        if not (kept / _FILE).is_file():
+            raise
+
+
+def _home() -> Path:
+    named = os.environ.get(HOME) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmcache"
+    return Path(named).expanduser()

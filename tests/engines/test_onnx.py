@@ -1,0 +1,327 @@
+"""`engine="onnxruntime"`: graphs that are exported, kept and compared, and calls that they do not cover."""
+
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llmcache import CacheConfig, ConfigError, LLMCache, WrapError
+from llmcache.engines import onnx
+from tests.contract.models import fresh, plain
+from tests.contract.streams import ask, batched, classifier, requests
+from tests.tiny_models import padded, tokens
+
+EXPORT = onnx._export
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where these tests keep graphs, so that each model is exported once."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture
+def wrap(kept: Path) -> Any:
+    """Wraps a tiny model with a kept graph."""
+
+    def make(family: str = "bert", kind: str = "classifier", **settings: Any) -> LLMCache:
+        return LLMCache.wrap(fresh(family, kind), engine={"name": "onnxruntime", "folder": kept}, **settings)
+
+    return make
+
+
+def figures(cache: LLMCache) -> Any:
+    found = cache.stats().engine
+    assert found is not None
+    return found
+
+
+def agree(cache: LLMCache, alone: nn.Module, **inputs: Any) -> None:
+    """Compare a call's output, at valid tokens, with the plain model's."""
+    with torch.inference_mode():
+        found, expected = cache.model(**inputs), alone(**inputs)
+    assert type(found) is type(expected)
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    both = (one if type(one) is tuple else one.to_tuple() for one in (found, expected))
+    for one, other in zip(*both, strict=True):
+        where = mask if one.shape[:2] == mask.shape else slice(None)
+        torch.testing.assert_close(one[where], other[where], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("bert", "bare"),
+        ("roberta", "classifier"),
+        ("xlm-roberta", "bare"),
+        ("distilbert", "span"),
+        ("electra", "token"),
+        ("mpnet", "classifier"),
+        ("deberta-v2", "classifier"),
+        ("modernbert", "classifier"),
+        ("gpt2", "classifier"),
+        ("qwen2", "bare"),
+    ],
+)
+def test_families_compute_within_1e_4_of_the_model(wrap: Any, family: str, kind: str) -> None:
+    cache, alone = wrap(family, kind), plain(family, kind)
+    more = {} if family not in ("gpt2", "qwen2") else {"use_cache": False}
+    calls = [
+        padded([7, 4, 6]),
+        padded([5, 9], seed=3, left=True),
+        {"input_ids": tokens(2, 11, seed=5)},
+        padded([1], seed=8),
+        {**padded([20, 3], seed=11), "return_dict": False},
+    ]
+    for inputs in calls + calls:
+        agree(cache, alone, **inputs, **more)
+    stats = cache.stats()
+    # With padding on the left, the head of some reads the first column, whose state is not promised.
+    reads_padding = stats.bypassed == {"head_reads_padding": 2}
+    assert reads_padding or stats.bypassed == {}
+    assert (figures(cache).n_requests, figures(cache).eager) == ((8, {"padding": 3}) if reads_padding else (10, {}))
+    assert (stats.hits, stats.errors) == ({"exact": 9 if reads_padding else 10}, 0)
+
+
+def test_a_graph_is_kept_and_found_again(wrap: Any, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap()
+    exports = []
+    monkeypatch.setattr(onnx, "_export", lambda *given: (exports.append(1), EXPORT(*given)))
+    agree(cache := wrap(), plain("bert", "classifier"), **padded([5, 3]))
+    assert (figures(cache).n_requests, exports) == (2, [])
+    assert figures(cache).name.startswith("onnxruntime ")
+    assert not list(kept.glob(".new-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut off", "another model's", "gone"])
+def test_a_kept_graph_that_does_not_fit_is_made_anew(
+    wrap: Any, kept: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = wrap()._core.forward.engine
+    wrap("distilbert", "span")
+    folder = engine._path.parent
+    if damage == "cut off":
+        engine._path.write_bytes(engine._path.read_bytes()[:1000])
+    elif damage == "gone":
+        for one in folder.iterdir():
+            one.unlink()
+    else:
+        other = next(one for one in kept.iterdir() if one != folder)
+        for one in other.iterdir():
+            (folder / one.name).write_bytes(one.read_bytes())
+    agree(cache := wrap(), plain("bert", "classifier"), **padded([5, 3]))
+    assert figures(cache).n_requests == 2
+    assert sum("is not used" in one.message for one in caplog.records) == (damage != "gone")
+    caplog.clear()
+    assert figures(wrap()).n_graphs == 1 and not caplog.records
+
+
+def test_what_a_graph_does_not_cover_runs_eagerly_under_the_keys_of_the_model(wrap: Any) -> None:
+    cache, alone = wrap(), plain("bert", "classifier")
+    plain_call, odd = padded([6], seed=1), {**padded([6], seed=1), "position_ids": torch.arange(6)[None] + 1}
+    for inputs in (plain_call, odd, plain_call, odd):
+        agree(cache, alone, **inputs)
+    scopes = {entry.scope.engine for entry in cache._core.bank._entries.values()}
+    assert len(scopes) == 2 and "" in scopes
+    unmasked = {"input_ids": tokens(2, 5, seed=4), "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])}
+    with torch.inference_mode():
+        torch.testing.assert_close(cache.model(**unmasked).logits, alone(**unmasked).logits)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        cache.model(**padded([6], seed=6))
+    assert cache.model(**padded([6], seed=7), output_hidden_states=True).hidden_states is not None
+    cache.model(**padded([6], seed=8)).logits.sum().backward()
+    assert figures(cache).eager == {"arguments": 1, "padding": 2, "torch_settings": 1}
+    assert (figures(cache).n_requests, cache.stats().hits, cache.stats().errors) == (1, {"exact": 2}, 0)
+
+
+def test_edited_weights_run_eagerly_until_the_engine_is_built_again(
+    wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, alone = wrap(), fresh("bert", "classifier")
+    agree(cache, alone, **padded([6]))
+    layers = [one.bert.encoder.layer[0].output.dense for one in (cache.model, alone)]
+    before = layers[0].weight.detach().clone()
+    with torch.no_grad():
+        for one in layers:
+            one.weight.mul_(1.5)
+    agree(cache, alone, **padded([6], seed=1))
+    assert (figures(cache).eager, figures(cache).n_requests) == ({"weights": 1}, 1)
+    cache.build_engine()
+    agree(cache, alone, **padded([6], seed=1))
+    assert (figures(cache).eager, figures(cache).n_requests) == ({}, 1)
+    with torch.no_grad():
+        for one in layers:
+            one.weight.copy_(before)
+    agree(cache, alone, **padded([6], seed=2))
+    assert figures(cache).eager == {"weights": 1}
+
+
+def test_a_graph_that_fails_in_service_is_not_used_again(
+    wrap: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, alone = wrap(), plain("bert", "classifier")
+    with pytest.raises(IndexError), torch.inference_mode():
+        cache.model(input_ids=tokens(1, 6), token_type_ids=torch.full((1, 6), 9))
+    assert (figures(cache).n_graphs, figures(cache).n_failed) == (1, 0)
+
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cache._core.forward.engine, "compute", fail)
+    for seed in range(3):
+        agree(cache, alone, **padded([6], seed=seed))
+    assert (figures(cache).n_graphs, figures(cache).n_failed, figures(cache).eager) == (0, 1, {"failed": 1})
+    assert sum("graph of ONNX Runtime failed" in one.message for one in caplog.records) == 1
+    assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("trouble", ["export", "output", "training", "half", "unknown family"])
+def test_a_model_without_a_graph_runs_eagerly_with_one_warning(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = fresh("megatron" if trouble == "unknown family" else "bert", "bare")
+    if trouble == "training":
+        model.train()
+    elif trouble == "half":
+        model.bfloat16()
+
+    def export(twin: Any, path: Path) -> None:
+        if trouble == "export":
+            raise RuntimeError("no such operator")
+        with torch.no_grad():
+            twin.module.embeddings.LayerNorm.bias.add_(1)
+            EXPORT(twin, path)
+            twin.module.embeddings.LayerNorm.bias.sub_(1)
+
+    monkeypatch.setattr(onnx, "_export", export)
+    cache = LLMCache.wrap(model, engine={"name": "onnxruntime", "folder": tmp_path})
+    why = {"export": "no such operator", "output": "differs from the trunk's by", "training": "eval()"}
+    why |= {"half": "float32", "unknown family": "register an adapter"}
+    messages = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(messages) == 1 and why[trouble] in messages[0] and "run eagerly" in messages[0]
+    model.eval()
+    for _ in range(2):
+        cache(**padded([6]))
+    assert (figures(cache).name, figures(cache).n_graphs, figures(cache).n_failed) == ("eager", 0, 1)
+    assert cache.stats().hits == {"exact": 1}
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxscript" else object())
+    model = fresh("bert", "bare")
+    with pytest.raises(ConfigError, match=r"onnxscript is not installed\): pip install 'llmcache-torch\[onnx\]'"):
+        LLMCache.wrap(model, engine="onnxruntime")
+    cache = LLMCache.wrap(model, engine="auto")  # the failed wrap left nothing behind
+    assert cache.stats().engine is None
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_auto_takes_the_graph_where_it_is_faster(kept: Path, is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(
+        onnx.is_faster(
+            LLMCache.wrap(
+                fresh("bert", "classifier"), engine={"name": "onnxruntime", "folder": kept}
+            )._core.forward.engine
+        ),
+        bool,
+    )
+    monkeypatch.setattr("llmcache.core.is_faster", lambda engine: is_faster)
+    cache = LLMCache.wrap(fresh("bert", "classifier"), engine={"name": "auto", "folder": kept})
+    agree(cache, plain("bert", "classifier"), **padded([5]))
+    assert (cache.stats().engine is not None) == is_faster
+
+
+def test_settings_are_checked_and_homes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, match in (("openvino", "eager"), ({"name": "auto", "precision": 8}, "unknown setting")):
+        with pytest.raises(ConfigError, match=match):
+            CacheConfig.make(None, engine=wrong)
+    with pytest.raises(ConfigError, match="engine with tau"):
+        CacheConfig.make(None, engine="onnxruntime", tau=0.9)
+    assert CacheConfig.make(None, engine="eager", tau=0.9).engine.name == "eager"
+    monkeypatch.setenv("LLMCACHE_HOME", str(tmp_path))
+    LLMCache.wrap(fresh("bert", "classifier"), engine="onnxruntime")
+    assert len(list((tmp_path / "engines").iterdir())) == 1
+
+
+def test_copies_and_pickles_leave_the_engine_behind(wrap: Any) -> None:
+    cache, inputs = wrap(), padded([5, 3])
+    expected = cache(**inputs).logits
+    for copied in (deepcopy(cache.model), pickle.loads(pickle.dumps(cache.model))):
+        with torch.inference_mode():
+            torch.testing.assert_close(copied(**inputs).logits, expected, atol=1e-4, rtol=0)
+        assert "forward" not in vars(copied.bert)
+    model = cache.unwrap()
+    with pytest.raises(WrapError):
+        cache.build_engine()
+    assert vars(model.bert).keys() == vars(fresh("bert", "classifier").bert).keys()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_opens_a_session_of_its_own(wrap: Any) -> None:
+    cache = wrap()
+    cache(**padded([6]))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            agree(cache, plain("bert", "classifier"), **padded([5], seed=3))
+            engine = cache._core.forward.engine
+            status = 0 if figures(cache).n_requests == 2 and len(engine._sessions) == 2 else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_follow_torch(wrap: Any, threads: None) -> None:
+    cache = wrap()
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        agree(cache, plain("bert", "classifier"), **padded([6], seed=n_threads))
+    sessions = cache._core.forward.engine._sessions
+    asked = {n: one.get_session_options().intra_op_num_threads for (_, n), one in sessions.items()}
+    assert asked[2] == 2 and asked[1] == 1
+
+
+def test_saves_hold_entries_of_the_engine_and_may_be_loaded_with_another(wrap: Any, kept: Path, tmp_path: Path) -> None:
+    cache, inputs = wrap(), padded([6])
+    cache(**inputs)
+    cache.save(tmp_path)
+    for given, hits in ((None, {"exact": 1}), ({"engine": "eager"}, {})):
+        again = LLMCache.load(fresh("bert", "classifier"), tmp_path, config=given)
+        agree(again, plain("bert", "classifier"), **inputs)
+        assert again.stats().hits == hits
+
+
+def test_calibrated_reuse_learns_from_the_engine_and_is_audited(tmp_path: Path) -> None:
+    known, new = requests(600)[0], requests(200, seed=1)[0]
+    settings = {"max_drop": 0.05, "audit": {"rate": 1.0, "in_background": False}}
+    cache = LLMCache.wrap(classifier(), engine={"name": "onnxruntime", "folder": tmp_path}, **settings)
+    assert cache.calibrate(batched(known)).chosen is not None
+    rungs = ask(cache, new)
+    cache.drain()
+    audit = cache.stats().audit
+    assert rungs.count("semantic") > 20 and audit is not None and audit.n_recomputed > 20
+    assert figures(cache).eager == {} and figures(cache).n_requests >= 600
+
+
+def test_a_row_of_a_batch_serves_the_row_alone(wrap: Any) -> None:
+    cache, both = wrap(), padded([6, 3])
+    cache(**both)
+    cache(**{name: one[1:, :3] for name, one in both.items()})
+    assert cache.last[0].rung == "exact"
