@@ -56,6 +56,10 @@ class Answers(ABC):
         If answers are made from payloads, the forecast is of the payload. The favour of the forecast class is over 0.
         """
 
+    def margins(self, output: Floats) -> Floats:
+        """Return how sure outputs (N, C) are of their answers: features (N, F) from which a draft's risk is learned."""
+        raise NotImplementedError(f"an answer of kind {self.name!r} has no margin")
+
 
 class Classes(Answers):
     """One of C classes: the class with the largest logit."""
@@ -77,6 +81,13 @@ class Classes(Answers):
         margin: Floats = forecast[classes] - np.where(classes == forecast.argmax(), second, first)
         return margin
 
+    def margins(self, output: Floats) -> Floats:
+        """Return the lead over the second class, its logarithm, and the log-odds of the first."""
+        ordered = np.sort(output, axis=1)
+        rest = ordered[:, -1:] - ordered[:, :-1]  # (N, C - 1); over 0
+        odds: Floats = -np.log(np.exp(-rest).sum(axis=1) + 1e-6)
+        return np.column_stack([_with_log(rest[:, -1]), odds])
+
 
 class Labels(Answers):
     """A set of C labels: the labels with a logit over 0."""
@@ -94,6 +105,10 @@ class Labels(Answers):
         """Return the smallest margin among the labels, negative if a label is on the wrong side."""
         least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
         return least
+
+    def margins(self, output: Floats) -> Floats:
+        """Return the least distance of a logit from 0, and its logarithm."""
+        return _with_log(np.abs(output).min(axis=1))
 
 
 class Scores(Answers):
@@ -126,6 +141,10 @@ class Scores(Answers):
         nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
         return nearness
 
+    def margins(self, output: Floats) -> Floats:
+        """Return the scores: how far off a draft is may depend on where it is."""
+        return output
+
 
 class Embeddings(Answers):
     """A vector: the same answer at a cosine of 0.98."""
@@ -144,6 +163,11 @@ class Embeddings(Answers):
         """Return the cosine."""
         cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
         return cosine
+
+
+def _with_log(lead: Floats) -> Floats:
+    """Return leads (N,) and their logarithms (N, 2)."""
+    return np.stack([lead, np.log(lead + 1e-2)], axis=1)
 
 
 ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, Labels, Scores, Embeddings)}

@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,12 @@ from llmcache.config import CacheConfig
 from llmcache.content_gate import ContentGate
 from llmcache.counters import Counters
 from llmcache.decide import NeighbourChooser, Semantic
+from llmcache.draft import Draft
+from llmcache.engines.onnx import OnnxTrunk
 from llmcache.errors import CalibrationError, ConfigError, WrapError
 from llmcache.fingerprint import Learned
 from llmcache.index import AutoIndex
-from llmcache.models.adapters import Trunk, special_ids, vocabulary_size
+from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, ModelForward
@@ -68,6 +70,7 @@ class Calibrator:
         tokenizer: Any,
         answer_of: Reading,
         tier: Tier | None,
+        make_draft: Callable[[], OnnxTrunk],
     ) -> None:
         """Install what a calibration needs. Nothing is reused approximately until the model is calibrated.
 
@@ -99,9 +102,21 @@ class Calibrator:
         gate = _make_gate(trunk, config, tokenizer)
         chooser = NeighbourChooser(sources, answers, gate)
         rest = Weights(model, without=trunk.module)
-        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers)
+        self._weights, self._draft = weights, None
+        if config.draft is not None:
+            if answers.reads_payload:
+                raise ConfigError(
+                    f"draft={config.draft!r}: an embedding has no margin that tells how far a draft is off"
+                )
+            device = torch.device("cpu") if config.device == "cpu" else device_of(trunk.module)
+            self._draft = Draft(
+                model, trunk.module, names, answers, answer_of, forward.packings, self._serving, make_draft, device
+            )
+            self._draft.refresh(digest)
+        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self._draft)
         self.calibrated = CalibratedReuse(fitter, rest, counters, config)
         self._observer = Observer(answers, answer_of, rest)
+        self._observer.draft = self._draft
         self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated, rest, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
@@ -116,12 +131,16 @@ class Calibrator:
         if not answers.reads_payload:
             self._watch(model, trunk, forward)
         forward.learn(self._observer, semantic, self.audit, self.sharing)
+        if self._draft is not None:
+            forward.rungs = (*forward.rungs, self._draft)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from some of them, and choose the limit; see `LLMCache.calibrate`."""
         with self._lock:
             self._check_installed()
             self.calibrated.end()
+            if self._draft is not None:
+                self._draft.refresh(self._weights.digest())
             inputs = list(tokenised(requests, self._tokenizer, self._trunk))
             n = sum(map(n_rows, inputs))
             known = numbered(labels, n, self._model)
@@ -171,6 +190,9 @@ class Calibrator:
         """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
         self.calibrated.forget(namespace)
         self.calibrated.fitter.sources.forget(namespace)
+
+    def _serving(self, weights: str) -> Calibration | None:
+        return self.semantic.serving(weights)
 
     def _check_installed(self) -> None:
         if self._installed.is_empty:

@@ -302,7 +302,7 @@ class CachedForward(Swap, Switches):
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if rung.is_lossless:
+            if rung.is_lossless or (rung.name == "draft" and not call.is_whole):  # calibration decides if a draft pays
                 rung.look_up(call, rows)
             elif not call.is_whole and (self.account is None or self.account.pays(call)):
                 started, call.n_searched = perf_counter(), len(rows)
@@ -466,7 +466,7 @@ class CachedForward(Swap, Switches):
         risk = None if choice is None else choice.risk
         if hit is None:
             return Outcome(row.key, similarity=None if choice is None else choice.similarity, risk=risk)
-        return Outcome(row.key, hit.rung, self._depth - 1, hit.source, hit.similarity, risk)
+        return Outcome(row.key, hit.rung, self._depth - 1, hit.source or None, hit.similarity, hit.risk or risk)
 
     def observe(self, call: Call, output: Any) -> None:
         """Pass a closed call and the whole model's output to the observer."""

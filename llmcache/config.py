@@ -28,6 +28,7 @@ _NOT_WITH_TAU = {
     "prefix": "shared prefixes are served only without tau",
     "gate": "the gate belongs to calibrated reuse",
     "learn": "either you choose the threshold, or a calibration does",
+    "draft": "its limit is chosen by a calibration",
     "audit": "the audit checks a calibration, and tau is your own choice",
     "recalibrate": "it renews a calibration, and tau is your own choice",
     "max_drop": "it limits the loss of a calibration",
@@ -112,6 +113,9 @@ class CacheConfig(_Settings):
             tokenizer.
         learn: Compute this many first requests, and calibrate on them in a background thread. None: calibrate when
             `calibrate` is called.
+        draft: `int8`: also run a copy of the trunk with int8 products in ONNX Runtime, and serve its answer where that
+            changes few answers: calibrations choose limits for sources and draft together, so that `max_drop` covers
+            both, and leave out what does not pay. For classes, labels and scores. None: no draft.
         max_drop: Largest loss that a calibration allows, a fraction of 1.
         delta: Probability that the loss is larger all the same, over 0, under 1.
         sources: Which stored requests serve others after a calibration: `frozen`, those it was made with, for which the
@@ -176,6 +180,7 @@ class CacheConfig(_Settings):
     answer: Literal["auto", "class", "labels", "score", "embedding"] = "auto"
     gate: bool | dict[str, Any] = False
     learn: int | None = Field(default=None, ge=1)
+    draft: Literal["int8"] | None = None
     max_drop: float = Field(default=0.005, gt=0.0, lt=1.0)
     delta: float = Field(default=0.05, gt=0.0, lt=1.0)
     sources: Literal["frozen", "growing"] = "frozen"

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.counters import Counters
 from llmcache.engines.compiled import CompiledTrunk, make_buckets
 from llmcache.engines.graphs import GraphEngine, GraphTwin
-from llmcache.engines.onnx import OnnxTrunk, find_missing, is_faster
+from llmcache.engines.onnx import OnnxTrunk, Precision, find_missing, is_faster
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.coupling import Coupling
@@ -132,6 +133,7 @@ class Core:
                 self._tokenizer,
                 self._answer_of,
                 self.tier,
+                partial(self._make_onnx, "int8"),
             )
         return self.calibrator
 
@@ -153,23 +155,28 @@ class Core:
     def build_engine(self) -> None:
         """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`."""
         forward, options, missing = self.forward, self._config.engine, find_missing()
-        if options.name == "eager" or (options.name == "auto" and missing):
-            return
-        if missing:
+        is_asked = options.name == "onnxruntime" or self._config.draft is not None
+        if missing and is_asked:
             raise ConfigError(
-                f"engine={options.name!r} needs the extra 'onnx' ({missing} is not installed): "
+                f"engine='onnxruntime' and draft='int8' need the extra 'onnx' ({missing} is not installed): "
                 "pip install 'llmcache-torch[onnx]'"
             )
+        if options.name == "eager" or missing:
+            return
         self._graphs, forward.engine = None, forward.eager
         try:
-            twin = GraphTwin(self.trunk, self.weights, self._coupling)
-            made = OnnxTrunk(twin, forward.eager, forward.arguments, self.weights, options.folder)
+            made = self._make_onnx("float32")
         except Exception as error:  # an exporter may raise anything
             self._n_failed += 1
             logger.warning("llmcache: calls run eagerly, since no graph of ONNX Runtime could be made: %s", error)
             return
         if options.name == "onnxruntime" or is_faster(made):
             self._graphs = forward.engine = made
+
+    def _make_onnx(self, precision: Precision) -> OnnxTrunk:
+        forward, folder = self.forward, self._config.engine.folder
+        twin = GraphTwin(self.trunk, self.weights, self._coupling)
+        return OnnxTrunk(twin, forward.eager, forward.arguments, self.weights, folder, precision)
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 K = 8  # neighbours that vote
 _WIDTH = 0.05  # difference in similarity at which a vote counts 1 / e
 MAX_RISK = 0.5  # never serve an answer that more likely changes than not, even if it is so rare that a bound allows it
-_HIGHEST = 700.0  # log-odds beyond which `exp` overflows
+HIGHEST = 700.0  # log-odds beyond which `exp` overflows
 _ANSWER, _IS_MISREAD = attrgetter("answer"), attrgetter("is_misread")
 
 
@@ -80,7 +80,7 @@ class Risk:
         number, least, weights = 0, inf, self._weights
         for candidate, features in _describe(seen) if weights else ():
             log_odds = sum(map(mul, weights, features), weights[-1])
-            if (risk := 1 / (1 + exp(min(-log_odds, _HIGHEST)))) < least:
+            if (risk := 1 / (1 + exp(min(-log_odds, HIGHEST)))) < least:
                 number, least = candidate, risk
         return number, least
 
@@ -92,7 +92,7 @@ class Risk:
             for number, features in _describe(one)
         ]
         if examples:
-            self._weights = _fitted([features for features, _ in examples], [changed for _, changed in examples])
+            self._weights = fit_odds([features for features, _ in examples], [changed for _, changed in examples])
 
     def state(self) -> dict[str, Floats]:
         """Return the fitted weights."""
@@ -100,7 +100,7 @@ class Risk:
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         """Restore the weights that `state` returned."""
-        self._weights = _rounded(state["weights"])
+        self._weights = rounded(state["weights"])
 
 
 class NeighbourChooser:
@@ -141,11 +141,16 @@ class NeighbourChooser:
         signatures = np.stack([one.answer for one in near.sources])
         return self._see(near, forecast), self._answers.agree(signatures, case.answer).tolist()
 
-    def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
-        """Fit the risk model to what `look` returned for N requests, and return their risks (N,)."""
+    def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> tuple[Doubles, Doubles]:
+        """Fit the risk model to what `look` returned for N requests.
+
+        Returns the risk of each (N,), and whether its chosen source has another answer (N,), 0 or 1.
+        """
         seen = [one for one, _ in looks]
         self._risk.fit(seen, [is_right for _, is_right in looks])
-        return np.array([self._risk.choose(one)[1] if one.similarity else inf for one in seen], np.float64)
+        chosen = [self._risk.choose(one) if one.similarity else (0, inf) for one in seen]
+        is_changed = [not (is_right and is_right[n]) for (n, _), (_, is_right) in zip(chosen, looks, strict=True)]
+        return np.array([risk for _, risk in chosen], np.float64), np.array(is_changed, np.float64)
 
     def state(self) -> dict[str, Floats]:
         """Return the fitted arrays of risk model, answers and gate, by name."""
@@ -206,7 +211,7 @@ class Semantic:
         made = self.serving(call.scope.weights)
         if any(map(_IS_MISREAD, rows)):
             rows = [row for row in rows if not row.is_misread]
-        if made is None or (limit := made.limit) is None or not rows:
+        if made is None or (limit := made.limits.get(self.name)) is None or not rows:
             return
         if call.requests.may_be_refused() or not call.requests.are_usual():  # a fingerprint reads tokens only
             return
@@ -236,7 +241,7 @@ class Semantic:
     def is_current(self, call: "Call") -> bool:
         """Whether the calibration of a call's lookup is still in force, and the sources of its hits may still serve."""
         assert call.scope is not None
-        sources = (hit.source for hit in call.hits.values() if hit.answer is not None)
+        sources = (hit.source for hit in call.hits.values() if hit.answer is not None and hit.source)
         return self.serving(call.scope.weights) is call.made and all(map(self.sources.may_serve, sources))
 
 
@@ -273,7 +278,7 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
         )
 
 
-def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
+def fit_odds(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
     """Fit a logistic regression from features (N, F) to whether answers change (N,); return weights (F + 1,)."""
     from sklearn.linear_model import LogisticRegression
 
@@ -283,9 +288,9 @@ def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tup
     shown = np.vstack([(known - centre) / scale, np.zeros((2, known.shape[1]))])
     fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
     weights = fitted.coef_[0] / scale
-    return _rounded([*weights, float(fitted.intercept_[0] - weights @ centre)])
+    return rounded([*weights, float(fitted.intercept_[0] - weights @ centre)])
 
 
-def _rounded(weights: Iterable[float]) -> tuple[float, ...]:
+def rounded(weights: Iterable[float]) -> tuple[float, ...]:
     """Round weights to float32, as saved, so that a loaded cache decides as the saved one did."""
     return tuple(np.array([*weights], np.float32).tolist())

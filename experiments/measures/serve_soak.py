@@ -31,7 +31,7 @@ STREAM = "support_desk"
 SERVERS: Mapping[str, str] = {CACHE: f"{ALL_SERVERS[CACHE]} --reveal-hits --max-queue {{max_queue}}"}
 KEEP = 100  # every hundredth answer is compared with the model alone
 EQUAL = 1e-4  # tolerance of probabilities: rows computed in other batches round differently
-APPROXIMATE = ("semantic", "paper")  # rungs whose answers may differ
+APPROXIMATE = ("semantic", "draft", "paper")  # rungs whose answers may differ
 
 
 class ServeSoak(ServingExperiment):

@@ -206,7 +206,7 @@ class Audit:
             with self._lock:
                 made = self._made
                 self._on_alarm(account, account.settle(drawn.sample, is_changed))
-            if is_changed and made is not None and made.metric in get_args(MetricName):
+            if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
                 self._semantic.sources.quarantine(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._keep_for_renewal(case)

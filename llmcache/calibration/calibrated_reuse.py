@@ -62,7 +62,7 @@ class CalibratedReuse:
         self.calibration: Calibration | None = None
         #: The latest calibration, with its alarms and drift; kept after it has ended.
         self.latest: Calibration | None = None
-        self._answers = fitter.answers
+        self._answers, self._draft = fitter.answers, fitter.draft
         self._bank = fitter.bank
         self._head = head
         self._counters = counters
@@ -262,7 +262,7 @@ class CalibratedReuse:
         started = perf_counter()
         learned, tested = self._divide(observed, risk_target)
         sources = {case.row.key: case for case in learned}
-        limits = self.fitter.fit(list(sources.values()))
+        limits = self.fitter.fit(list(sources.values()), risk_target)
         looked_from = perf_counter()
         trial = self.fitter.trial(tested, sources, risk_target.metric)
         lookup_s = perf_counter() - looked_from
@@ -274,7 +274,8 @@ class CalibratedReuse:
         elif chosen is not None:
             watch = cal.watch(self.fitter.trial(tested, sources, "changed"), chosen, None, risk_target.delta)
         if watch is not None and chosen is not None and risk_target.sources == "frozen":
-            watch = replace(watch, profile=self.fitter.profile(tested, sources, chosen.limit))
+            limit = chosen.limit * self.fitter.shares.get(cal.SEMANTIC, 1.0)
+            watch = replace(watch, profile=self.fitter.profile(tested, sources, limit))
         if risk_target.sources == "growing":
             sources |= {case.row.key: case for case in tested}
             self.fitter.refit(list(sources.values()), is_pinned=False)
@@ -293,6 +294,8 @@ class CalibratedReuse:
             model_ms=float(np.median([case.seconds for case in tested])) * 1e3,
             lookup_ms=lookup_s / len(tested) * 1e3,
             watch=watch,
+            shares=self.fitter.shares,
+            draft="" if self._draft is None else self._draft.engine_name,
         )
         self.namespaces = {case.scope.namespace for case in sources.values()}
         self.calibration = self.latest = calibration
@@ -308,6 +311,8 @@ class CalibratedReuse:
             meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, descriptions, strict=True)])
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"chooser.{name}": array for name, array in self.chooser.state().items()}
+            if self._draft is not None:
+                learned |= {f"draft.{name}": array for name, array in self._draft.state().items()}
             learned |= {
                 "vectors": self.fitter.sources.vectors(sources),
                 "answers": np.stack([s.answer for s in sources]),
@@ -353,6 +358,9 @@ class CalibratedReuse:
         if meta is None:
             return
         made = _CALIBRATION.validate_python(meta["calibration"])
+        if made.draft != ("" if self._draft is None else self._draft.engine_name):
+            logger.warning("llmcache: a calibration with the draft %r is left out: call calibrate()", made.draft)
+            return
         arrays = {name: one.numpy() for name, one in tensors.items() if "/" not in name}
         sources = []
         records = unpack(meta["sources"], {name: one for name, one in tensors.items() if "/" in name})
@@ -362,6 +370,9 @@ class CalibratedReuse:
             self.end()
             self.fitter.fingerprint.restore(below("fingerprint.", arrays))
             self.chooser.restore(below("chooser.", arrays))
+            if self._draft is not None:
+                self._draft.restore(below("draft.", arrays))
+            self.fitter.shares = made.shares
             self.fitter.forget()
             entries = [one.entry for one in sources if one.entry.fields]
             if made.sources == "growing":

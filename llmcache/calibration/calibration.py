@@ -7,25 +7,32 @@ delta, until one fails (fixed-sequence testing). The last limit that passed is u
 the claim is delta at most. C is served by the requests of A and B, and later requests are served by the same sources: a
 bank that grows has another error rate.
 
-Sizes: N requests of C, K limits.
+With a draft (`llmcache/draft.py`) two rungs may serve a request: a source, asked first, then the draft. One dial sets
+the limits of both: a rung serves if its risk is at most the dial times the share of the model's time that serving there
+saves. So the settings to test are one sequence again, and the bound is on what both serve together. Shares, and which
+rungs to use, are chosen on A and B alone.
+
+Sizes: N requests of C, K limits, R rungs.
 """
 
 import html
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, takewhile
 from math import ceil
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from llmcache.arrays import Doubles
+from llmcache.arrays import Bools, Doubles
 from llmcache.calibration.bounds import draws_needed, mean_upper, share_upper
 from llmcache.calibration.drift import Profile
 from llmcache.calibration.risk_target import Metric, RiskTarget, Sources
 from llmcache.errors import CalibrationError
 
+SEMANTIC: Final = "semantic"  # the rung that serves from a source
+DRAFT: Final = "draft"
 TESTED = 0.5  # about the share of the requests that the bound is measured on
 LEAST_SOURCES = 50  # distinct requests; neither fingerprint nor risk model can be fitted to fewer
 N_LIMITS = 200
@@ -36,7 +43,7 @@ class OperatingPoint:
     """A limit, with hit rate, loss and bound measured on C.
 
     Attributes:
-        limit: The largest risk that is served.
+        limit: The largest risk that is served; with a draft the dial, which `Calibration.limits` turns into limits.
         hit_rate: Share of C that would be served, 0 to 1.
         loss: Mean loss of the metric; for `changed`, the share of all requests whose answer changed.
         bound: Upper bound of the loss, at the calibration's confidence if limits are tested strictest first.
@@ -87,6 +94,8 @@ class Calibration:
         n_alarms: Alarms of the audit since. The first one voids the bound.
         has_drifted: Whether requests are no longer like those of the calibration (`drift.py`). Then the bound is void,
             and nothing is reused approximately.
+        shares: By rung in use, the share of the model's time that serving there saves, 0 to 1; 1 without a draft.
+        draft: Name of the draft that it was made with; "" without one.
     """
 
     chosen: OperatingPoint | None
@@ -105,6 +114,8 @@ class Calibration:
     watch: AlarmLevels | None = None
     n_alarms: int = 0
     has_drifted: bool = False
+    shares: Mapping[str, float] = field(default_factory=lambda: {SEMANTIC: 1.0})
+    draft: str = ""
 
     @property
     def is_certified(self) -> bool:
@@ -120,6 +131,12 @@ class Calibration:
         if self.chosen is None or self.watch is None or self.has_drifted:
             return None
         return self.watch.tighter if self.n_alarms else self.chosen.limit
+
+    @cached_property
+    def limits(self) -> Mapping[str, float]:
+        """The largest risk allowed now by rung; empty if nothing is reused."""
+        dial = self.limit
+        return {} if dial is None else {rung: dial * share for rung, share in self.shares.items()}
 
     @property
     def speedup(self) -> float | None:
@@ -141,7 +158,9 @@ class Calibration:
         seen = (
             "" if self.chosen is None else f", {self.chosen.loss:.2%} seen at a risk of up to {self.chosen.limit:.3g}"
         )
-        second = f"{self.n_tested:,} requests tested{seen}, in {self.seconds:.1f} s"
+        left_out = [rung for rung in (SEMANTIC, DRAFT) if rung not in self.shares]
+        rungs = f"; left out, since it is no faster: {left_out[0]}" if self.draft and left_out else ""
+        second = f"{self.n_tested:,} requests tested{seen}, in {self.seconds:.1f} s{rungs}"
         states = {"drifted": self.has_drifted, "tightened after an alarm": self.n_alarms == 1, "off": self.n_alarms > 1}
         state = next((name for name, holds in states.items() if holds), "certified" if self.is_certified else "")
         third = state or ("growing: no bound holds" if self.sources == "growing" else "off")
@@ -165,13 +184,25 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class HoldoutOutcome:
-    """Risk and loss of the requests of C, as if there were no limit."""
+    """Risk and loss of the requests of C as if there were no limit: of one rung (N,), or of several in order (R, N)."""
 
-    risk: Doubles  # (N,); infinite for a request that is computed in any case, -infinite for a repeat of a source
-    loss: Doubles  # of serving each request (N,); 0 or 1 if `is_share`
+    risk: Doubles  # over the rung's share; infinite if it never serves the request, -infinite for a repeat of a source
+    loss: Doubles  # of serving each request; 0 or 1 if `is_share`
     low: float = 0.0  # least possible loss
     high: float = 1.0  # largest possible loss
     is_share: bool = True  # losses are 0 or 1, so that the exact bound on a share applies
+
+    @property
+    def dial(self) -> Doubles:
+        """The least limit at which each request is served (N,)."""
+        least: Doubles = np.atleast_2d(self.risk).min(axis=0)
+        return least
+
+    def serve(self, limit: float) -> tuple[Bools, Doubles]:
+        """Return which requests are served within a limit (R, N), each by the first rung that may; and losses (N,)."""
+        within = np.atleast_2d(self.risk) <= limit
+        first: Bools = within & (np.cumsum(within, axis=0) == 1)
+        return first, np.where(first, np.atleast_2d(self.loss), 0.0).sum(axis=0)
 
 
 def n_tested(n: int, risk_target: RiskTarget) -> int:
@@ -222,11 +253,13 @@ def watch(trial: HoldoutOutcome, point: OperatingPoint, max_changed: float | Non
     `trial` counts changed answers of C as losses. `max_changed` is the largest allowed share of them. None if another
     metric is bounded: then it is an upper limit of the share seen, wrong with probability `delta`.
     """
-    served = trial.risk <= point.limit
+    first, changed = trial.serve(point.limit)
+    served: Bools = np.asarray(first.any(axis=0))
+    risk = trial.dial
     if max_changed is None:
         # Over one half, reuse changes more answers than it keeps: the alarm must ring in any case.
-        max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
-    risks = np.sort(trial.risk[served & np.isfinite(trial.risk)])
+        max_changed = min(0.5, share_upper(int(changed.sum()), len(served), delta))
+    risks = np.sort(risk[served & np.isfinite(risk)])
     middle = risks[len(risks) // 2] if len(risks) else point.limit
     return AlarmLevels(max_changed, float(np.nextafter(middle, -np.inf)))  # below it, since risks may be tied
 
@@ -254,13 +287,12 @@ def try_limits(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta: f
     """Test limits on C, strictest first, each at level `delta`; return them up to and including the first failure."""
     tested: list[OperatingPoint] = []
     for limit in limits:
-        served = trial.risk <= limit
-        losses = np.where(served, trial.loss, 0.0)
+        first, losses = trial.serve(limit)
         if trial.is_share:
             bound = share_upper(int(losses.sum()), len(losses), delta)
         else:
             bound = mean_upper(losses, trial.low, trial.high, delta)
-        tested.append(OperatingPoint(float(limit), float(served.mean()), float(losses.mean()), bound))
+        tested.append(OperatingPoint(float(limit), float(first.any(axis=0).mean()), float(losses.mean()), bound))
         if bound > max_drop:
             break
     return tuple(tested)
@@ -270,6 +302,55 @@ def choose_limit(tested: Sequence[OperatingPoint], max_drop: float) -> Operating
     """Return the operating point of the last limit that passed; None if none did."""
     passed = [point for point in tested if point.bound <= max_drop]
     return passed[-1] if passed else None
+
+
+class Costs(NamedTuple):
+    """Seconds a request, to weigh rungs by."""
+
+    search: float  # for a source
+    draft: float
+    model: float
+
+
+def choose_shares(
+    semantic: HoldoutOutcome, draft: HoldoutOutcome, costs: Costs, max_drop: float, delta: float
+) -> dict[str, float]:
+    """Return the rungs to use and their shares: those that are expected to take the least time.
+
+    Both outcomes are of the same requests, of A and B, with one rung each. Each set of rungs is tried on them as
+    `try_limits` would on C.
+    """
+    alone = {SEMANTIC: semantic, DRAFT: draft}
+    shares: list[dict[str, float]] = [{rung: 1.0} for rung in alone]
+    drafted = float(_tried({DRAFT: 1.0}, alone, max_drop, delta).mean())
+    # What serving by a source saves is what would follow: the draft, and the model where the draft does not serve.
+    follows = (costs.draft + (1 - drafted) * costs.model) / costs.model
+    shares.append({SEMANTIC: min(1.0, follows), DRAFT: 1.0})
+    return min(shares, key=lambda one: _seconds(one, alone, costs, max_drop, delta))
+
+
+def combined(alone: Mapping[str, HoldoutOutcome], shares: Mapping[str, float]) -> HoldoutOutcome:
+    """Return the outcome of several rungs together, in order, given each alone."""
+    used = [replace(alone[rung], risk=alone[rung].risk / share) for rung, share in shares.items()]
+    return replace(used[0], risk=np.stack([one.risk for one in used]), loss=np.stack([one.loss for one in used]))
+
+
+def _tried(shares: Mapping[str, float], alone: Mapping[str, HoldoutOutcome], max_drop: float, delta: float) -> Bools:
+    """Return which requests each rung serves (R, N) at the limit that would be chosen on these requests."""
+    trial = combined(alone, shares)
+    chosen = choose_limit(try_limits(trial, candidate_limits(trial.dial), max_drop, delta), max_drop)
+    return trial.serve(-np.inf if chosen is None else chosen.limit)[0]
+
+
+def _seconds(
+    shares: Mapping[str, float], alone: Mapping[str, HoldoutOutcome], costs: Costs, max_drop: float, delta: float
+) -> float:
+    """Return the expected seconds of a request with these rungs."""
+    left, seconds = 1.0, 0.0
+    for rung, served in zip(shares, _tried(shares, alone, max_drop, delta), strict=True):
+        seconds += left * (costs.search if rung == SEMANTIC else costs.draft)
+        left -= float(served.mean())
+    return seconds + left * costs.model
 
 
 def losses(

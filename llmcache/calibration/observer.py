@@ -23,6 +23,7 @@ from llmcache.request.reading import to_host
 from llmcache.request.variables import setting
 
 if TYPE_CHECKING:
+    from llmcache.draft import Draft
     from llmcache.request.call import Call
 
 _MOST = 1e18  # the square of a larger value overflows float32
@@ -45,6 +46,7 @@ class Observer:
         """Read answers by `read`; `head` watches the weights outside the trunk."""
         self.answers = answers
         self.learner: Learner | None = None
+        self.draft: Draft | None = None  # runs on all that is observed
         #: While set, rows are computed and appended to this list instead of being stored.
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
         self._read, self._head = read, head
@@ -65,7 +67,9 @@ class Observer:
             return
         signatures, outputs, targets = self._answers_of(call, output, numbers)
         head, seconds = self._head.digest(), (perf_counter() - call.started_s) / len(call.rows)
-        tokens = call.requests.tokens([call.rows[number] for number in numbers])
+        rows = [call.rows[number] for number in numbers]
+        tokens = call.requests.tokens(rows)
+        drafts = self.draft.observe(call, rows) if self.draft is not None else [(None, 0.0)] * len(rows)
         seen = {
             number: Observation(
                 entries[number].scope,
@@ -78,6 +82,8 @@ class Observer:
                 head,
                 seconds,
                 generation=call.generation,
+                draft=drafts[i][0],
+                draft_s=drafts[i][1],
             )
             for i, number in enumerate(numbers)
         }

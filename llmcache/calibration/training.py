@@ -6,19 +6,29 @@ these lookups; then the fingerprint is fitted once more, to all requests.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.bank import Bank
-from llmcache.calibration.calibration import HoldoutOutcome, candidate_limits, losses
+from llmcache.calibration.calibration import (
+    DRAFT,
+    SEMANTIC,
+    Costs,
+    HoldoutOutcome,
+    candidate_limits,
+    choose_shares,
+    combined,
+    losses,
+)
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
-from llmcache.calibration.risk_target import Metric, MetricName
+from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
 from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.decide import MAX_RISK, Choice, NeighbourChooser
 from llmcache.errors import CalibrationError
@@ -26,7 +36,11 @@ from llmcache.fingerprint import Learned
 from llmcache.request.observation import Observation
 from llmcache.sources import Source, Sources
 
+if TYPE_CHECKING:
+    from llmcache.draft import Draft
+
 N_TURNS = 5
+_TIMES = ("draft_s", "seconds")
 
 
 class Found(NamedTuple):
@@ -47,22 +61,55 @@ class CalibrationFitter:
     tokens: TokenVectors  # for the fingerprint
     chooser: NeighbourChooser
     answers: Answers
+    draft: "Draft | None" = None
+    #: Rungs in use and their shares, see `calibration.choose_shares`.
+    shares: Mapping[str, float] = field(init=False, default_factory=lambda: {SEMANTIC: 1.0})
     _forecasts: dict[str, tuple[Floats, Floats]] = field(init=False, default_factory=dict)  # by key
 
-    def fit(self, cases: Sequence[Observation]) -> Doubles:
-        """Fit fingerprint and risk model to distinct requests, and make these the pinned sources.
+    def fit(self, cases: Sequence[Observation], claim: RiskTarget | None = None) -> Doubles:
+        """Fit fingerprint and risk models to distinct requests, and make these the pinned sources.
 
-        Returns candidate limits (K,), strictest first: risks of these requests, each looked up among others.
+        With a draft and a claim, choose the rungs to use. Returns candidate limits (K,), strictest first: risks of
+        these requests, each looked up among others.
         """
         self.chooser.learn(cases)
         self.tokens.frame(cases[0].row, cases[0].tokens)
-        lookups = []
+        lookups, order, search_s = [], list[Observation](), 0.0
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
+            started = perf_counter()
             lookups += [self.chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
-        limits = candidate_limits(self.chooser.fit(lookups))
+            order, search_s = [*order, *cases[turn::N_TURNS]], search_s + perf_counter() - started
+        found = HoldoutOutcome(*self.chooser.fit(lookups))
+        self.shares = {SEMANTIC: 1.0}
+        if self.draft is not None and claim is not None:
+            found = self._choose_rungs(order, found, search_s / len(order), claim)
         self.refit(cases)
+        limits = candidate_limits(found.dial)
         return limits[limits <= MAX_RISK]
+
+    def _choose_rungs(
+        self, cases: Sequence[Observation], found: HoldoutOutcome, search_s: float, claim: RiskTarget
+    ) -> HoldoutOutcome:
+        """Fit the draft, and choose rungs and shares; return the outcome of those in use."""
+        assert self.draft is not None
+        self.draft.fit([case.draft for case in cases], [case.answer for case in cases])
+        drafted = self._drafted(cases, "changed")
+        costs = Costs(search_s, *(float(np.median([getattr(one, name) for one in cases])) for name in _TIMES))
+        if not np.isfinite(drafted.risk).any():
+            return found
+        self.shares = choose_shares(found, drafted, costs, claim.max_drop, claim.delta)
+        return combined({SEMANTIC: found, DRAFT: drafted}, self.shares)
+
+    def _drafted(self, cases: Sequence[Observation], metric: MetricName | Metric) -> HoldoutOutcome:
+        """Return risk and loss of each request as if the draft served it at any risk."""
+        assert self.draft is not None
+        outputs = [case.draft for case in cases]
+        served_by = [
+            None if one is None else replace(case, output=one, answer=self.draft.sign(one[None])[0])
+            for case, one in zip(cases, outputs, strict=True)
+        ]
+        return self._outcome(self.draft.risks(outputs), cases, served_by, metric)
 
     def refit(self, cases: Sequence[Observation], is_pinned: bool = True) -> None:
         """Fit the fingerprint to distinct requests, and make these the only sources.
@@ -120,9 +167,25 @@ class CalibrationFitter:
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
     ) -> HoldoutOutcome:
-        """Return risk and loss of each held-out request (of part C, say) as if its source served it at any risk."""
+        """Return risk and loss of each held-out request (of part C, say) as if a rung in use served it at any risk."""
         risk, found = self.risks(cases, set(sources))
-        served_by = [None if key is None else sources[key] for key in found]
+        semantic = self._outcome(risk, cases, [None if key is None else sources[key] for key in found], metric)
+        if [*self.shares] == [SEMANTIC]:
+            return semantic
+        alone = {SEMANTIC: semantic, DRAFT: self._drafted(cases, metric)}
+        if SEMANTIC in self.shares:
+            return combined(alone, self.shares)
+        repeats = replace(semantic, risk=np.where(np.isneginf(risk), risk, np.inf))  # served exactly all the same
+        return combined({**alone, SEMANTIC: repeats}, {SEMANTIC: 1.0, **self.shares})
+
+    def _outcome(
+        self,
+        risk: Doubles,
+        cases: Sequence[Observation],
+        served_by: Sequence[Observation | None],
+        metric: MetricName | Metric,
+    ) -> HoldoutOutcome:
+        """Return the outcome of serving each request the output and answer of another one; None: it is computed."""
         if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
             own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)

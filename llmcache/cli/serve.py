@@ -23,6 +23,12 @@ def command(
             exists=True, dir_okay=False, help="YAML file with settings of the cache; default: those of the save."
         ),
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="What computes misses: eager, onnxruntime or auto; overrides --config.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="int8: also serve an int8 copy's answers, within the bound; overrides --config.")
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder to restore the cache from and save it to.")
     ] = None,
@@ -106,7 +112,8 @@ def command(
         reveal_hits=reveal_hits,
         otlp_endpoint=otlp_endpoint,
     )
-    cache_config = None if config is None else CacheConfig.make(config)
+    given = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
+    cache_config = CacheConfig.make(config, **given) if config or given else None
     saves = Saves(save)
     served = load_served(model, models_dir)
     if threads is None and served.kind != "decoder":

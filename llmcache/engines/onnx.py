@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
 import tempfile
 import threading
@@ -19,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -38,6 +39,7 @@ logger = logging.getLogger("llmcache")
 HOME = "LLMCACHE_HOME"  # environment variable: the folder of kept graphs; default: llmcache in the user's cache folder
 _FORMAT = 1  # of kept graphs; rises when the export changes
 _FILE = "model.onnx"
+Precision = Literal["float32", "int8"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 #: Rows and tokens of the calls on which a graph is compared with the model.
 _SHAPES = ((1, 1), (1, 2), (1, 7), (1, 16), (1, 33), (1, 128), (2, 5), (2, 24), (3, 12), (4, 64), (8, 9), (16, 3))
@@ -54,7 +56,13 @@ class OnnxTrunk(GraphEngine):
     """The exported graph of one trunk. Thread-safe; a forked process opens the graph anew."""
 
     def __init__(
-        self, twin: GraphTwin, eager: Eager, arguments: Arguments, weights: Weights, folder: Path | None = None
+        self,
+        twin: GraphTwin,
+        eager: Eager,
+        arguments: Arguments,
+        weights: Weights,
+        folder: Path | None = None,
+        precision: Precision = "float32",
     ) -> None:
         """Open the graph that is kept for these weights, or export it; compare it with the model.
 
@@ -64,6 +72,8 @@ class OnnxTrunk(GraphEngine):
             arguments: The trunk's.
             weights: The trunk's.
             folder: Where graphs are kept; None: `engines` in the folder of `LLMCACHE_HOME`.
+            precision: Of its products. With `int8`, weights have one scale per output, and activations one per call,
+                so that a row's output depends on the call; it need not agree with the model's.
 
         Raises:
             Exception: The export fails, in whatever way; a `ValueError` if the graph's output differs.
@@ -72,7 +82,8 @@ class OnnxTrunk(GraphEngine):
         import onnxruntime
 
         self._runtime = onnxruntime
-        self.name = f"onnxruntime {onnxruntime.__version__}"
+        self.name = f"onnxruntime {onnxruntime.__version__}" + ("" if precision == "float32" else f" {precision}")
+        self._precision: Precision = precision
         device, dtype = device_of(twin.module), next(iter(twin.module.parameters())).dtype
         self._provider = _PROVIDERS.get(device.type, "")
         if self._provider not in self._runtime.get_available_providers():
@@ -87,6 +98,8 @@ class OnnxTrunk(GraphEngine):
         if not (self._path.is_file() and self._is_fit()):
             with tempfile.TemporaryDirectory(prefix="llmcache-") as made:
                 _export(twin, Path(made) / _FILE)
+                if precision == "int8":
+                    _quantise(Path(made))
                 _keep(Path(made), kept)
             self._sessions.clear()
             self._compare()
@@ -146,7 +159,8 @@ class OnnxTrunk(GraphEngine):
         """Return a digest of all that the graph depends on."""
         twin = self.twin
         versions = [torch.__version__, transformers.__version__]
-        facts = [_FORMAT, twin.digest, twin.attention, twin.names, twin.takes_types, versions]
+        precision = [self._precision, self._runtime.__version__, _has_vnni()] if self._precision == "int8" else []
+        facts = [_FORMAT, twin.digest, twin.attention, twin.names, twin.takes_types, versions, *precision]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _is_fit(self) -> bool:
@@ -159,10 +173,14 @@ class OnnxTrunk(GraphEngine):
         return True
 
     def _compare(self) -> None:
-        """Compare the graph with the model; `ValueError` if they differ."""
+        """Compare the graph with the model; `ValueError` if they differ, or in int8 if it gives no numbers."""
         with torch.inference_mode(False), torch.no_grad():
             for inputs in calls_to_compare(self.twin):
-                self.twin.compare(self.compute(inputs), inputs)
+                made = self.compute(inputs)
+                if self._precision == "float32":
+                    self.twin.compare(made, inputs)
+                elif not all(bool(one.isfinite().all()) for one in made):
+                    raise ValueError("it gives infinite values or none")
 
 
 def calls_to_compare(twin: GraphTwin) -> list[dict[str, Tensor]]:
@@ -232,6 +250,36 @@ def _export(twin: GraphTwin, path: Path) -> None:
             external_data=True,  # one file holds at most 2 GB
             verbose=False,
         )
+
+
+def _quantise(folder: Path) -> None:
+    """Replace a float32 graph by one with int8 products."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    made, root = folder / f"int8-{_FILE}", logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it advises a step for graphs of images
+    try:
+        quantize_dynamic(
+            folder / _FILE,
+            made,
+            per_channel=True,
+            # Without VNNI a sum of two products of 8 bits exceeds 16 bits and saturates.
+            reduce_range=not _has_vnni(),
+            weight_type=QuantType.QInt8,
+            use_external_data_format=(folder / f"{_FILE}.data").is_file(),
+        )
+    finally:
+        root.setLevel(level)
+    for one in folder.iterdir():
+        if not one.name.startswith("int8-"):
+            one.unlink()
+    made.rename(folder / _FILE)
+
+
+def _has_vnni() -> bool:
+    """Whether the processor sums int8 products in 32 bits."""
+    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_vnni_supported()
 
 
 @contextmanager

@@ -58,12 +58,13 @@ class Hit:
     """A stored request that serves a row."""
 
     rung: str
-    source: str  # key of the stored request
+    source: str  # key of the stored request; "" for a draft
     fields: "Fields"  # its stored row of each output tensor
     padding: "Fields" = ()  # states of its padding, if the row is padded in the same way
     similarity: float | None = 1.0
     answer: Floats | None = None  # signature (S,) of its answer; approximate hits only
     share: float = 1.0  # risk of the hit over the limit, 0 to 1
+    risk: float | None = None  # of a draft; that of a source is in `Call.choices`
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -31,6 +31,8 @@ class Observation:
         label: The correct answer, if given.
         number: Its position among the given requests, from 0.
         generation: `Bank.generation` of its namespace before it was computed.
+        draft: The output of the model's draft for it, float32 (C,); None without one.
+        draft_s: Time of the draft.
     """
 
     scope: Scope
@@ -45,3 +47,5 @@ class Observation:
     label: Any = None
     number: int = 0
     generation: int = 0
+    draft: Floats | None = None
+    draft_s: float = 0.0

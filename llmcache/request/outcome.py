@@ -9,12 +9,13 @@ class Outcome:
 
     Attributes:
         key: The row's exact key, under which a miss is stored; "" if the call was bypassed before the key was known.
-        rung: The rung that served it: `exact`, `prefix`, `semantic`, `paper`, or None if it was computed.
+        rung: The rung that served it: `exact`, `prefix`, `semantic`, `draft`, `paper`, or None if it was computed.
         layer: The deepest layer reused, or None.
-        source: Key of the stored request whose state was reused, or None.
+        source: Key of the stored request whose state was reused, or None; None for a draft.
         similarity: Similarity to that request; for a computed row, to the chosen source or, with `tau`, to the nearest
             stored request. None without a search or without a neighbour.
-        risk: Risk score of the chosen source, hit or miss; at most `Calibration.limit` for a hit. Infinite if the
+        risk: Risk score of the chosen source, hit or miss, or of the draft that served; at most the rung's limit for a
+            hit (`Calibration.limits`). Infinite if the
             content gate refused the source or it is quarantined. None without a search or without a neighbour.
         n_prefix: Number of first tokens that a stored prefix served.
         bypassed: The reason for a bypass (`llmcache.request.bypass.CURES`), or None.

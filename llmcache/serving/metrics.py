@@ -37,7 +37,7 @@ COMPUTED: Final = "computed"
 OTHER: Final = "other"
 #: In place of a rung: the request joined an equal one in flight.
 IN_FLIGHT: Final = "in_flight"
-RUNGS: Final = frozenset((COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "paper"))
+RUNGS: Final = frozenset((COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "draft", "paper"))
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -17,7 +17,7 @@ from llmcache.serving.server import Server
 from llmcache.stats import Stats
 
 #: Styles of rungs, stacked in this order from the bottom of a bar; rungs not listed share the last one.
-_STYLES: Final = ("exact", "prefix", "semantic", "other")
+_STYLES: Final = ("exact", "prefix", "semantic", "draft", "other")
 _MAX_ROUTES = 8
 
 
