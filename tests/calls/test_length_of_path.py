@@ -1,9 +1,10 @@
 """How many functions and files of the library a call enters: what somebody has to read who follows it.
 
 Comprehensions, which Python 3.11 runs as functions, are not counted. The calibrated hit is one that is not audited.
-`pytest -s tests/calls/test_length_of_path.py` prints the figures.
+`pytest --log-cli-level=INFO tests/calls/test_length_of_path.py` prints the figures.
 """
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import llmcache
 from llmcache import LLMCache
 from tests.contract.streams import calibrated, classifier, requests
+
+logger = logging.getLogger(__name__)
 
 HOME = str(Path(llmcache.__file__).parent)
 #: By kind of call: most functions, most files.
@@ -50,7 +53,7 @@ def check(kind: str, cache: LLMCache, rows: torch.Tensor, rung: str | None) -> N
                 counts.pop()
     assert len(counts) > 20
     functions, files = sorted(counts)[len(counts) // 2]
-    print(f"{kind}: {functions} functions in {files} files")
+    logger.info("%s: %d functions in %d files", kind, functions, files)
     assert functions <= MOST[kind][0] and files <= MOST[kind][1], (functions, files)
 
 
