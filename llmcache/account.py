@@ -83,7 +83,7 @@ class Account:
             if call.n_searched:
                 length.n_rows += call.n_searched
                 for hit in call.hits.values():
-                    length.n_hits += hit.answer is not None and hit.risk is None
+                    length.n_hits += hit.answer is not None and hit.source != ""
                 length.search_s += call.search_s
             length.n_computed += len(call.computed)
             length.computing_s += call.computing_s

@@ -1,11 +1,13 @@
 """Calibrates a wrapped model: runs requests through it, and passes its answers to the parts that learn from them."""
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -49,6 +51,10 @@ from llmcache.request.variables import setting
 from llmcache.sources import Sources
 from llmcache.stores.tier import Tier
 from llmcache.threads import forkable
+
+logger = logging.getLogger("llmcache")
+
+N_TIMED = 16  # requests that are computed once more, each alone
 
 
 class Calibrator:
@@ -102,21 +108,22 @@ class Calibrator:
         gate = _make_gate(trunk, config, tokenizer)
         chooser = NeighbourChooser(sources, answers, gate)
         rest = Weights(model, without=trunk.module)
-        self._weights, self._draft = weights, None
+        self._weights = weights
+        self.draft: Draft | None = None
         if config.draft is not None:
             if answers.reads_payload:
                 raise ConfigError(
                     f"draft={config.draft!r}: an embedding has no margin that tells how far a draft is off"
                 )
             device = torch.device("cpu") if config.device == "cpu" else device_of(trunk.module)
-            self._draft = Draft(
+            self.draft = Draft(
                 model, trunk.module, names, answers, answer_of, forward.packings, self._serving, make_draft, device
             )
-            self._draft.refresh(digest)
-        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self._draft)
+            self.draft.refresh(digest)
+        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self.draft)
         self.calibrated = CalibratedReuse(fitter, rest, counters, config)
         self._observer = Observer(answers, answer_of, rest)
-        self._observer.draft = self._draft
+        self._observer.draft = self.draft
         self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated, rest, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
@@ -131,16 +138,17 @@ class Calibrator:
         if not answers.reads_payload:
             self._watch(model, trunk, forward)
         forward.learn(self._observer, semantic, self.audit, self.sharing)
-        if self._draft is not None:
-            forward.rungs = (*forward.rungs, self._draft)
+        if self.draft is not None:
+            forward.draft = self.draft
+            forward.rungs = (*forward.rungs, self.draft)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from some of them, and choose the limit; see `LLMCache.calibrate`."""
         with self._lock:
             self._check_installed()
             self.calibrated.end()
-            if self._draft is not None:
-                self._draft.refresh(self._weights.digest())
+            if self.draft is not None:
+                self.draft.refresh(self._weights.digest())
             inputs = list(tokenised(requests, self._tokenizer, self._trunk))
             n = sum(map(n_rows, inputs))
             known = numbered(labels, n, self._model)
@@ -149,6 +157,9 @@ class Calibrator:
             first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
             self.calibrated.check(first[0], known, risk_target)
             observed = self._observe(inputs)
+            if self.draft is not None:  # rungs are weighed by times of single calls
+                alone = [collect(self._compute, self._observer, [one])[0].seconds for one in inputs[:N_TIMED]]
+                self.calibrated.fitter.model_s = median(alone)
             with self.calibrated.held():  # no purge in between
                 made = self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, known)), risk_target)
             if self.sharing is not None:
@@ -190,6 +201,17 @@ class Calibrator:
         """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
         self.calibrated.forget(namespace)
         self.calibrated.fitter.sources.forget(namespace)
+
+    def check_engine(self) -> None:
+        """End a calibration whose sources another engine computed: none of them would be found."""
+        made, engine = self.calibrated.calibration, self._forward.engine.name
+        if made is not None and made.engine != engine:
+            self.calibrated.end()
+            logger.warning(
+                "llmcache: a calibration with the engine %r is left out, since it is %r now: call calibrate()",
+                made.engine or "eager",
+                engine or "eager",
+            )
 
     def _serving(self, weights: str) -> Calibration | None:
         return self.semantic.serving(weights)

@@ -96,6 +96,7 @@ class CachedForward(Swap, Switches):
         self.engine: Engine = self.eager
         self._observer: Observer | None = None
         self._semantic: Semantic | None = None
+        self.draft: Rung | None = None
         self._audit: Audit | None = None
         self._worker: AbstractContextManager[object] = nullcontext()  # the audit's, if the audit is on
         self._sharing: SharedCalibration | None = None
@@ -115,7 +116,7 @@ class CachedForward(Swap, Switches):
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
     def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
-        """Add the rung `semantic`, last, with its observer, audit and sharing. It serves only with a calibration."""
+        """Add the rung `semantic` with its observer, audit and sharing. It serves only with a calibration."""
         self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
         self._worker = audit.worker if audit.is_on else self._worker
         self.rungs = (*self.rungs, semantic)
@@ -236,7 +237,7 @@ class CachedForward(Swap, Switches):
                 call.arguments, call.mask_4d, call.scope, state.tables, look.activated, call.is_whole
             )
             call.rows = call.requests.rows
-            engine = engine if engine is self.eager else engine.covering(call.rows)
+            engine = engine if engine is self.eager else engine.covering(call.requests)
         if form.keeps_kv:
             return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
@@ -302,7 +303,7 @@ class CachedForward(Swap, Switches):
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if rung.is_lossless or (rung.name == "draft" and not call.is_whole):  # calibration decides if a draft pays
+            if rung.is_lossless or (rung is self.draft and not call.is_whole):  # calibration decides if a draft pays
                 rung.look_up(call, rows)
             elif not call.is_whole and (self.account is None or self.account.pays(call)):
                 started, call.n_searched = perf_counter(), len(rows)
@@ -381,8 +382,7 @@ class CachedForward(Swap, Switches):
     def close(self, call: Call, output: Any) -> None:
         """Store computed rows, update counters, record outcomes. If the rows cannot be stored, count a bypass."""
         prefill = call.prefill
-        is_computed = call.computed or (prefill is not None and len(prefill.whole) < len(call.rows))
-        if call.reason is None and is_computed:
+        if call.reason is None and (call.computed or (prefill is not None and len(prefill.whole) < len(call.rows))):
             started = perf_counter()
             try:
                 call.reason = self._store(call, output)
@@ -463,10 +463,11 @@ class CachedForward(Swap, Switches):
             n_prefix = call.prefill.served.get(row.number, 0)
             return Outcome(row.key, "prefix", n_prefix=n_prefix) if n_prefix else Outcome(row.key)
         hit, choice = call.hits.get(row.number), call.choices.get(row.number)
-        risk = None if choice is None else choice.risk
         if hit is None:
-            return Outcome(row.key, similarity=None if choice is None else choice.similarity, risk=risk)
-        return Outcome(row.key, hit.rung, self._depth - 1, hit.source or None, hit.similarity, hit.risk or risk)
+            similarity, risk = (None, None) if choice is None else (choice.similarity, choice.risk)
+            return Outcome(row.key, similarity=similarity, risk=risk)
+        layer, source = (self._depth - 1, hit.source) if hit.source else (None, None)  # of a draft
+        return Outcome(row.key, hit.rung, layer, source, hit.similarity, hit.risk)
 
     def observe(self, call: Call, output: Any) -> None:
         """Pass a closed call and the whole model's output to the observer."""

@@ -157,9 +157,9 @@ class Core:
         forward, options, missing = self.forward, self._config.engine, find_missing()
         is_asked = options.name == "onnxruntime" or self._config.draft is not None
         if missing and is_asked:
+            asked = "draft='int8'" if self._config.draft is not None else "engine='onnxruntime'"
             raise ConfigError(
-                f"engine='onnxruntime' and draft='int8' need the extra 'onnx' ({missing} is not installed): "
-                "pip install 'llmcache-torch[onnx]'"
+                f"{asked} needs the extra 'onnx' ({missing} is not installed): pip install 'llmcache-torch[onnx]'"
             )
         if options.name == "eager" or missing:
             return
@@ -247,11 +247,15 @@ class Core:
                 self.calibrator.forget(namespace)
         if self.calibrator is not None:  # after releasing that lock: the audit may take it while holding its own
             self.calibrator.audit.forget(namespace)
+            if self.calibrator.draft is not None:
+                self.calibrator.draft.forget()
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
     def drop_keys(self, keys: Iterable[str]) -> int:
         """Forget entries and blocks in memory by key, not in the store; return the number of requests."""
         keys = list(keys)
+        if self.calibrator is not None and self.calibrator.draft is not None:
+            self.calibrator.draft.forget()
         return self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
 
     def namespaces(self) -> set[str]:
@@ -284,6 +288,8 @@ class Core:
         for name, kinds in self._kinds().items():
             for one in saved.manifest.kinds.get(name, ()):
                 kinds.add_described(*one)
+        if self.calibrator is not None:
+            self.calibrator.check_engine()
         if self.tier is not None:
             numbers = saved.manifest.numbers or {}
             for name in self.namespaces() - {*numbers}:
@@ -325,6 +331,8 @@ class Core:
             self.tier.close()
         if self._graphs is not None:
             self._graphs.close()
+        if self.calibrator is not None and self.calibrator.draft is not None:
+            self.calibrator.draft.close()
 
     def _engine_stats(self) -> EngineStats | None:
         if self._graphs is not None:

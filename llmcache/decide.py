@@ -57,8 +57,8 @@ class Evidence(NamedTuple):
 class Choice(NamedTuple):
     """The source chosen for a request, and its risk: infinite if the gate refuses it or it is quarantined."""
 
-    source: Source
-    similarity: float  # of the source to the request
+    source: Source | None  # None: the draft
+    similarity: float | None  # of the source to the request
     risk: float  # 0 to 1, or infinite
     risk_unquarantined: float  # risk ignoring quarantine, to be compared with those at calibration
 
@@ -212,6 +212,7 @@ class Semantic:
         if any(map(_IS_MISREAD, rows)):
             rows = [row for row in rows if not row.is_misread]
         if made is None or (limit := made.limits.get(self.name)) is None or not rows:
+            call.n_searched = 0
             return
         if call.requests.may_be_refused() or not call.requests.are_usual():  # a fingerprint reads tokens only
             return
@@ -230,11 +231,12 @@ class Semantic:
             if choice is None:
                 continue
             call.choices[row.number] = choice
-            if choice.risk <= limit:
+            if choice.risk <= limit and choice.source is not None:
                 entry = choice.source.entry
                 share = min(1.0, choice.risk / limit) if limit > 0 else 1.0
-                hit = Hit(self.name, entry.key, entry.fields, (), choice.similarity, choice.source.answer, share)
-                call.hits[row.number] = hit
+                call.hits[row.number] = Hit(
+                    self.name, entry.key, entry.fields, (), choice.similarity, choice.source.answer, share, choice.risk
+                )
                 used.append(entry.key)
         self.bank.used(used)
 

@@ -30,8 +30,7 @@ from llmcache.request.bypass import CURES
 FORMAT = 12
 _META = "__meta__"  # the tensor that holds a section's JSON
 #: Settings that affect neither the stored data nor a calibration's bound.
-_FREE: Final = frozenset(("auto_bypass", "policy"))
-_ENGINE: Final = "engine"  # may change unless there is a calibration, which reuses states of one engine
+_FREE: Final = frozenset(("auto_bypass", "engine", "policy"))
 _BUDGETS: Final = frozenset(("max_bytes", "max_entries"))
 CALIBRATED: Final = "calibrated"  # the section of a calibration; with it, budgets must not shrink
 
@@ -243,7 +242,7 @@ def choose_settings(
     def may_change(key: str) -> bool:
         if key in _BUDGETS:  # None: unlimited
             return not is_calibrated or now[key] is None or (before[key] is not None and now[key] >= before[key])
-        return key in _FREE or (key == _ENGINE and not is_calibrated)
+        return key in _FREE
 
     if differing := [key for key in now if now[key] != before[key] and not may_change(key)]:
         changes = "; ".join(f"{key} is {now[key]!r}, and was {before[key]!r}" for key in differing)

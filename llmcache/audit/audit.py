@@ -2,8 +2,9 @@
 
 A changed answer quarantines its source: it serves no other request approximately any more, but still votes. The bound
 of a frozen calibration survives this: the chosen source and its risk stay the same for every request, and some requests
-are computed instead of served. So no answer changes that would not have changed before. Under a user-defined metric no
-source is quarantined: a changed answer may be the better one, and fewer hits may raise the mean loss.
+are computed (not drafted) instead of served. So no answer changes that would not have changed before. Under a
+user-defined metric no source is quarantined: a changed answer may be the better one, and fewer hits may raise the mean
+loss.
 
 Requests are also compared with those of the calibration. This recomputes nothing, so it runs with `audit=0` as well.
 Once requests are unlike, the calibration is void.
@@ -19,7 +20,7 @@ from llmcache.audit.idle_worker import IdleWorker, Job
 from llmcache.audit.marking import Marking
 from llmcache.audit.recomputer import Recomputer
 from llmcache.audit.renewal import RenewalBuffer
-from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.calibration import SEMANTIC, Calibration
 from llmcache.calibration.drift import BATCH, DriftDetector, Marks, marks_of
 from llmcache.calibration.risk_target import MetricName
 from llmcache.config import CacheConfig
@@ -122,6 +123,11 @@ class Audit:
                 if drawn.sample is not None:
                     drawn.sample.account.withdraw(drawn.sample)
         call.audited.clear()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether requests in service may be calibrated on, at first or for a renewal."""
+        return self._calibrated.is_learning or self._renewal.every is not None
 
     def wanted(self, call: "Call") -> Collection[int]:
         """Return the numbers of the rows to observe if they are computed."""
@@ -262,7 +268,7 @@ class Audit:
             choice = call.choices.get(row.number)
             if choice is not None and not self._semantic.bank.is_pinned(row.key):
                 self._batch[row.key] = marks_of(choice, call.forecasts[row.number])
-            elif (marks := self._marking.find(call, row)) is not None:
+            elif (marks := self._marking.find(call, row, SEMANTIC in made.shares)) is not None:
                 self._batch[row.key] = marks
             if len(self._batch) < BATCH:
                 continue

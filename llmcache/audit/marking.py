@@ -20,8 +20,11 @@ class Marking:
         self._semantic = semantic
         self._known: dict[str, Marks] = {}  # by key, least recently used first
 
-    def find(self, call: "Call", row: Row) -> Marks | None:
-        """Return the marks of a row that is a repeat or has no chosen source; None if they are unknown."""
+    def find(self, call: "Call", row: Row, is_searched: bool = True) -> Marks | None:
+        """Return the marks of a row that is a repeat or has no chosen source; None if they are unknown.
+
+        `is_searched`: the calibration uses sources. Else other marks than those of repeats are a draft's.
+        """
         is_source = self._semantic.bank.is_pinned(row.key)
         if not is_source and row.number in call.forecasts:
             return marks_of(None, call.forecasts[row.number])
@@ -29,6 +32,8 @@ class Marking:
             return None
         if (known := self._known.get(row.key)) is not None:
             return known
+        if not (is_source or is_searched):
+            return None
         assert call.requests is not None and call.scope is not None
         vectors, forecasts = self._semantic.fingerprint.project(call.requests.tokens([row]))
         if is_source:

@@ -93,6 +93,11 @@ class CalibratedReuse:
         made = self.calibration
         return made is not None and made.weights == weights and made.head == self.head_digest()
 
+    @property
+    def draft_name(self) -> str:
+        """Name of the draft that calibrations are made with now; "" without one."""
+        return "" if self._draft is None else self._draft.engine_name
+
     def head_digest(self) -> str:
         return self._head.digest()
 
@@ -274,7 +279,7 @@ class CalibratedReuse:
         elif chosen is not None:
             watch = cal.watch(self.fitter.trial(tested, sources, "changed"), chosen, None, risk_target.delta)
         if watch is not None and chosen is not None and risk_target.sources == "frozen":
-            limit = chosen.limit * self.fitter.shares.get(cal.SEMANTIC, 1.0)
+            limit = chosen.limit * next(iter(self.fitter.shares.values()))
             watch = replace(watch, profile=self.fitter.profile(tested, sources, limit))
         if risk_target.sources == "growing":
             sources |= {case.row.key: case for case in tested}
@@ -292,10 +297,11 @@ class CalibratedReuse:
             head=learned[0].head,
             seconds=perf_counter() - started,
             model_ms=float(np.median([case.seconds for case in tested])) * 1e3,
-            lookup_ms=lookup_s / len(tested) * 1e3,
+            lookup_ms=self.fitter.lookup_s(trial, chosen, lookup_s / len(tested)) * 1e3,
             watch=watch,
             shares=self.fitter.shares,
-            draft="" if self._draft is None else self._draft.engine_name,
+            draft=self.draft_name if any(case.draft is not None for case in learned) else "",
+            engine=learned[0].scope.engine,
         )
         self.namespaces = {case.scope.namespace for case in sources.values()}
         self.calibration = self.latest = calibration
@@ -358,7 +364,7 @@ class CalibratedReuse:
         if meta is None:
             return
         made = _CALIBRATION.validate_python(meta["calibration"])
-        if made.draft != ("" if self._draft is None else self._draft.engine_name):
+        if made.draft not in ("", self.draft_name):
             logger.warning("llmcache: a calibration with the draft %r is left out: call calibrate()", made.draft)
             return
         arrays = {name: one.numpy() for name, one in tensors.items() if "/" not in name}

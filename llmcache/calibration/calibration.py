@@ -43,7 +43,8 @@ class OperatingPoint:
     """A limit, with hit rate, loss and bound measured on C.
 
     Attributes:
-        limit: The largest risk that is served; with a draft the dial, which `Calibration.limits` turns into limits.
+        limit: The largest risk that is served; with a draft the dial, of which `Calibration.limits` makes one of each
+            rung.
         hit_rate: Share of C that would be served, 0 to 1.
         loss: Mean loss of the metric; for `changed`, the share of all requests whose answer changed.
         bound: Upper bound of the loss, at the calibration's confidence if limits are tested strictest first.
@@ -89,13 +90,14 @@ class Calibration:
         head: Digest of the weights outside the trunk, which make the answers.
         seconds: Time that it took, without computing the requests.
         model_ms: Median time in which the model computed a request of C, milliseconds.
-        lookup_ms: Mean time of a lookup, milliseconds.
+        lookup_ms: Mean time of a lookup, milliseconds, drafts included.
         watch: Levels by which the audit decides; None if nothing is reused.
         n_alarms: Alarms of the audit since. The first one voids the bound.
         has_drifted: Whether requests are no longer like those of the calibration (`drift.py`). Then the bound is void,
             and nothing is reused approximately.
         shares: By rung in use, the share of the model's time that serving there saves, 0 to 1; 1 without a draft.
         draft: Name of the draft that it was made with; "" without one.
+        engine: Name of the engine that computed its sources; "" for the model itself.
     """
 
     chosen: OperatingPoint | None
@@ -116,6 +118,7 @@ class Calibration:
     has_drifted: bool = False
     shares: Mapping[str, float] = field(default_factory=lambda: {SEMANTIC: 1.0})
     draft: str = ""
+    engine: str = ""
 
     @property
     def is_certified(self) -> bool:
@@ -186,7 +189,7 @@ class Calibration:
 class HoldoutOutcome:
     """Risk and loss of the requests of C as if there were no limit: of one rung (N,), or of several in order (R, N)."""
 
-    risk: Doubles  # over the rung's share; infinite if it never serves the request, -infinite for a repeat of a source
+    risk: Doubles  # by the rung's share; infinite if it never serves the request, -infinite for a repeat of a source
     loss: Doubles  # of serving each request; 0 or 1 if `is_share`
     low: float = 0.0  # least possible loss
     high: float = 1.0  # largest possible loss
@@ -305,7 +308,7 @@ def choose_limit(tested: Sequence[OperatingPoint], max_drop: float) -> Operating
 
 
 class Costs(NamedTuple):
-    """Seconds a request, to weigh rungs by."""
+    """Seconds of a request alone, to weigh rungs by."""
 
     search: float  # for a source
     draft: float
@@ -317,16 +320,17 @@ def choose_shares(
 ) -> dict[str, float]:
     """Return the rungs to use and their shares: those that are expected to take the least time.
 
-    Both outcomes are of the same requests, of A and B, with one rung each. Each set of rungs is tried on them as
-    `try_limits` would on C.
+    Both outcomes are of the same requests, of A and B, with one rung each. Each set of rungs is tried on them, up to
+    the limit at which they lose as much as C, which is about as large, may lose.
     """
     alone = {SEMANTIC: semantic, DRAFT: draft}
-    shares: list[dict[str, float]] = [{rung: 1.0} for rung in alone]
-    drafted = float(_tried({DRAFT: 1.0}, alone, max_drop, delta).mean())
+    n = len(semantic.loss)
+    most = sum(1 for _ in takewhile(lambda k: share_upper(k, n, delta) <= max_drop, range(1, n))) / n
+    drafted = float(_serve_at_most({DRAFT: 1.0}, alone, most).mean())
     # What serving by a source saves is what would follow: the draft, and the model where the draft does not serve.
     follows = (costs.draft + (1 - drafted) * costs.model) / costs.model
-    shares.append({SEMANTIC: min(1.0, follows), DRAFT: 1.0})
-    return min(shares, key=lambda one: _seconds(one, alone, costs, max_drop, delta))
+    sets = ({SEMANTIC: 1.0}, {DRAFT: 1.0}, {SEMANTIC: min(1.0, follows), DRAFT: 1.0})
+    return min(sets, key=lambda shares: _seconds(_serve_at_most(shares, alone, most), [*shares], costs))
 
 
 def combined(alone: Mapping[str, HoldoutOutcome], shares: Mapping[str, float]) -> HoldoutOutcome:
@@ -335,21 +339,24 @@ def combined(alone: Mapping[str, HoldoutOutcome], shares: Mapping[str, float]) -
     return replace(used[0], risk=np.stack([one.risk for one in used]), loss=np.stack([one.loss for one in used]))
 
 
-def _tried(shares: Mapping[str, float], alone: Mapping[str, HoldoutOutcome], max_drop: float, delta: float) -> Bools:
-    """Return which requests each rung serves (R, N) at the limit that would be chosen on these requests."""
+def _serve_at_most(shares: Mapping[str, float], alone: Mapping[str, HoldoutOutcome], most: float) -> Bools:
+    """Return which requests each rung serves (R, N) at the loosest limit up to which the mean loss is within `most`."""
     trial = combined(alone, shares)
-    chosen = choose_limit(try_limits(trial, candidate_limits(trial.dial), max_drop, delta), max_drop)
-    return trial.serve(-np.inf if chosen is None else chosen.limit)[0]
+    served = trial.serve(-np.inf)[0]
+    for limit in candidate_limits(trial.dial):
+        first, losses = trial.serve(limit)
+        if losses.mean() > most:
+            break
+        served = first
+    return served
 
 
-def _seconds(
-    shares: Mapping[str, float], alone: Mapping[str, HoldoutOutcome], costs: Costs, max_drop: float, delta: float
-) -> float:
-    """Return the expected seconds of a request with these rungs."""
+def _seconds(served: Bools, rungs: Sequence[str], costs: Costs) -> float:
+    """Return the expected seconds of a request of which each rung serves its part (R, N)."""
     left, seconds = 1.0, 0.0
-    for rung, served in zip(shares, _tried(shares, alone, max_drop, delta), strict=True):
+    for rung, part in zip(rungs, served, strict=True):
         seconds += left * (costs.search if rung == SEMANTIC else costs.draft)
-        left -= float(served.mean())
+        left -= float(part.mean())
     return seconds + left * costs.model
 
 

@@ -64,7 +64,8 @@ def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
     expected = -1 if forecast is None else int(forecast.argmax())
     if choice is None:
         return Marks(inf, -1.0, expected)
-    return Marks(choice.risk_unquarantined, choice.similarity, expected)
+    similarity = -1.0 if choice.similarity is None else choice.similarity
+    return Marks(choice.risk_unquarantined, similarity, expected)
 
 
 def marks_of_source(forecast: Floats | None) -> Marks:

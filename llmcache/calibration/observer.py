@@ -32,6 +32,10 @@ _MOST = 1e18  # the square of a larger value overflows float32
 class Learner(Protocol):
     """Takes observations of computed requests."""
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether a calibration may be made from them."""
+
     def wanted(self, call: "Call") -> Collection[int]:
         """Return the numbers of the rows to observe if they are computed."""
 
@@ -46,7 +50,8 @@ class Observer:
         """Read answers by `read`; `head` watches the weights outside the trunk."""
         self.answers = answers
         self.learner: Learner | None = None
-        self.draft: Draft | None = None  # runs on all that is observed
+        self.draft: Draft | None = None  # runs on what is learned from
+        self.is_learned_from: ContextVar[bool] = ContextVar("llmcache_is_learned_from", default=False)
         #: While set, rows are computed and appended to this list instead of being stored.
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
         self._read, self._head = read, head
@@ -69,7 +74,9 @@ class Observer:
         head, seconds = self._head.digest(), (perf_counter() - call.started_s) / len(call.rows)
         rows = [call.rows[number] for number in numbers]
         tokens = call.requests.tokens(rows)
-        drafts = self.draft.observe(call, rows) if self.draft is not None else [(None, 0.0)] * len(rows)
+        drafts: Sequence[tuple[Floats | None, float]] = [(None, 0.0)] * len(rows)
+        if self.draft is not None and (self.is_learned_from.get() if collected is not None else self.learner_wants()):
+            drafts = self.draft.observe(call, rows)
         seen = {
             number: Observation(
                 entries[number].scope,
@@ -91,6 +98,10 @@ class Observer:
             collected += seen.values()
         elif self.learner is not None:
             self.learner.observe(call, seen)
+
+    def learner_wants(self) -> bool:
+        """Whether the learner may calibrate on what it observes."""
+        return self.learner is not None and self.learner.is_learning
 
     def _answers_of(self, call: "Call", output: Any, numbers: Sequence[int]) -> list[Floats]:
         """Return signatures (n, S), outputs (n, C) and mean payloads (n, D) of computed rows."""
@@ -125,7 +136,10 @@ def collect(
     for number, inputs in enumerate(requests, start=first):
         n_seen = len(seen)
         try:
-            with setting(observer.collected, seen):  # not while `requests` makes the next one: it may call the model
+            with (
+                setting(observer.collected, seen),
+                setting(observer.is_learned_from, is_learned_from or observer.learner_wants()),
+            ):  # not while `requests` makes the next one: it may call the model
                 compute(inputs)
         except Exception as error:
             raise CalibrationError(f"request {number} could not be computed: {error!r}") from error

@@ -35,7 +35,7 @@ _BODY_TIMEOUT_S = 30.0  # no call waits for it
 _N_FIRST, _N_NEXT = 1024, 32  # versions that the first check and later ones look for
 _META = "__meta__"  # JSON of a body, beside its tensors
 #: Settings that decide how requests are compared and served, and what a calibration claims.
-_SETTINGS = {"answer", "gate", "max_drop", "delta", "sources", "audit"}
+_SETTINGS = {"answer", "gate", "max_drop", "delta", "draft", "sources", "audit"}
 
 
 class Place(NamedTuple):
@@ -204,4 +204,6 @@ class SharedCalibration:
 
     def _group(self) -> str:
         """Return a digest of the settings and head that caches must share, beside the scope."""
-        return hashlib.sha256(f"{self._settings} {self._calibrated.head_digest()}".encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            f"{self._settings} {self._calibrated.draft_name} {self._calibrated.head_digest()}".encode()
+        ).hexdigest()[:16]

@@ -21,6 +21,7 @@ from llmcache.calibration.calibration import (
     SEMANTIC,
     Costs,
     HoldoutOutcome,
+    OperatingPoint,
     candidate_limits,
     choose_shares,
     combined,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from llmcache.draft import Draft
 
 N_TURNS = 5
-_TIMES = ("draft_s", "seconds")
 
 
 class Found(NamedTuple):
@@ -64,6 +64,8 @@ class CalibrationFitter:
     draft: "Draft | None" = None
     #: Rungs in use and their shares, see `calibration.choose_shares`.
     shares: Mapping[str, float] = field(init=False, default_factory=lambda: {SEMANTIC: 1.0})
+    model_s: float = field(init=False, default=0.0)  # of a request alone; 0: unknown
+    _draft_s: float = field(init=False, default=0.0)
     _forecasts: dict[str, tuple[Floats, Floats]] = field(init=False, default_factory=dict)  # by key
 
     def fit(self, cases: Sequence[Observation], claim: RiskTarget | None = None) -> Doubles:
@@ -95,9 +97,11 @@ class CalibrationFitter:
         assert self.draft is not None
         self.draft.fit([case.draft for case in cases], [case.answer for case in cases])
         drafted = self._drafted(cases, "changed")
-        costs = Costs(search_s, *(float(np.median([getattr(one, name) for one in cases])) for name in _TIMES))
         if not np.isfinite(drafted.risk).any():
             return found
+        self._draft_s = float(np.median([case.draft_s for case in cases if case.draft is not None]))
+        model_s = self.model_s or float(np.median([case.seconds for case in cases]))
+        costs = Costs(search_s, self._draft_s, model_s)
         self.shares = choose_shares(found, drafted, costs, claim.max_drop, claim.delta)
         return combined({SEMANTIC: found, DRAFT: drafted}, self.shares)
 
@@ -160,9 +164,21 @@ class CalibrationFitter:
         marks = {}
         for case in cases:
             forecast = self._forecast(case)[1]
-            is_repeat = case.row.key in repeated
-            marks[case.row.key] = marks_of_source(forecast) if is_repeat else marks_of(self._choose(case), forecast)
+            if case.row.key in repeated:
+                marks[case.row.key] = marks_of_source(forecast)
+            elif SEMANTIC in self.shares:
+                marks[case.row.key] = marks_of(self._choose(case), forecast)
+            elif self.draft is not None and case.draft is not None:  # in service no source is searched for
+                marks[case.row.key] = marks_of(self.draft.choice(case.draft), case.draft)
         return marks
+
+    def lookup_s(self, trial: HoldoutOutcome, chosen: OperatingPoint | None, search_s: float) -> float:
+        """Return the mean seconds of looking a request of C up at an operating point, drafts included."""
+        if DRAFT not in self.shares or chosen is None:
+            return search_s
+        if SEMANTIC not in self.shares:
+            return self._draft_s
+        return search_s + self._draft_s * float(1 - trial.serve(chosen.limit)[0][0].mean())
 
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
@@ -233,7 +249,9 @@ class CalibrationFitter:
 
     def _find(self, case: Observation) -> Found:
         choice = self._choose(case)
-        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.source.key, "semantic")
+        if choice is None or choice.source is None:
+            return Found(inf, None, "")
+        return Found(choice.risk, choice.source.key, SEMANTIC)
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
         return not self.answers.agree(case.answer, source.answer)

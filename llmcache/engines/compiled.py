@@ -199,9 +199,9 @@ class CompiledTrunk(GraphEngine):
         """Whether, too, the row is padded on the right only."""
         return super()._covers(row) and isinstance(row.valid, slice) and row.valid.start == 0
 
-    def _check_digest(self, digest: str) -> bool:
+    def is_of(self, digest: str) -> bool:
         """Whether the graphs are valid for weights with this digest; if not, drop them."""
-        if super()._check_digest(digest):
+        if super().is_of(digest):
             return True
         with self._lock:
             if self.twin.attention == self.twin.trunk.attention and self._weights.differs_in_values(self.twin.mark):

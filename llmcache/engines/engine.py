@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from llmcache.models.hooks import Swap
+from llmcache.request.reading import Requests
 from llmcache.request.rows import Row
 
 
@@ -25,8 +26,8 @@ class Engine(Protocol):
             keeps_kv: Whether the call must fill the caller's K/V cache.
         """
 
-    def covering(self, rows: Sequence[Row]) -> "Engine":
-        """Return the engine for a call with these rows: itself, or another engine if it does not cover one of them."""
+    def covering(self, requests: Requests) -> "Engine":
+        """Return the engine for a call with these requests: itself, or another one if it does not cover them."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Return the trunk's output for these arguments, whose rows are `rows`."""
@@ -43,7 +44,7 @@ class Eager:
         """Return itself."""
         return self
 
-    def covering(self, rows: Sequence[Row]) -> Engine:
+    def covering(self, requests: Requests) -> Engine:
         """Return itself."""
         return self
 

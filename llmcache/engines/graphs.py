@@ -25,6 +25,7 @@ from llmcache.models.rope import changes_with_length
 from llmcache.models.twin import make_twin
 from llmcache.models.weights import Mark, Weights
 from llmcache.request.bypass import CURES
+from llmcache.request.reading import Requests
 from llmcache.request.rows import Row
 from llmcache.stats import EngineStats
 from llmcache.threads import forkable
@@ -151,7 +152,7 @@ class GraphEngine:
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
         """Return itself; for a call that no graph covers, an eager engine, which counts the reason."""
-        is_fit = self._check_digest(digest)
+        is_fit = self.is_of(digest)
         if not self.n_graphs:
             return self._eager
         if not is_fit:
@@ -160,9 +161,11 @@ class GraphEngine:
             reason = "kv_cache" if keeps_kv else self._find_reason(self._arguments.bind(args, kwargs))
         return self if reason is None else EagerCall(self, reason)
 
-    def covering(self, rows: Sequence[Row]) -> Engine:
-        """Return itself; for a call with a row whose padding no graph covers, an eager engine."""
-        return self if all(map(self._covers, rows)) else EagerCall(self, "padding")
+    def covering(self, requests: Requests) -> Engine:
+        """Return itself; an eager engine if the model may refuse them, or if no graph covers a row's padding."""
+        if requests.may_be_refused():  # a graph may wrap an index round where the model raises
+            return EagerCall(self, "arguments")
+        return self if all(map(self._covers, requests.rows)) else EagerCall(self, "padding")
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Return the trunk's output, of a graph."""
@@ -191,8 +194,8 @@ class GraphEngine:
         """Whether the mask of a row holds only 0 and 1, and a graph may run it."""
         return row.bypass_reason in ("", "no_content") and row.n_valid > 0
 
-    def _check_digest(self, digest: str) -> bool:
-        """Whether the graphs are valid for weights with this digest."""
+    def is_of(self, digest: str) -> bool:
+        """Whether the graphs are valid for weights with this digest, and the present attention implementation."""
         return digest == self._digest and self.twin.attention == self.twin.trunk.attention
 
 
@@ -208,7 +211,7 @@ class EagerCall:
         """Return itself."""
         return self
 
-    def covering(self, rows: Sequence[Row]) -> Engine:
+    def covering(self, requests: Requests) -> Engine:
         """Return itself."""
         return self
 

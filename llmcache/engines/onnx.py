@@ -38,7 +38,7 @@ logger = logging.getLogger("llmcache")
 
 HOME = "LLMCACHE_HOME"  # environment variable: the folder of kept graphs; default: llmcache in the user's cache folder
 _FORMAT = 1  # of kept graphs; rises when the export changes
-_FILE = "model.onnx"
+_FILE, _DIGEST = "model.onnx", "sha256"  # of a kept graph
 Precision = Literal["float32", "int8"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 #: Rows and tokens of the calls on which a graph is compared with the model.
@@ -82,7 +82,7 @@ class OnnxTrunk(GraphEngine):
         import onnxruntime
 
         self._runtime = onnxruntime
-        self.name = f"onnxruntime {onnxruntime.__version__}" + ("" if precision == "float32" else f" {precision}")
+        self.name = f"onnxruntime {onnxruntime.__version__}"
         self._precision: Precision = precision
         device, dtype = device_of(twin.module), next(iter(twin.module.parameters())).dtype
         self._provider = _PROVIDERS.get(device.type, "")
@@ -93,13 +93,17 @@ class OnnxTrunk(GraphEngine):
         self._opening = forkable(threading.Lock(), is_waited_for=False)
         self._sessions: dict[tuple[int, int], Any] = {}  # by process and number of threads
         self._is_open = True
-        kept = (folder or _home() / "engines") / self._key()
+        key = self._key()
+        if precision != "float32":  # what it answers hangs on all that the key covers
+            self.name += f" {precision} {key}"
+        kept = (folder or _home() / "engines") / key
         self._path = kept / _FILE
         if not (self._path.is_file() and self._is_fit()):
             with tempfile.TemporaryDirectory(prefix="llmcache-") as made:
                 _export(twin, Path(made) / _FILE)
                 if precision == "int8":
                     _quantise(Path(made))
+                (Path(made) / _DIGEST).write_text(_digest_of(Path(made)))
                 _keep(Path(made), kept)
             self._sessions.clear()
             self._compare()
@@ -110,8 +114,9 @@ class OnnxTrunk(GraphEngine):
         return int(self._is_open)
 
     def close(self) -> None:
-        """Run all calls eagerly from now on."""
+        """Run all calls eagerly from now on, and free the graph."""
         self._is_open = False
+        self._sessions = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Return the trunk's output, of the graph."""
@@ -120,8 +125,9 @@ class OnnxTrunk(GraphEngine):
             made = self.compute(arguments)
         except Exception as error:  # whatever a provider raises
             output = self.run_eagerly("failed", args, kwargs, rows)  # raises if the input is wrong
+            self.close()
             with self._lock:
-                self._is_open, self._n_failed = False, self._n_failed + 1
+                self._n_failed += 1
             logger.warning("llmcache: the graph of ONNX Runtime failed; calls run eagerly from now on", exc_info=error)
             return output
         with self._lock:
@@ -152,7 +158,7 @@ class OnnxTrunk(GraphEngine):
     def _open(self, n_threads: int) -> Any:
         options = self._runtime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = n_threads, 1
-        options.log_severity_level = 3  # errors
+        options.log_severity_level = 4  # not of each bad input
         return self._runtime.InferenceSession(self._path, options, providers=[self._provider])
 
     def _key(self) -> str:
@@ -164,8 +170,10 @@ class OnnxTrunk(GraphEngine):
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _is_fit(self) -> bool:
-        """Whether the kept graph can be opened and computes as the model does."""
+        """Whether the kept graph is intact and computes as the model does."""
         try:
+            if _digest_of(self._path.parent) != (self._path.parent / _DIGEST).read_text():
+                raise ValueError("its files are damaged, or another graph's")
             self._compare()
         except Exception as error:  # a damaged file, or a foreign one
             logger.warning("llmcache: the graph in %s is not used: %s", self._path.parent, error)
@@ -294,6 +302,15 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(before)
+
+
+def _digest_of(folder: Path) -> str:
+    """Return the SHA-256 of a graph's files."""
+    made = hashlib.sha256()
+    for one in sorted(folder.glob("*.onnx*")):
+        with one.open("rb") as file:
+            made.update(hashlib.file_digest(file, "sha256").digest())
+    return made.hexdigest()
 
 
 def _keep(made: Path, kept: Path) -> None:

@@ -55,16 +55,16 @@ class State:
 
 @dataclass(slots=True)
 class Hit:
-    """A stored request that serves a row."""
+    """What serves a row: the states of a stored request, or of a draft."""
 
     rung: str
     source: str  # key of the stored request; "" for a draft
-    fields: "Fields"  # its stored row of each output tensor
+    fields: "Fields"  # its row of each output tensor
     padding: "Fields" = ()  # states of its padding, if the row is padded in the same way
     similarity: float | None = 1.0
     answer: Floats | None = None  # signature (S,) of its answer; approximate hits only
-    share: float = 1.0  # risk of the hit over the limit, 0 to 1
-    risk: float | None = None  # of a draft; that of a source is in `Call.choices`
+    share: float = 1.0  # its risk divided by the limit, 0 to 1
+    risk: float | None = None  # approximate hits only
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -96,10 +96,10 @@ class Call:
     computed: dict[int, int] = field(default_factory=dict)  # row of the trunk's output, by row number
     output: Any = None  # the trunk's, for the computed rows
     entries: "dict[int, Entry]" = field(default_factory=dict)  # of computed rows, by row number
-    choices: "dict[int, Choice]" = field(default_factory=dict)  # best source and its risk, by row number
+    choices: "dict[int, Choice]" = field(default_factory=dict)  # best source, or draft, and its risk, by row number
     vectors: dict[int, Floats] = field(default_factory=dict)  # fingerprints (F,) of rows searched for approximate hits
-    forecasts: dict[int, Floats] = field(default_factory=dict)  # forecasts of the output (C,) of these rows
-    made: "Calibration | None" = None  # the calibration in force in that search
+    forecasts: dict[int, Floats] = field(default_factory=dict)  # forecasts of the output (C,), or drafts of it
+    made: "Calibration | None" = None  # the calibration in force in the look-up
     audited: "dict[int, Audited]" = field(default_factory=dict)  # rows that the audit drew
     is_looked_up: bool = False
     may_skip_check: bool = False  # the check of the weights may be postponed: the call writes to no store and no blocks

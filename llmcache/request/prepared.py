@@ -47,8 +47,11 @@ class Prepared:
 
     def take(self, call: Call) -> Call | None:
         """Remove and return the prepared call for this call, if arguments, weights and namespace are unchanged."""
-        known = self.kept.pop(id(call.arguments["input_ids"]), None)
-        if known is None or any(call.arguments.get(name) is not known.inputs.get(name) for name in DECIDING):
+        known = self.kept.get(id(call.arguments["input_ids"]))
+        if known is None or (known.scope != call.scope and call.engine is not None and call.engine.name):
+            return None  # unknown, or known under another engine's scope, which the call may yet take
+        self.kept.pop(id(call.arguments["input_ids"]), None)
+        if any(call.arguments.get(name) is not known.inputs.get(name) for name in DECIDING):
             return None
         before = known.versions, known.generation, known.number, known.scope, known.kind
         now = _versions(known.inputs), call.generation, call.number, call.scope, call.kind

@@ -15,7 +15,7 @@ def call(n_rows: int, n_hits: int, search_s: float, made: object = None, length:
         arguments={"input_ids": torch.ones(n_rows, length, dtype=torch.long)},
         made=made,
         n_searched=n_rows,
-        hits={i: SimpleNamespace(answer=True) for i in range(n_hits)},
+        hits={i: SimpleNamespace(answer=True, source="key") for i in range(n_hits)},
         search_s=search_s * n_rows,
         computed={i: i for i in range(n_rows - n_hits)},
         computing_s=0.01 * (n_rows - n_hits),
