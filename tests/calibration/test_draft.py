@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache import ConfigError, LLMCache
+from llmcache import ConfigError, LLMCache, Metric
 from llmcache.account import Account
 from llmcache.answers import ANSWERS
 from llmcache.calibration import training
@@ -258,3 +258,54 @@ def test_a_draft_that_cannot_be_made_or_has_no_margin(
 def test_a_calibration_equals_itself_with_other_alarms(cache: LLMCache) -> None:
     made = cache.calibration
     assert made is not None and made.is_of(replace(made, n_alarms=1)) and replace(made, has_drifted=True).limits == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["class", "labels"])
+def test_classes_and_labels_beside_another_engine(home: Path, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "choose_shares", lambda *given: BOTH)
+    engine = {"name": "onnxruntime", "folder": home}
+    cache = LLMCache.wrap(classifier(), draft="int8", engine=engine, answer=answer, max_drop=0.1, learn=600, audit=0)
+    for inputs in batched(requests(600)[0]):
+        cache(**inputs)
+    cache.drain()
+    made = cache.calibration
+    assert made is not None and dict(made.shares) == BOTH and made.engine.startswith("onnxruntime")
+    rungs = ask(cache, requests(200, seed=13)[0])
+    assert made.chosen is not None and rungs.count("draft") > 10 and cache.stats().errors == 0
+    assert figures_of(cache).n_requests >= 600 + rungs.count(None)
+
+
+def figures_of(cache: LLMCache) -> Any:
+    found = cache.stats().engine
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+def test_accuracy_and_a_metric_count_what_the_draft_loses(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "choose_shares", lambda *given: BOTH)
+    ids, topics = requests(800)
+    cache = wrap(home)
+    right = Metric(lambda output, label: float(output.argmax() == label), 0.0, 1.0)
+    for metric, max_drop in (("accuracy", 0.05), (right, 0.2)):
+        made = cache.calibrate(batched(ids), labels=topics.tolist(), metric=metric, max_drop=max_drop)
+        assert made.chosen is not None and made.chosen.bound <= max_drop
+        assert {"semantic", "draft"} <= set(ask(cache, requests(100, seed=14)[0]))
+
+
+@pytest.mark.slow
+def test_caches_with_and_without_a_draft_share_no_calibration(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "choose_shares", lambda *given: BOTH)
+    shared = {"store": {"name": "disk", "folder": str(tmp_path)}, "share_calibration": True}
+    with wrap(home, **shared) as first:
+        made = first.calibrate(batched(requests(600)[0]))
+        first.drain()
+        for draft, is_adopted in ((None, False), ("int8", True)):
+            with wrap(home, draft=draft, **shared) as other:
+                other(input_ids=requests(1, seed=15)[0])
+                other.drain()
+                found = other.calibration
+                assert (found is not None and found.is_of(made)) == is_adopted
