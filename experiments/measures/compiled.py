@@ -168,4 +168,4 @@ class Bench:
     def _done(self, cache: LLMCache) -> tuple[int, int]:
         """Return the numbers of hits and of rows computed by graphs so far."""
         stats = cache.stats()
-        return stats.n_hits, 0 if stats.compiled is None else stats.compiled.n_requests
+        return stats.n_hits, 0 if stats.engine is None else stats.engine.n_requests
