@@ -154,10 +154,12 @@ class Core:
 
     def build_engine(self) -> None:
         """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`."""
-        forward, options, missing = self.forward, self._config.engine, find_missing()
-        is_asked = options.name == "onnxruntime" or self._config.draft is not None
-        if missing and is_asked:
-            asked = "draft='int8'" if self._config.draft is not None else "engine='onnxruntime'"
+        forward, options, draft = self.forward, self._config.engine, self._config.draft
+        if options.name == "eager" and draft is None:
+            return
+        missing = find_missing()
+        if missing and not (options.name == "auto" and draft is None):
+            asked = "draft='int8'" if draft is not None else "engine='onnxruntime'"
             raise ConfigError(
                 f"{asked} needs the extra 'onnx' ({missing} is not installed): pip install 'llmcache-torch[onnx]'"
             )

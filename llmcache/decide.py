@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 K = 8  # neighbours that vote
 _WIDTH = 0.05  # difference in similarity at which a vote counts 1 / e
 MAX_RISK = 0.5  # never serve an answer that more likely changes than not, even if it is so rare that a bound allows it
-HIGHEST = 700.0  # log-odds beyond which `exp` overflows
+_HIGHEST = 700.0  # log-odds beyond which `exp` overflows
 _ANSWER, _IS_MISREAD = attrgetter("answer"), attrgetter("is_misread")
 
 
@@ -79,8 +79,7 @@ class Risk:
         """Return the index of the neighbour with the least risk, and that risk; infinite if none may serve."""
         number, least, weights = 0, inf, self._weights
         for candidate, features in _describe(seen) if weights else ():
-            log_odds = sum(map(mul, weights, features), weights[-1])
-            if (risk := 1 / (1 + exp(min(-log_odds, HIGHEST)))) < least:
+            if (risk := chance(weights, features)) < least:
                 number, least = candidate, risk
         return number, least
 
@@ -278,6 +277,12 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
                 seen.favour[number],
             ),
         )
+
+
+def chance(weights: Sequence[float], features: Sequence[float]) -> float:
+    """Return the probability, 0 to 1, of a logistic regression with weights (F + 1,), given features (F,)."""
+    log_odds = sum(map(mul, weights, features), weights[-1])
+    return 1 / (1 + exp(min(-log_odds, _HIGHEST)))
 
 
 def fit_odds(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:

@@ -12,8 +12,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from math import exp, inf
-from operator import mul
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from llmcache.answers import Answers, Reading
 from llmcache.arrays import Doubles, Floats
 from llmcache.calibration.calibration import DRAFT, SEMANTIC
-from llmcache.decide import HIGHEST, Choice, fit_odds, rounded
+from llmcache.decide import Choice, chance, fit_odds, rounded
 from llmcache.engines.onnx import OnnxTrunk
 from llmcache.models.arguments import DECIDING
 from llmcache.models.kinds import Kinds
@@ -203,7 +202,7 @@ class Draft:
     def _propose(self, call: Call, row: Row) -> Proposal | None:
         """Return the draft's answer to a row; None if it does not apply to it, or fails."""
         engine = self.engine
-        if engine is None or row.is_misread or row.bypass_reason or not _starts_first(row):
+        if engine is None or row.is_misread or row.bypass_reason or not row.starts_first:
             return None
         assert call.scope is not None and call.requests is not None
         if call.requests.may_be_refused():
@@ -245,14 +244,7 @@ class Draft:
     def _risk(self, output: Floats) -> float:
         if not self._weights:
             return inf
-        features = self._answers.margins(output[None])[0].tolist()
-        log_odds = sum(map(mul, self._weights, features), self._weights[-1])
-        return 1 / (1 + exp(min(-log_odds, HIGHEST)))
-
-
-def _starts_first(row: Row) -> bool:
-    """Whether a row's valid tokens are contiguous from its first column on."""
-    return row.n_valid > 0 and isinstance(row.valid, slice) and row.valid.start == 0
+        return chance(self._weights, self._answers.margins(output[None])[0].tolist())
 
 
 def _unpadded(value: Tensor, row: Row) -> Tensor:

@@ -197,7 +197,7 @@ class CompiledTrunk(GraphEngine):
 
     def _covers(self, row: Row) -> bool:
         """Whether, too, the row is padded on the right only."""
-        return super()._covers(row) and isinstance(row.valid, slice) and row.valid.start == 0
+        return super()._covers(row) and row.starts_first
 
     def is_of(self, digest: str) -> bool:
         """Whether the graphs are valid for weights with this digest; if not, drop them."""

@@ -246,7 +246,7 @@ def _export(twin: GraphTwin, path: Path) -> None:
     if twin.takes_types:
         inputs[TYPES] = torch.zeros_like(ids)
     sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
-    with _quiet(), torch.inference_mode(False), torch.no_grad():
+    with _quiet("torch.onnx"), torch.inference_mode(False), torch.no_grad():
         torch.onnx.export(
             _Exported(twin).eval(),
             tuple(inputs.values()),
@@ -264,10 +264,8 @@ def _quantise(folder: Path) -> None:
     """Replace a float32 graph by one with int8 products."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    made, root = folder / f"int8-{_FILE}", logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # it advises a step for graphs of images
-    try:
+    made = folder / f"int8-{_FILE}"
+    with _quiet(None):  # the root logger is told to advise a step for graphs of images
         quantize_dynamic(
             folder / _FILE,
             made,
@@ -277,8 +275,6 @@ def _quantise(folder: Path) -> None:
             weight_type=QuantType.QInt8,
             use_external_data_format=(folder / f"{_FILE}.data").is_file(),
         )
-    finally:
-        root.setLevel(level)
     for one in folder.iterdir():
         if not one.name.startswith("int8-"):
             one.unlink()
@@ -291,9 +287,9 @@ def _has_vnni() -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's remarks, which are about its own inside."""
-    log = logging.getLogger("torch.onnx")
+def _quiet(name: str | None) -> Iterator[None]:
+    """Silence remarks of a logger (None: the root's), and warnings, which are about the inside of a tool."""
+    log = logging.getLogger(name)
     before = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -93,6 +93,11 @@ class Row:
     is_misread: bool = False
     duplicate_key: str = ""
 
+    @property
+    def starts_first(self) -> bool:
+        """Whether its valid tokens are contiguous from the first column on."""
+        return self.n_valid > 0 and isinstance(self.valid, slice) and self.valid.start == 0
+
 
 @lru_cache(maxsize=8)
 def id_dtype(vocabulary: int) -> np.dtype[Any]:
