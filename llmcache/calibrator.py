@@ -231,16 +231,21 @@ class Calibrator:
             return self._compute(inputs, self._without_hooks(engine))
 
     def _without_hooks(self, engine: str) -> nn.Module:
-        """Return a twin of the model that shares its tensors, without user hooks. Its layers yield to calls."""
+        """Return a twin of the model that shares its tensors, without user hooks, and computes by an engine.
+
+        Its layers yield to calls; ONNX Runtime does not. Other engines' calls are computed by the twin itself.
+        """
         try:
             replicas = make_replicas(self._model)
         except ConfigError:  # this model has no faithful twin
             return self._model
         trunk = self._trunk
-        for layer in set(trunk.layers):
-            replicas[layer].register_forward_pre_hook(self._give_way)
+        for part in {trunk.module, *trunk.layers}:
+            replicas[part].register_forward_pre_hook(self._give_way)
         twin = replace(trunk, module=replicas[trunk.module], layers=tuple(replicas[layer] for layer in trunk.layers))
-        forward = self._forward.on(twin, engine)
+        forward, graph = self._forward.on(twin, engine), self._forward.engine
+        if isinstance(graph, OnnxTrunk) and graph.n_graphs and graph.name == engine:
+            forward.engine = graph
         if not self._observer.answers.reads_payload:
             self._watch(replicas[self._model], twin, forward, is_kept=False)
         return replicas[self._model]

@@ -21,7 +21,7 @@ from llmcache.threads import forkable
 if TYPE_CHECKING:
     from llmcache.request.call import Call
 
-_MAX_BATCH = 8  # tasks; a larger batch makes a call that comes meanwhile wait longer
+_MAX_BATCH, _MOST_TOKENS = 8, 256  # tasks, and tokens of all; a call that comes meanwhile waits for larger batches
 _WIDTHS = (16, 1, 0)  # lengths that share a batch: 16, padded to the longest; 1, equal rows only; 0, each row alone
 
 
@@ -75,7 +75,8 @@ class RecomputeQueue:
             taken = self._waiting[:1]
             if taken and self._width:
                 kind = self._kind(taken[0])
-                taken = [task for task in self._waiting if self._kind(task) == kind][: self._max_batch]
+                n_most = min(self._max_batch, max(1, _MOST_TOKENS // taken[0].inputs["input_ids"].shape[1]))
+                taken = [task for task in self._waiting if self._kind(task) == kind][:n_most]
                 self._max_batch = min(2 * self._max_batch, _MAX_BATCH)
             self._waiting = [task for task in self._waiting if not any(task is one for one in taken)]
             return taken
