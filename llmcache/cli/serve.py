@@ -14,6 +14,16 @@ _LOG = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 def command(
     model: Annotated[str, typer.Option(help="'minilm' (packaged), a folder, or a name on the hub.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a name on the hub.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Where the model runs, such as cpu or cuda:1; auto: CUDA if there is a device.")
+    ] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: float32, float16 or bfloat16; default: as they were saved.")
+    ] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="Of an embedding model: mean, cls or last-token; default: the model's own.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all: then give --keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
     served_name: Annotated[str | None, typer.Option(help="Name of the model for clients; default: --model.")] = None,
@@ -115,7 +125,7 @@ def command(
     given = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
     cache_config = CacheConfig.make(config, **given) if config or given else None
     saves = Saves(save)
-    served = load_served(model, models_dir)
+    served = load_served(model, models_dir, device=device, dtype=dtype, revision=revision, pooling=pooling)
     if threads is None and served.kind != "decoder":
         # Leave a core for hits, which are served during a batch: a thread that shares its core delays all others.
         threads = max(1, torch.get_num_threads() - 1)

@@ -73,21 +73,25 @@ def load_pretrained(
     name: str = "",
     may_lack_head: bool = False,
     known: str = "a folder with config.json, weights and tokenizer, or a hub name that can be reached",
+    revision: str | None = None,
     **config: Any,
 ) -> Loaded:
     """Load a model and its tokenizer with the transformers class `auto`; `config` sets entries of the model's config.
 
-    Error messages use `name` (the user's name for it), `head`, and `known` (accepted sources). `ConfigError` if the
+    `revision` is a branch, tag or commit on the hub; None: the latest, or the folder's files. Error messages use `name` (the user's name for it), `head`, and `known` (accepted sources). `ConfigError` if the
     model is not found, is damaged, or has no trained head (unless `may_lack_head`).
     """
     import transformers
     from safetensors import SafetensorError
 
     name = name or source
+    given = {} if revision is None else {"revision": revision}
     try:
         with quiet() if Path(source).is_dir() else asking(source):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-            model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **given)
+            model, report = getattr(transformers, auto).from_pretrained(
+                source, output_loading_info=True, **given, **config
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)}); give {known}") from error
     body = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # "": a model without head
@@ -114,10 +118,10 @@ def find_folder(name: str, models_dir: Path | None) -> str | None:
     return next((str(folder) for folder in (*within, Path(name).expanduser()) if folder.is_dir()), None)
 
 
-def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
-    """Load a causal language model from a folder, in `models_dir` first, or from the hub."""
+def load_causal(name: str, models_dir: Path | None = None, **given: Any) -> Loaded:
+    """Load a causal language model from a folder, in `models_dir` first, or from the hub; see `load_pretrained`."""
     loaded = load_pretrained(
-        find_folder(name, models_dir) or name, "AutoModelForCausalLM", "language-model head", name=name
+        find_folder(name, models_dir) or name, "AutoModelForCausalLM", "language-model head", name=name, **given
     )
     check_causal(name, loaded.model)
     return loaded

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from llmcache.answers import Reading, read_logits
@@ -31,6 +32,9 @@ NAMES: Mapping[Kind, str] = {
     "reranker": "a reranker",
     "decoder": "a causal language model",
 }
+_DTYPES = ("float32", "float16", "bfloat16")
+_POOLINGS = ("mean", "cls", "last-token")  # as text-embeddings-inference names them
+_AUTO = "auto"
 #: Runs the model on padded rows.
 Run = Callable[[dict[str, Tensor]], Tensor]
 
@@ -66,7 +70,15 @@ class Served:
         return locate(self.model).config
 
 
-def load_served(name: str, models_dir: Path | None = None) -> Served:
+def load_served(
+    name: str,
+    models_dir: Path | None = None,
+    *,
+    device: str = _AUTO,
+    dtype: str | None = None,
+    revision: str | None = None,
+    pooling: str | None = None,
+) -> Served:
     """Load a model by name: a folder (in `models_dir` first), `minilm` (packaged), or a hub name.
 
     The architecture in its config decides the kind: `...ForCausalLM` is a decoder, unless it is a
@@ -74,25 +86,56 @@ def load_served(name: str, models_dir: Path | None = None) -> Served:
     others are embedding models. A sentence-transformers model that ends in a `Dense` with as many outputs as its config
     has labels is also a classifier.
 
+    Args:
+        name: As above.
+        models_dir: Folder in which to look first.
+        device: Where the model runs, as torch names it (`cuda:1`); `auto`: CUDA if there is a device, else the CPU.
+        dtype: Of the weights: `float32`, `float16`, `bfloat16`; None: as they were saved.
+        revision: Branch, tag or commit on the hub.
+        pooling: How an embedding model pools its states: `mean`, `cls`, `last-token`; None: as it was trained.
+
     Raises:
-        ConfigError: The model cannot be loaded, or cannot be served.
+        ConfigError: The model cannot be loaded, cannot be served, or does not take these options.
     """
     source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
-    config = _config(name, source)
+    if revision is not None and Path(source).is_dir():
+        raise ConfigError(f"revision: {name!r} is a folder; only names on the hub have revisions")
+    for option, value, known in (("dtype", dtype, _DTYPES), ("pooling", pooling, _POOLINGS)):
+        if value not in (None, *known):
+            raise ConfigError(f"{option}: {value!r} is not one of {', '.join(known)}")
+    place = _device(device)
+    at = {} if revision is None else {"revision": revision}
+    given = at if dtype is None else {**at, "dtype": getattr(torch, dtype)}
+    config = _config(name, source, at)
     architecture = next(iter(config.architectures or ("",)))
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")) and _find(source, "modules.json") is None:
-        return _decoder(name, models_dir)
-    if architecture.endswith("ForSequenceClassification"):
-        return _classifier(name, source, config)
-    return _sentence_transformer(name, source)
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")) and _find(source, "modules.json", at) is None:
+        served = _decoder(name, models_dir, given)
+    elif architecture.endswith("ForSequenceClassification"):
+        served = _classifier(name, source, config, at, given)
+    else:
+        served = _sentence_transformer(name, source, at, given, pooling)
+    if pooling is not None and served.kind != "embedding":
+        raise ConfigError(f"pooling: for embedding models; {name!r} is {NAMES[served.kind]}")
+    served.model.to(place)
+    return served
 
 
-def _config(name: str, source: str) -> Any:
+def _device(name: str) -> torch.device:
+    """Return the device of this name after a tensor was put on it."""
+    try:
+        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == _AUTO else name)
+        torch.zeros(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
+        raise ConfigError(f"device: {name!r} cannot be used ({cause(error)}); give auto, cpu or cuda:0") from error
+    return found
+
+
+def _config(name: str, source: str, at: Mapping[str, str]) -> Any:
     import transformers
 
     try:
         with quiet() if Path(source).is_dir() else asking(source):
-            return transformers.AutoConfig.from_pretrained(source)
+            return transformers.AutoConfig.from_pretrained(source, **at)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model: {name!r} could not be loaded ({cause(error)}); give {MINILM!r}, a folder with config.json, "
@@ -100,19 +143,19 @@ def _config(name: str, source: str) -> Any:
         ) from error
 
 
-def _find(source: str, file: str) -> str | None:
+def _find(source: str, file: str, at: Mapping[str, str]) -> str | None:
     """Return the path of a model's file, or None if the model has no such file."""
     from transformers.utils.hub import cached_file
 
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with quiet():
-        found: str | None = cached_file(source, file, **quietly)
+        found: str | None = cached_file(source, file, **quietly, **at)
     return found
 
 
-def _saved_settings(name: str, source: str) -> dict[str, Any]:
+def _saved_settings(name: str, source: str, at: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that sentence-transformers saved with a model, empty if there are none."""
-    if (path := _find(source, "config_sentence_transformers.json")) is None:
+    if (path := _find(source, "config_sentence_transformers.json", at)) is None:
         return {}
     try:
         found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -121,17 +164,17 @@ def _saved_settings(name: str, source: str) -> dict[str, Any]:
     return found
 
 
-def _decoder(name: str, models_dir: Path | None) -> Served:
-    loaded = load_causal(name, models_dir)
+def _decoder(name: str, models_dir: Path | None, given: Mapping[str, Any]) -> Served:
+    loaded = load_causal(name, models_dir, **given)
     positions = getattr(loaded.model.config, "max_position_embeddings", None) or _NO_LIMIT
     return Served("decoder", loaded.model, loaded.tokenizer, int(positions))
 
 
-def _classifier(name: str, source: str, config: Any) -> Served:
-    loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name)
+def _classifier(name: str, source: str, config: Any, at: Mapping[str, str], given: Mapping[str, Any]) -> Served:
+    loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name, **given)
     model: Any = loaded.model
     labels = tuple(config.id2label[i] for i in range(config.num_labels))
-    saved = _saved_settings(name, source)  # settings of a CrossEncoder
+    saved = _saved_settings(name, source, at)  # settings of a CrossEncoder
     return Served(
         "reranker" if len(labels) == 1 else "classifier",
         model,
@@ -145,23 +188,28 @@ def _classifier(name: str, source: str, config: Any) -> Served:
     )
 
 
-def _sentence_transformer(name: str, source: str) -> Served:
+def _sentence_transformer(
+    name: str, source: str, at: Mapping[str, str], given: Mapping[str, Any], pooling: str | None
+) -> Served:
     """Load a model with sentence-transformers, which adds mean pooling to a plain transformers model."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache-torch[serve]'") from None
-    if (kind := _saved_settings(name, source).get("model_type", "SentenceTransformer")) != "SentenceTransformer":
+    if (kind := _saved_settings(name, source, at).get("model_type", "SentenceTransformer")) != "SentenceTransformer":
         raise ConfigError(f"model: {name!r} is a {kind} of sentence-transformers; give a SentenceTransformer")
     try:
         with quiet() if Path(source).is_dir() else asking(source):
-            model: Any = SentenceTransformer(source).eval()
+            of_model = {key: one for key, one in given.items() if key not in at}
+            model: Any = SentenceTransformer(source, device="cpu", model_kwargs=of_model, **at).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)})") from error
     _check_tokens(name, model)
     # Routes normalise vectors themselves, so that raw and normalised requests share an entry.
     while type(model[-1]).__name__ == "Normalize":
         del model[-1]
+    if pooling is not None:
+        _set_pooling(name, model, pooling)
     config: Any = locate(model).config
     width = getattr(model[-1], "out_features", None)
     is_classifier = isinstance(width, int) and width > 1 and width == len(config.id2label)
@@ -179,6 +227,16 @@ def _sentence_transformer(name: str, source: str) -> Served:
         is_prompt_pooled=all(getattr(module, "include_prompt", True) for module in model.modules()),
         dimensions=model.truncate_dim,
     )
+
+
+def _set_pooling(name: str, model: Any, pooling: str) -> None:
+    """Replace the pooling of a sentence-transformers model; `ConfigError` if it has none."""
+    for number, part in enumerate(model):
+        if type(part).__name__ == "Pooling":
+            mode = pooling.replace("-", "")
+            model[number] = type(part)(part.embedding_dimension, mode, include_prompt=part.include_prompt)
+            return
+    raise ConfigError(f"pooling: {name!r} has no pooling that could be replaced")
 
 
 def _check_tokens(name: str, model: Any) -> None:

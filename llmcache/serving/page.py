@@ -110,6 +110,7 @@ def view(server: Server) -> dict[str, Any]:
     intervals = server.history.intervals()
     return {
         "model": server.settings.model,
+        "computes": _computes(server),
         "phase": server.phase,
         "is_disabled": server.is_disabled,
         "saves": server.saves.is_saving,
@@ -129,6 +130,13 @@ def view(server: Server) -> dict[str, Any]:
         "troubles": list(_troubles(server, stats)),
         "bypassed": sorted(stats.bypassed.items(), key=lambda one: -one[1]),
     }
+
+
+def _computes(server: Server) -> str:
+    """Return what computes misses, in which dtype, and where; and the draft, if there is one."""
+    parameter, draft = next(server.model.parameters()), server.cache.config.draft
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{server.engine_name()}, {dtype} on {parameter.device}{f', draft: {draft}' if draft else ''}"
 
 
 def _bars(intervals: list[Interval]) -> Iterator[dict[str, Any]]:

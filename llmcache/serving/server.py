@@ -63,6 +63,11 @@ class Server:
         """Number of inputs or generations waiting for the model."""
         return sum(part.n_waiting for part in (self.encoder, self.decoder) if part is not None)
 
+    def engine_name(self) -> str:
+        """Return the name of what computes misses. May block while `cache.stats()` waits for the cache."""
+        engine = self.cache.stats().engine
+        return engine.name if engine is not None and engine.n_graphs else "eager"
+
     async def purge(self, namespace: str) -> int:
         """Purge a namespace with its tokenised prompts; later requests join no flight in it. See `LLMCache.purge`."""
         # Runs between two steps of the model: a step in progress would store its results after the purge.

@@ -202,7 +202,7 @@ async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
 async def info(request: Request) -> JSONResponse:
     """Return the served model and the server's limits."""
     server: Server = request.app.state.server
-    served, settings = server.served, server.settings
+    served, settings, parameter = server.served, server.settings, next(server.model.parameters())
     id2label = {str(i): label for i, label in enumerate(served.labels)}
     labels = {"id2label": id2label, "label2id": {label: int(i) for i, label in id2label.items()}}
     kinds: dict[str, Any] = {
@@ -214,9 +214,12 @@ async def info(request: Request) -> JSONResponse:
     return JSONResponse(
         {
             "model_id": server.name,
-            "model_sha": None,
+            "model_sha": getattr(served.config, "_commit_hash", None),
             "served_model_name": server.name,
-            "model_dtype": str(next(server.model.parameters()).dtype).removeprefix("torch."),
+            "model_dtype": str(parameter.dtype).removeprefix("torch."),
+            "model_device": str(parameter.device),
+            "engine": await asyncio.to_thread(server.engine_name),
+            "draft": server.cache.config.draft,
             "model_type": kinds[served.kind],
             "max_concurrent_requests": settings.max_concurrent_requests,
             "max_input_length": served.max_length,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers as tf
 
 from llmcache.errors import ConfigError
@@ -166,3 +167,27 @@ def test_tokens_of_a_prompt(make: Callable[[], Any], is_fast: bool) -> None:
 
 def _edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_pooling_and_dtype_are_as_asked(models: Path) -> None:
+    served = load_served(str(models / "embedding"), device="cpu", dtype="bfloat16", pooling="cls")
+    inputs = {"input_ids": torch.tensor([[1, 5, 6, 2]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    with torch.inference_mode():
+        states, pooled = served.states(dict(inputs)), served.forward(dict(inputs))
+    assert pooled.dtype == torch.bfloat16 and torch.equal(pooled, states[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        ("embedding", {"device": "cuda:99"}, "device: 'cuda:99' cannot be used"),
+        ("embedding", {"device": "gpu"}, "device: 'gpu' cannot be used"),
+        ("embedding", {"dtype": "int8"}, "dtype: 'int8' is not one of float32, float16, bfloat16"),
+        ("embedding", {"pooling": "max"}, "pooling: 'max' is not one of mean, cls, last-token"),
+        ("classifier", {"pooling": "cls"}, "pooling: for embedding models"),
+        ("classifier", {"revision": "main"}, "revision: .* is a folder"),
+    ],
+)
+def test_options_that_do_not_fit_are_told(models: Path, kind: str, given: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_served(str(models / kind), **given)

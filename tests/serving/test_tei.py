@@ -181,6 +181,8 @@ def test_info_and_health(classifier: TestClient) -> None:
     assert info["served_model_name"] == "classifier"
     assert info["model_type"]["classifier"]["id2label"]["0"] == LABELS[0]
     assert (info["model_dtype"], info["max_input_length"], info["max_client_batch_size"]) == ("float32", 32, 4)
+    assert (info["model_device"], info["engine"], info["draft"]) == ("cpu", "eager", None)
+    assert "eager, float32 on cpu" in classifier.get("/").text
     assert classifier.get("/health").status_code == classifier.get("/healthz").status_code == 200
 
 
