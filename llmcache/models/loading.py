@@ -78,8 +78,9 @@ def load_pretrained(
 ) -> Loaded:
     """Load a model and its tokenizer with the transformers class `auto`; `config` sets entries of the model's config.
 
-    `revision` is a branch, tag or commit on the hub; None: the latest, or the folder's files. Error messages use `name` (the user's name for it), `head`, and `known` (accepted sources). `ConfigError` if the
-    model is not found, is damaged, or has no trained head (unless `may_lack_head`).
+    `revision` is a branch, tag or commit on the hub; None: the latest, or the folder's files. Error messages use `name`
+    (the user's name for it), `head`, and `known` (accepted sources). `ConfigError` if the model is not found, is
+    damaged, or has no trained head (unless `may_lack_head`).
     """
     import transformers
     from safetensors import SafetensorError

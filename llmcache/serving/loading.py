@@ -104,7 +104,7 @@ def load_served(
         if value not in (None, *known):
             raise ConfigError(f"{option}: {value!r} is not one of {', '.join(known)}")
     place = _device(device)
-    at = {} if revision is None else {"revision": revision}
+    at: dict[str, Any] = {} if revision is None else {"revision": revision}
     given = at if dtype is None else {**at, "dtype": getattr(torch, dtype)}
     config = _config(name, source, at)
     architecture = next(iter(config.architectures or ("",)))
@@ -130,7 +130,7 @@ def _device(name: str) -> torch.device:
     return found
 
 
-def _config(name: str, source: str, at: Mapping[str, str]) -> Any:
+def _config(name: str, source: str, at: Mapping[str, Any]) -> Any:
     import transformers
 
     try:
@@ -143,7 +143,7 @@ def _config(name: str, source: str, at: Mapping[str, str]) -> Any:
         ) from error
 
 
-def _find(source: str, file: str, at: Mapping[str, str]) -> str | None:
+def _find(source: str, file: str, at: Mapping[str, Any]) -> str | None:
     """Return the path of a model's file, or None if the model has no such file."""
     from transformers.utils.hub import cached_file
 
@@ -153,7 +153,7 @@ def _find(source: str, file: str, at: Mapping[str, str]) -> str | None:
     return found
 
 
-def _saved_settings(name: str, source: str, at: Mapping[str, str]) -> dict[str, Any]:
+def _saved_settings(name: str, source: str, at: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that sentence-transformers saved with a model, empty if there are none."""
     if (path := _find(source, "config_sentence_transformers.json", at)) is None:
         return {}
@@ -170,7 +170,7 @@ def _decoder(name: str, models_dir: Path | None, given: Mapping[str, Any]) -> Se
     return Served("decoder", loaded.model, loaded.tokenizer, int(positions))
 
 
-def _classifier(name: str, source: str, config: Any, at: Mapping[str, str], given: Mapping[str, Any]) -> Served:
+def _classifier(name: str, source: str, config: Any, at: Mapping[str, Any], given: Mapping[str, Any]) -> Served:
     loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name, **given)
     model: Any = loaded.model
     labels = tuple(config.id2label[i] for i in range(config.num_labels))
@@ -189,7 +189,7 @@ def _classifier(name: str, source: str, config: Any, at: Mapping[str, str], give
 
 
 def _sentence_transformer(
-    name: str, source: str, at: Mapping[str, str], given: Mapping[str, Any], pooling: str | None
+    name: str, source: str, at: Mapping[str, Any], given: Mapping[str, Any], pooling: str | None
 ) -> Served:
     """Load a model with sentence-transformers, which adds mean pooling to a plain transformers model."""
     try:
