@@ -428,7 +428,8 @@ class LLMCache:
         A call that raises is not counted: the later call that computes its requests is.
 
         Raises:
-            NotCachedError: In a call, if a request is not in the cache or the call must bypass it.
+            NotCachedError: In a call, if a request is not in the cache, the call must bypass it, or the audit takes a
+                hit back: after a drift, or while too many hits wait to be recomputed.
         """
         with setting(self._forward.is_only_if_cached, True):
             yield self

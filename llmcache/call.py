@@ -27,7 +27,6 @@ from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
 from llmcache.decide import Semantic
 from llmcache.engines.engine import Eager, Engine
-from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, count_rows
 from llmcache.models.coupling import Coupling
@@ -273,13 +272,13 @@ class CachedForward(Swap, Switches):
             call.lookup_s += perf_counter() - started
         if self.prepared.is_on.get():
             self.prepared.stop(call)
-        if self.is_only_if_cached.get():
-            found = call.hits if call.prefill is None else call.prefill.whole
-            if call.reason is not None or len(found) < len(call.rows):
-                missing = tuple(row.number for row in call.rows if row.number not in found) if not call.reason else None
-                raise NotCachedError(missing)
+        self.check_cached(call)
         if self._audit is not None and call.reason is None and call.prefill is None and not call.is_collected:
             self._audit.draw(call)
+            if call.is_activated and len(call.hits) < len(call.rows):  # all or none, as before the draw
+                call.hits.clear()
+                self.withdraw(call)
+            self.check_cached(call)  # the audit takes back hits that it cannot audit, or that a drift forbids
         return True
 
     def _are_unchanged(self, call: Call) -> bool:
@@ -335,6 +334,7 @@ class CachedForward(Swap, Switches):
                 call.hits.clear()
                 self.withdraw(call)
                 self._counters.error("serve a call", error)
+                self.check_cached(call)
         return self._compute(call, range(len(call.rows)))
 
     def _serve(self, call: Call) -> Any:

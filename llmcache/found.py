@@ -40,7 +40,8 @@ class Found:
     """The result of `LLMCache.look_up` for a batch.
 
     Attributes:
-        served: Rows that the cache serves: no layer runs for them. None if there are none.
+        served: Rows that the cache serves: no layer runs for them, unless the audit takes a hit back as the part is run
+            (after a drift, or while too many hits wait to be recomputed). None if there are none.
         missing: The other rows. None if there are none.
     """
 

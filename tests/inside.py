@@ -3,6 +3,7 @@
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
 from llmcache.bank import Bank
+from llmcache.engines.engine import Eager
 from llmcache.sources import Sources
 
 
@@ -16,6 +17,10 @@ def sources(cache: LLMCache) -> Sources:
 
 def audit(cache: LLMCache) -> Audit:
     return cache._core.learn().audit
+
+
+def eager(cache: LLMCache) -> Eager:
+    return cache._core.forward.eager
 
 
 def keep_quiet(cache: LLMCache) -> LLMCache:

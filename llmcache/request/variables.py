@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from llmcache.errors import NotCachedError
 from llmcache.request.rows import DEFAULT_NAMESPACE
+
+if TYPE_CHECKING:
+    from llmcache.request.call import Call
 
 T = TypeVar("T")
 
@@ -27,6 +31,14 @@ class Switches:
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+
+    def check_cached(self, call: "Call") -> None:
+        """Within `only_if_cached`, raise `NotCachedError` if a call has a row without a hit, or bypasses the cache."""
+        if self.is_only_if_cached.get():
+            found = call.hits if call.prefill is None else call.prefill.whole
+            missing = tuple(row.number for row in call.rows if row.number not in found)
+            if call.reason is not None or missing:
+                raise NotCachedError(missing if call.reason is None else None)
 
 
 @contextmanager
