@@ -117,7 +117,7 @@ class CacheConfig(_Settings):
             changes few answers: calibrations choose limits for sources and draft together, so that `max_drop` covers
             both, and leave out what does not pay. For classes, labels and scores. None: no draft.
         max_drop: Largest loss that a calibration allows, a fraction of 1.
-        delta: Probability that the loss is larger all the same, over 0, under 1.
+        delta: Probability, between 0 and 1, that the loss exceeds `max_drop` in spite of the calibration.
         sources: Which stored requests serve others after a calibration: `frozen`, those it was made with, for which the
             bound holds; or `growing`, later misses of this process as well, without a bound.
         audit: Least probability with which a hit of calibrated reuse is recomputed, 0 to 1, to see whether its answer
@@ -146,8 +146,8 @@ class CacheConfig(_Settings):
             decided from the times of reading and computing measured in service; 0: all are read.
         compression: With `tau`, the codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last
             two keep `dim` float16 numbers per row of a layer. They are fitted on the first `fit_on` rows to be stored
-            in the layer, again after a change of weights, in the call that brings the last of these rows, which takes
-            up to a few seconds per layer. States stored uncompressed until then are packed too.
+            in the layer, again after a change of weights, in the call that stores the last of them, which takes up to
+            a few seconds per layer. States stored uncompressed until then are packed too.
             `Stats.reconstruction_error` measures the loss.
         auto_bypass: Stop searching for approximate hits in calls of a length at which searches take more time than hits
             save. One call in 64 is still searched, so that searching resumes once it pays. The log states the numbers.
