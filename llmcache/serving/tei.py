@@ -49,20 +49,18 @@ class Cut(_Body):
     truncation_direction: _Direction = "right"
 
 
-class EmbedRequest(Cut):
-    """Body of `/embed`."""
-
-    inputs: Input
-    normalize: StrictBool = True
-    prompt_name: StrictStr | None = None
-    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
-
-
 class EmbedAllRequest(Cut):
     """Body of `/embed_all`."""
 
     inputs: Input
     prompt_name: StrictStr | None = None
+
+
+class EmbedRequest(EmbedAllRequest):
+    """Body of `/embed`."""
+
+    normalize: StrictBool = True
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
 class PredictRequest(Cut):
