@@ -53,12 +53,16 @@ class Forms:
             reader: Knows which tokens carry content.
             keeps_tokens: Entries keep the states of all tokens, and K/V if the caller does.
         """
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         self._trunk, self._arguments, self._coupling, self._reader = trunk, arguments, coupling, reader
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
         self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # a guessed adapter: seen at the first call
         # Config values that are not part of the weights' digest.
         self._flags = (*trunk.more_outputs, "return_dict", "use_cache", "_attn_implementation")
-        self._attends, self._masks = _attention_functions()
+        # Functions and mask functions of attention implementations, by name.
+        self._attends, self._masks = ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, newest last
 
     def state(self, digest: str, modules: Sequence[Any]) -> State:
@@ -174,11 +178,3 @@ def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bo
         is_mask = mask is None or mask.shape == shape
         return is_mask and all(one.shape in (shape, (1, shape[1])) for one in tensors)
     return True
-
-
-def _attention_functions() -> tuple[Callable[[str], Any], Callable[[str], Any]]:
-    """Return lookups, by the name of an attention implementation, of its function and its mask function."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get

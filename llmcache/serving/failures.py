@@ -39,7 +39,9 @@ def install_handlers(app: FastAPI) -> None:
 async def _invalid_response(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    if _is_not_json(request, errors):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = kind == "application/json" or kind.endswith("+json")
+    if not is_json and any(tuple(one["loc"]) == ("body",) and one["type"] != "missing" for one in errors):
         refusal = Refusal("invalid", "send the body as JSON, with Content-Type: application/json")
         return refusal_response(refusal, request.scope)
     names = frozenset(_properties(request.app.openapi()))
@@ -57,13 +59,6 @@ async def _http_response(request: Request, error: Exception) -> JSONResponse:
     answer = refusal_response(Refusal(kind, text), request.scope)
     answer.headers.update(error.headers or {})
     return answer
-
-
-def _is_not_json(request: Request, errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the whole body is invalid because its Content-Type is not JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_json = kind == "application/json" or kind.endswith("+json")
-    return not is_json and any(tuple(one["loc"]) == ("body",) and one["type"] != "missing" for one in errors)
 
 
 def _properties(schema: Any) -> Iterator[str]:

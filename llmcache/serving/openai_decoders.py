@@ -175,8 +175,7 @@ class _Answers:
     def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], length: _Length) -> None:
         """Start `n` answers for each prompt, with consecutive seeds."""
         max_new_tokens = [decoder.n_new(len(prompt), *length) for prompt in prompts]
-        first_seed = self._body.first_seed()
-        seeds = [(first_seed + i) % 2**63 for i in range(self._body.n or 1)]
+        seeds = self._body.seeds()
         for prompt, most in zip(prompts, max_new_tokens, strict=True):
             for seed in seeds:
                 sampling = self._body.sampling(most, seed, decoder.eos_ids, decoder.vocabulary)
