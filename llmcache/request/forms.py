@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
 from llmcache.models.coupling import Coupling
-from llmcache.models.hooks import are_hooked
+from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import keys_of, setting
 from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv
@@ -70,10 +70,9 @@ class Forms:
         known = self._states.get(digest)
         if known is not None and known.modules is modules:
             return known
-        trunk, parts = self._trunk, self._trunk.module.modules()
+        trunk, within = self._trunk, parts_of(self._trunk.module)
         reason = None if trunk.has_same_depth else "other_depth"
         reason = reason or ("other_attention" if trunk.has_changed_direction else None)
-        within = [part for part in parts if part is not trunk.module]
         directions = [vars(part).get("is_causal") for part in within] + [setting(trunk.config, "is_causal")]
         hooks = list(chain.from_iterable(map(_HOOKS, within)))
         coupling, tables = self._coupling.reason(digest), self._reader.tables()
@@ -92,7 +91,7 @@ class Forms:
         n_hooks = RemovableHandle.next_id
         if n_hooks == state.n_hooks and not any(state.hooks):
             return False
-        is_hooked = are_hooked([part for part in self._trunk.module.modules() if part is not self._trunk.module])
+        is_hooked = are_hooked(parts_of(self._trunk.module))
         state.n_hooks = -1 if is_hooked else n_hooks
         return is_hooked
 
