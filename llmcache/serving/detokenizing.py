@@ -46,7 +46,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         is_byte_level = "ByteLevel" in str(getattr(backend, "decoder", None))
-        self._bytes = {one: byte for byte, one in bytes_to_unicode().items()} if is_byte_level else {}
+        alphabet: dict[int, str] = bytes_to_unicode() if is_byte_level else {}  # type: ignore[no-untyped-call]
+        self._bytes = {one: byte for byte, one in alphabet.items()}
 
     def text(self, token: int) -> str:
         """Return the text of a token, with U+FFFD for bytes that do not form a whole character."""

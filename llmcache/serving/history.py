@@ -44,7 +44,6 @@ class History:
         self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
 
     def add(self, stats: Stats) -> None:
-        """Append a sample of `stats`."""
         self._samples.append(Sample(self._clock(), stats.n_requests, dict(stats.hits), stats.audit))
 
     def samples(self) -> list[Sample]:

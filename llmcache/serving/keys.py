@@ -118,7 +118,6 @@ def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key from the file."""
     with _locked(path):
         entries = read_keys(path)
         kept = [entry for entry in entries if entry.name != name]

@@ -311,8 +311,6 @@ async def _respond(
     server.check_name(body.model)
     server.needs("decoder")
     body.check()
-    if not prompts:
-        raise Refusal("invalid", "the prompt is empty: give at least one token", param="prompt")
     most, decoder, namespace = server.settings.max_client_batch_size, server.decoder, request.state.tenant.namespace
     if len(prompts) * (body.n or 1) > most:
         raise Refusal("too_large", f"prompts and their answers (n) are at most {most} together", param="n")

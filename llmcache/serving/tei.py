@@ -277,7 +277,6 @@ def truncates(server: Server, asked: bool | None) -> bool:
 
 
 def items_of(inputs: Any) -> list[Any]:
-    """Return the inputs as a list."""
     return [inputs] if is_one(inputs) else list(inputs)
 
 
@@ -338,7 +337,6 @@ def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.flo
 
 
 def sigmoid(logit: float) -> float:
-    """Return the sigmoid of a logit."""
     return float(1 / (1 + np.exp(-np.float64(logit))))
 
 
