@@ -34,8 +34,10 @@ class Replica:
 
     def __init__(self, settings: ReplicaSettings) -> None:
         """Load the model and wrap it in a cache. Ray then starts the application, which warms up."""
-        n_cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
-        torch.set_num_threads(settings.threads or max(1, int(n_cpus)))
+        n_threads = settings.threads
+        if n_threads is None:
+            n_threads = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
+        torch.set_num_threads(n_threads)
         served = load_served(settings.model, settings.models_dir)
         saves = Saves(settings.saved, is_kept=True)  # replicas would overwrite each other's saves
         config = settings.cache_config if settings.saved is None else None
