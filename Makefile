@@ -79,11 +79,11 @@ check: setup ## Formatting, lint, types, the Dockerfile, and whether the generat
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict llmcache
 	$(BIN)/hadolint deploy/Dockerfile
-	$(BIN)/python -m llmcache.cli.reference --check docs
+	$(BIN)/python -m tests.reference --check docs
 
 docs: setup ## Write docs/cli.md, docs/settings.md and the tables from results/, and build the site into build/site.
 	$(PIP) install -c constraints.txt -e '.[docs]'
-	$(BIN)/python -m llmcache.cli.reference docs
+	$(BIN)/python -m tests.reference docs
 	$(BIN)/python -m experiments.report.pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -27,7 +27,7 @@ from llmcache.models.adapters import Trunk, locate, special_ids
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 
-FORMAT = 12
+FORMAT = 13
 _META = "__meta__"  # the tensor that holds a section's JSON
 #: Settings that affect neither the stored data nor a calibration's bound.
 _FREE: Final = frozenset(("auto_bypass", "engine", "policy"))

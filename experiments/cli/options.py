@@ -1,6 +1,7 @@
-"""Options common to commands (experiments, data and results folders), and writing of results."""
+"""Options common to commands (experiments, data and results folders), interruption, and writing of results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -38,6 +39,17 @@ Changes: TypeAlias = Annotated[
 ]
 CONFIGS = Path("configs")
 SMOKE = "smoke.yaml"  # for trial runs; its figures are no results
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
+
+
+@contextmanager
+def interruptible(message: str) -> Iterator[None]:
+    """Within this context, Ctrl-C prints `message` and exits with status `INTERRUPTED`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"llmcache: {message}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def told_apart(files: Sequence[Path], changes: Sequence[str] | None) -> tuple[list[Path], list[str]]:

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments.cli.options import DATA_VARIABLE
+from experiments.cli.options import DATA_VARIABLE, interruptible
 from llmcache.cli.options import MODELS_VARIABLE
-from llmcache.cli.output import interruptible
 from llmcache.cli.table import show_table
 
 

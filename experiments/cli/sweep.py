@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experiments.cli.options import RESULTS, Configs, DataDir, ResultsDir, all_configs, make_results_folder
+from experiments.cli.options import (
+    RESULTS,
+    Configs,
+    DataDir,
+    ResultsDir,
+    all_configs,
+    interruptible,
+    make_results_folder,
+)
 from llmcache import LLMCacheError
 from llmcache.cli.options import ModelsDir
-from llmcache.cli.output import interruptible
 
 if TYPE_CHECKING:
     from experiments.runs.grid import Named

@@ -1,26 +1,14 @@
-"""Writing of result files, and messages for interrupted commands and unwritable files."""
+"""Writing of result files, and messages for unwritable files."""
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import typer
 
 from llmcache.errors import ConfigError
-
-INTERRUPTED: Final = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
-
-
-@contextmanager
-def interruptible(message: str) -> Iterator[None]:
-    """Within this context, Ctrl-C prints `message` and exits with status `INTERRUPTED`."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"llmcache: {message}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def check_writable(path: Path | None) -> None:

@@ -13,6 +13,7 @@ _LOG = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def command(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="'minilm' (packaged), a folder, or a name on the hub.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a name on the hub.")] = None,
     device: Annotated[
@@ -42,7 +43,9 @@ def command(
     save: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder to restore the cache from and save it to.")
     ] = None,
-    save_every: Annotated[float, typer.Option(min=0, help="Seconds between saves; 0: only at the end.")] = 0.0,
+    save_every_s: Annotated[
+        float, typer.Option("--save-every", min=0, help="Seconds between saves; 0: only at the end.")
+    ] = 0.0,
     cache: Annotated[bool, typer.Option(help="Serve from the cache, or compute every request.")] = True,
     keys: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Key file; see llmcache keys.")] = None,
     max_concurrent_requests: Annotated[
@@ -56,14 +59,14 @@ def command(
         int, typer.Option(min=0, help="Prompt tokens computed per turn; 0: the whole prompt.")
     ] = 256,
     payload_limit: Annotated[int, typer.Option(min=1, help="Maximum bytes of a request's body.")] = 2_000_000,
-    max_queue: Annotated[
-        float, typer.Option(min=0.001, help="Seconds a request may wait before it is refused.")
+    max_queue_s: Annotated[
+        float, typer.Option("--max-queue", min=0.001, help="Seconds a request may wait before it is refused.")
     ] = 10.0,
-    batch_wait: Annotated[
-        float, typer.Option(min=0, help="Milliseconds a miss waits for others to share its batch.")
+    batch_wait_ms: Annotated[
+        float, typer.Option("--batch-wait", min=0, help="Milliseconds a miss waits for others to share its batch.")
     ] = 2.0,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds for requests in progress to finish when stopping.")
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, help="Seconds for requests in progress to finish when stopping.")
     ] = 20.0,
     auto_truncate: Annotated[bool, typer.Option(help="Cut inputs that are too long.")] = False,
     warmup_tokens: Annotated[
@@ -101,27 +104,9 @@ def command(
 
     logging.basicConfig(level=logging.WARNING, format=_LOG)
     logging.getLogger("llmcache").setLevel(logging.INFO)
-    settings = ServerSettings(
-        model=served_name or model,
-        cache=cache,
-        keys=keys,
-        save=save,
-        save_every_s=save_every,
-        max_concurrent_requests=max_concurrent_requests,
-        max_client_batch_size=max_client_batch_size,
-        max_batch_tokens=max_batch_tokens,
-        max_batch_requests=max_batch_requests,
-        max_streams=max_streams,
-        prefill_chunk=prefill_chunk,
-        payload_limit=payload_limit,
-        max_queue_s=max_queue,
-        batch_wait_ms=batch_wait,
-        grace_s=grace,
-        auto_truncate=auto_truncate,
-        warmup_tokens=warmup_tokens,
-        reveal_hits=reveal_hits,
-        otlp_endpoint=otlp_endpoint,
-    )
+    # Options have the names of the settings.
+    named = {name: value for name, value in context.params.items() if name in ServerSettings.model_fields}
+    settings = ServerSettings(**{**named, "model": served_name or model})
     given = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
     cache_config = CacheConfig.make(config, **given) if config or given else None
     saves = Saves(save)

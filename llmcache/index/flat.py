@@ -87,7 +87,6 @@ class FlatIndex(Index):
                 self._slot_of[int(self._ids[last])] = hole
 
     def ids(self) -> Ids:
-        """Return the held ids (N,), int64."""
         return self._ids[: len(self)].copy()
 
     def __contains__(self, name: int) -> bool:
@@ -269,7 +268,6 @@ class InvertedFile(Index):
             self._held -= gone
 
     def ids(self) -> Ids:
-        """Return the held ids (N,), int64."""
         return np.array([*self._held], np.int64)
 
     def __contains__(self, name: int) -> bool:

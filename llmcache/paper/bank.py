@@ -4,11 +4,9 @@ Sizes: B rows, R rows of a payload, D hidden width, F0 features, F fingerprint w
 n tokens, D_h width.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +20,7 @@ from llmcache.paper.codecs import Codec
 from llmcache.paper.packer import Packer
 from llmcache.policies import Policy
 from llmcache.request.rows import Scope
+from llmcache.stacks import pack, unpack
 
 
 class Kind(NamedTuple):
@@ -52,7 +51,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -105,7 +103,6 @@ class LayerBank:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the indexes."""
         return sum(index.nbytes for index in self._indexes.values())
 
     def search(self, kinds: Sequence[Kind], vectors: Floats) -> list[tuple[Entry, float] | None]:
@@ -192,47 +189,33 @@ class LayerBank:
         for packer in self.packers.values():
             packer.waiting = {k: one for k, one in packer.waiting.items() if namespace not in (None, one[0])}
 
-    def state(self, weights: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-        """Return the entries for these weights: JSON data, and tensors by name and dtype, joined end to end."""
-        notes, parts = list[dict[str, Any]](), dict[str, list[Tensor]]()
+    def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
+        """Return the entries for these weights, for `restore`: JSON data, and tensors by name."""
+        records = []
         for entry in self.entries.values():
-            if entry.kind.scope.weights != weights:
-                continue
-            tensors, vector = dict(entry.tensors), self.vector(entry)
-            if vector is not None:
-                tensors["vector"] = torch.from_numpy(vector)
-            notes.append(
-                {
-                    "key": entry.key,
-                    "scope": [entry.kind.scope.namespace, entry.kind.scope.dtype, entry.kind.scope.attention],
-                    "kind": [entry.kind.length, entry.kind.has_kv],
-                    "dtypes": {name: _name(dtype) for name, dtype in entry.dtypes.items()},
-                    "tensors": {name: [_name(one.dtype), *one.shape] for name, one in tensors.items()},
-                }
-            )
-            for name, one in tensors.items():
-                parts.setdefault(f"{name}:{_name(one.dtype)}", []).append(one.flatten().cpu())
+            if entry.kind.scope.weights == weights:
+                tensors, vector = dict(entry.tensors), self.vector(entry)
+                if vector is not None:
+                    tensors["vector"] = torch.from_numpy(vector)
+                dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in entry.dtypes.items()}
+                scope, length, has_kv = entry.kind
+                records.append((tensors, [entry.key, astuple(scope), length, has_kv, dtypes]))
         codec = {} if weights not in self.packers else self.packers[weights].codec.state()
-        joined = {name: torch.cat(flat) for name, flat in parts.items()}
-        return notes, joined | {f"codec.{name}": one.cpu() for name, one in codec.items()}
+        notes, packed = pack(records)
+        return notes, packed | {f"codec.{name}": one.cpu() for name, one in codec.items()}
 
-    def restore(
-        self, weights: str, notes: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], device: torch.device
-    ) -> None:
-        """Load what `state` returned, as entries for these weights, with tensors on `device`."""
+    def restore(self, weights: str, notes: Sequence[Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Load what `state` returned, with tensors on `device`."""
         self._packer(weights).codec.restore(below("codec.", tensors))
-        done = Counter[str]()
-        for note in notes:
-            held = dict[str, Tensor]()
-            for name, (dtype, *shape) in note["tensors"].items():
-                joined, start, n = f"{name}:{dtype}", done[f"{name}:{dtype}"], math.prod(shape)
-                held[name] = tensors[joined][start : start + n].clone().reshape(shape)
-                done[joined] += n
+        packed = {name: one for name, one in tensors.items() if "/" in name}
+        for held, (key, scope, length, has_kv, dtypes) in unpack(notes, packed):
             vector = held.pop("vector", None)
-            namespace, dtype, attention = note["scope"]
-            kind = Kind(Scope(namespace, weights, dtype, attention), *note["kind"])
-            dtypes = {name: getattr(torch, dtype) for name, dtype in note["dtypes"].items()}
-            entry = Entry(note["key"], kind, {name: one.to(device) for name, one in held.items()}, dtypes)
+            entry = Entry(
+                key,
+                Kind(Scope(*scope), length, has_kv),
+                {name: one.to(device) for name, one in held.items()},
+                {name: getattr(torch, dtype) for name, dtype in dtypes.items()},
+            )
             self._hold(entry, None if vector is None else vector.numpy())
 
     def _hold(self, entry: Entry, vector: Floats | None) -> bool:
@@ -255,7 +238,6 @@ class LayerBank:
         return True
 
     def _expire(self) -> None:
-        """Remove expired entries."""
         for key in self.policy.expired():
             self.remove(key)
             self.n_expelled += 1
@@ -280,7 +262,3 @@ class LayerBank:
     def _is_over(self, incoming: int) -> bool:
         too_many = self.max_entries is not None and len(self.entries) >= self.max_entries
         return bool(self.entries) and (too_many or self.nbytes + incoming > self.max_bytes)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

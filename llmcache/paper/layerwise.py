@@ -251,7 +251,7 @@ class Layerwise(Switches):
         elif self._is_pooled and self._pooled.get() is None:
             call.reason = "token_states"
         else:
-            call.reason = self.counters.find_reason("read a call", self._opener.open, call, swap.arguments)
+            call.reason = self.counters.find_reason("read a call", self._opener.open, call, args, kwargs)
         call.lookup_s = perf_counter() - started
         return call
 
@@ -352,7 +352,6 @@ class Layerwise(Switches):
             )
 
     def restart_stats(self) -> None:
-        """Reset the counts of requests, hits and times."""
         self.counters.restart()
         with self._counting:
             self._hits_by_layer.clear()
@@ -385,7 +384,6 @@ class Layerwise(Switches):
         self.installed.remove()
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
-        """See `LLMCache.save`."""
         save(
             folder,
             model,

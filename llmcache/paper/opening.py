@@ -3,7 +3,6 @@
 Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,15 @@ from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
-from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.intact import find_reason_of_layers
-from llmcache.models.masks import flatten
 from llmcache.models.packing import Payload
 from llmcache.models.weights import Weights
 from llmcache.paper.bank import Kind
 from llmcache.paper.call import Call
 from llmcache.paper.fingerprints import Fingerprint, View
-from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv, is_plain_cache
-from llmcache.request.forms import find_reason_now
+from llmcache.request.bypass import is_plain_cache
+from llmcache.request.call import Call as TrunkCall
+from llmcache.request.forms import Forms, find_reason_now
 from llmcache.request.reading import RequestReader, to_host
 from llmcache.request.rows import Row, Scope
 
@@ -41,24 +39,40 @@ class Opener:
         coupling: Coupling,
         reader: RequestReader,
     ) -> None:
-        self._trunk, self._head, self._payload = trunk, head, payload
-        self._fingerprint, self._weights, self._coupling, self._reader = fingerprint, weights, coupling, reader
+        self._trunk, self._head, self._payload, self._reader = trunk, head, payload, reader
+        self._fingerprint, self._weights = fingerprint, weights
         self._observed = head.observed if payload.fits_any_length else None
-        # Cached by digest, which covers the configuration they are computed from.
-        self._has_changed_direction = lru_cache(16)(lambda digest: trunk.has_changed_direction)
-        self._tables = lru_cache(16)(lambda digest: reader.tables())
+        arguments = Arguments(getattr(trunk.module, "_orig_mod", trunk.module).forward)  # as `Swap.arguments`
+        self._forms = Forms(trunk, arguments, coupling, reader, not payload.fits_any_length)
         #: Whether the model would make K/V that its head never reads and entries do not hold.
-        self.keeps_no_kv = payload.fits_any_length and trunk.makes_kv
+        self.keeps_no_kv = self._forms.keeps_no_kv
 
-    def open(self, call: Call, names: Arguments) -> str | None:
+    def open(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Read a call before the trunk runs; return the reason for a bypass, or None."""
-        call.arguments, mask_4d = flatten(call.arguments)
-        if reason := self._find_reason_of_arguments(call, names) or self._find_reason_of_model(call):
+        if reason := find_reason_now(self._trunk):
             return reason
-        assert call.scope is not None
-        tables = self._tables(call.scope.weights)
+        look = self._weights.look()
+        if look.refusal is not None:
+            return look.refusal
+        call.mark = look.mark
+        state, opened = self._forms.state(look.digest, look.modules), TrunkCall(args, kwargs, call.namespace)
+        form = self._forms.find(opened, state)
+        call.arguments = dict(opened.arguments)
+        if reason := form.reason or find_reason_of_layers(self._trunk) or state.reason:
+            return reason
+        if self._head.pooled is not None and self._head.pooled.has_changed():
+            return "other_pooling"
+        if self._observed is not None and self._observed.has_changed(look.digest):
+            return "other_pooling"
+        if state.coupling:
+            return "coupled_rows"
+        if self._forms.are_hooked(state):
+            return "hooked"
+        device = call.arguments["input_ids"].device.type
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        call.scope = Scope(call.namespace, look.digest, autocast, form.attention)
         requests = self._reader.read(
-            call.arguments, mask_4d, call.scope, tables, self._weights.activated, is_whole=False
+            call.arguments, opened.mask_4d, call.scope, state.tables, look.activated, is_whole=False
         )
         call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
         call.may_search = not requests.may_be_refused()  # if the input is out of range, the model must raise
@@ -92,40 +106,3 @@ class Opener:
         """Return the kind of a request; only entries of the same kind are compared."""
         assert call.scope is not None
         return Kind(call.scope, 0 if self._payload.fits_any_length else row.n_valid, call.kv_cache is not None)
-
-    def _find_reason_of_arguments(self, call: Call, names: Arguments) -> str | None:
-        """Return the reason why a call with these arguments cannot be served, or None. Reads no tensor."""
-        if reason := find_reason_now(self._trunk):
-            return reason
-        if are_strange(call.arguments.values()):
-            return "traced"
-        if not self._trunk.has_same_depth:
-            return "other_depth"
-        if reason := find_reason_of(call.arguments, self._trunk, names.defaults):
-            return reason
-        return find_reason_of_kv(call.arguments, self._trunk) if self.keeps_no_kv else None
-
-    def _find_reason_of_model(self, call: Call) -> str | None:
-        """Return the reason why the model in its current state cannot be served, or None; set the call's scope."""
-        if reason := find_reason_of_layers(self._trunk):
-            return reason
-        if self._head.pooled is not None and self._head.pooled.has_changed():
-            return "other_pooling"
-        if self._weights.is_trained:
-            return "gradients_held"
-        digest = self._weights.digest()
-        call.mark = self._weights.mark_of(digest)
-        if reason := self._weights.refusal:
-            return reason
-        if self._observed is not None and self._observed.has_changed(digest):
-            return "other_pooling"
-        if self._has_changed_direction(digest):
-            return "other_attention"
-        if self._coupling.reason(digest):
-            return "coupled_rows"
-        if are_hooked(parts_of(self._trunk.module)):
-            return "hooked"
-        device = call.arguments["input_ids"].device.type
-        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        call.scope = Scope(call.namespace, digest, autocast, self._trunk.attention)
-        return None

@@ -50,7 +50,6 @@ class Packer:
         return packed
 
     def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Encode named tensors."""
         packed: dict[str, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in tensors.items():

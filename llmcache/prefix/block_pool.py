@@ -160,7 +160,6 @@ class BlockPool:
             self._slabs.settle()
 
     def namespaces(self) -> list[str]:
-        """Return the namespaces that have blocks."""
         with self._lock:
             return list(self._shares)
 

@@ -42,7 +42,7 @@ def fill(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         kv_cache.update(join(keys), join(values), number)
         return
     n_columns = sum(piece.shape[-2] for piece in keys)
-    layer = _new_layer(kv_cache, number, _placeholder(keys[0], 0), _placeholder(values[0], 0))
+    layer = _new_layer(kv_cache, number, keys[0], values[0])
     layer.keys, layer.values = _placeholder(keys[0], n_columns), _placeholder(values[0], n_columns)
     layer.update = _Joining(layer, keys, values)
 
@@ -52,7 +52,7 @@ def put(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> None:
     if _takes_at_once(kv_cache, number):
         kv_cache.update(keys, values, number)
         return
-    layer = _new_layer(kv_cache, number, _placeholder(keys, 0), _placeholder(values, 0))
+    layer = _new_layer(kv_cache, number, keys, values)
     layer.keys, layer.values = keys, values
 
 
@@ -93,9 +93,9 @@ def _takes_at_once(kv_cache: Any, number: int) -> bool:
     return number < len(layers) and (layers[number].get_max_length() >= 0 or "update" in vars(layers[number]))
 
 
-def _new_layer(kv_cache: Any, number: int, no_keys: Tensor, no_values: Tensor) -> Any:
-    """Create an empty layer with its dtype set, and return it."""
-    kv_cache.update(no_keys, no_values, number)
+def _new_layer(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> Any:
+    """Create an empty layer for K/V like these, with its dtype set, and return it."""
+    kv_cache.update(_placeholder(keys, 0), _placeholder(values, 0), number)
     return kv_cache.layers[number]
 
 

@@ -84,5 +84,4 @@ class StoredBlocks:
 
 
 def block_name(key: str) -> str:
-    """Return the name of a block in a store."""
     return f"b.{key}"

@@ -120,7 +120,7 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
             return what if what in CURES else "more_output"
     if arguments.get("encoder_hidden_states") is not None:
         return "cross_attention"
-    if _seen_tokens(arguments.get("past_key_values")):
+    if (kv_cache := arguments.get(CACHE)) is not None and int(kv_cache.get_seq_length()) > 0:
         return "decode"
     shape = ids.shape if isinstance(ids, torch.Tensor) else ()
     for name in _BY_TOKEN:
@@ -168,10 +168,6 @@ def _are_by_token(values: Any, shape: Sequence[int]) -> bool:
 
 def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and isinstance(value, _PLAIN) and value == default)
-
-
-def _seen_tokens(cache: Any) -> bool:
-    return cache is not None and int(cache.get_seq_length()) > 0
 
 
 def are_strange(values: Iterable[Any]) -> bool:

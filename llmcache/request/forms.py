@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
 from llmcache.models.coupling import Coupling
-from llmcache.models.hooks import are_hooked
+from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import keys_of, setting
 from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv
@@ -53,12 +53,16 @@ class Forms:
             reader: Knows which tokens carry content.
             keeps_tokens: Entries keep the states of all tokens, and K/V if the caller does.
         """
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         self._trunk, self._arguments, self._coupling, self._reader = trunk, arguments, coupling, reader
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
         self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # a guessed adapter: seen at the first call
         # Config values that are not part of the weights' digest.
         self._flags = (*trunk.more_outputs, "return_dict", "use_cache", "_attn_implementation")
-        self._attends, self._masks = _attention_functions()
+        # Functions and mask functions of attention implementations, by name.
+        self._attends, self._masks = ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, newest last
 
     def state(self, digest: str, modules: Sequence[Any]) -> State:
@@ -66,10 +70,9 @@ class Forms:
         known = self._states.get(digest)
         if known is not None and known.modules is modules:
             return known
-        trunk, parts = self._trunk, self._trunk.module.modules()
+        trunk, within = self._trunk, parts_of(self._trunk.module)
         reason = None if trunk.has_same_depth else "other_depth"
         reason = reason or ("other_attention" if trunk.has_changed_direction else None)
-        within = [part for part in parts if part is not trunk.module]
         directions = [vars(part).get("is_causal") for part in within] + [setting(trunk.config, "is_causal")]
         hooks = list(chain.from_iterable(map(_HOOKS, within)))
         coupling, tables = self._coupling.reason(digest), self._reader.tables()
@@ -88,7 +91,7 @@ class Forms:
         n_hooks = RemovableHandle.next_id
         if n_hooks == state.n_hooks and not any(state.hooks):
             return False
-        is_hooked = are_hooked([part for part in self._trunk.module.modules() if part is not self._trunk.module])
+        is_hooked = are_hooked(parts_of(self._trunk.module))
         state.n_hooks = -1 if is_hooked else n_hooks
         return is_hooked
 
@@ -174,11 +177,3 @@ def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bo
         is_mask = mask is None or mask.shape == shape
         return is_mask and all(one.shape in (shape, (1, shape[1])) for one in tensors)
     return True
-
-
-def _attention_functions() -> tuple[Callable[[str], Any], Callable[[str], Any]]:
-    """Return lookups, by the name of an attention implementation, of its function and its mask function."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get

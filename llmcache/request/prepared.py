@@ -20,7 +20,6 @@ class Prepared:
     """The calls of one trunk that were looked up but not made yet. Thread-safe."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.kept: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by identity of their input_ids
         self.is_on: ContextVar[bool] = ContextVar("llmcache_preparing", default=False)
 

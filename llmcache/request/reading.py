@@ -126,7 +126,7 @@ class Requests:
             return True
         is_content = self.content()
         for row in self.rows:
-            own = types[row.number if len(types) > 1 else 0][row.valid].astype(np.int64)
+            own = _row(types, row.number)[row.valid].astype(np.int64)
             is_within = is_content[row.number][row.valid]
             steps = np.diff(own, prepend=0)
             if (steps < 0).any() or (steps[:1] > 0).any() or (steps[1:] > 0)[is_within[1:] & is_within[:-1]].any():
@@ -353,7 +353,7 @@ def read_rows(
         type_field = b"types:none;" if types is None else b"types:%d;%b" % (len(own_types), own_types)
         sha.update(b"ids:%d;%b%b" % (len(own_ids), own_ids, type_field))
         if positions is not None:
-            own = positions[number if len(positions) > 1 else 0, valid]
+            own = _row(positions, number)[valid]
             _update(sha, b"positions", own)
             is_steady = start is not None and bool((np.diff(own) == 1).all())
             start = int(own[0]) if is_steady and n_valid else None
@@ -386,10 +386,9 @@ def read_rows(
 
 def _update_layout(sha: Any, inputs: HostInputs, number: int, mask: NDArray[Any] | None) -> None:
     """Hash the whole row, padding and mask included."""
-    everything = slice(None)
     _update(sha, b"row", inputs.ids[number])
-    _update(sha, b"row types", _row(inputs.types, number, everything))
-    _update(sha, b"row positions", _row(inputs.positions, number, everything))
+    _update(sha, b"row types", None if inputs.types is None else _row(inputs.types, number))
+    _update(sha, b"row positions", None if inputs.positions is None else _row(inputs.positions, number))
     _update(sha, b"row mask", mask)
     sha.update(b"2-D;" if inputs.is_causal is None else b"4-D;")
 
@@ -417,11 +416,9 @@ def _activated(offsets: Sequence[int | None], number: int, valid: Positions, len
     return [length - min(n_columns, length) - (valid.start if isinstance(valid, slice) else 0)]
 
 
-def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:
-    if values is None:
-        return None
-    row: NDArray[np.int64] = values[number if len(values) > 1 else 0][valid]
-    return row
+def _row(values: NDArray[Any], number: int) -> Any:
+    """Return a row (T,) of values (B, T), or of (1, T) that all rows share."""
+    return values[number if len(values) > 1 else 0]
 
 
 def _update(sha: Any, name: bytes, values: NDArray[Any] | Sequence[int] | None) -> None:

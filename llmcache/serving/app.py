@@ -39,9 +39,8 @@ def create_app(server: Server) -> FastAPI:
             yield
         await server.stop()
 
-    keys = None if server.settings.keys is None else Keys(server.settings.keys)
-    if keys is not None:
-        server.metrics.watch_keys(lambda: keys.n_failures)
+    path = server.settings.keys
+    keys = None if path is None else Keys(path, server.metrics.key_file_failures.inc)
     app = FastAPI(
         title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )

@@ -80,7 +80,6 @@ class CacheFigures(Collector):
         self._cache = cache
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metric families."""
         stats, max_bytes = self._cache.stats(), self._cache.config.max_bytes
         used = min(1.0, (stats.nbytes + stats.prefix_nbytes) / max_bytes)
         budget_gauges = (

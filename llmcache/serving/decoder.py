@@ -39,7 +39,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids,
 
 _N_ENCODE_THREADS = 4
 _MAX_PROMPTS = 64  # tokenised prompts kept per namespace; one takes 0.3 MB at a context of 8,192 tokens
-_TEMPLATE_ERRORS = (TemplateError, UndefinedError)  # raised by the template; a message lacks a field that it reads
 _DEFAULT_MAX_NEW = 4096  # tokens of an answer if neither the request nor the model sets a limit
 
 
@@ -380,7 +379,7 @@ def _prompt_refusal(prompt: Any, error: RequestError, param: str) -> Refusal:
     cause, text = error.__cause__, "the prompt is empty: give at least one token"
     if isinstance(cause, UnicodeEncodeError):
         text = "the prompt is not valid Unicode text (a lone surrogate)"
-    elif type(cause) in _TEMPLATE_ERRORS:
+    elif type(cause) in (TemplateError, UndefinedError):  # raised by the template; a field that it reads is missing
         text = "the model's chat template does not take these messages: it may want their roles in another order"
     elif cause is not None:
         logger.error("the model's chat template failed: %s", described(cause))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _REPLACEMENT: Final = "\ufffd"  # decoded in place of a character whose last bytes are in the next token
 _SPACE: Final = "\u2581"  # sentencepiece's mark for a space
 
@@ -42,7 +44,10 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._bytes = _bytes_of_characters() if _is_byte_level(tokenizer) else {}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_byte_level = "ByteLevel" in str(getattr(backend, "decoder", None))
+        alphabet: dict[int, str] = bytes_to_unicode() if is_byte_level else {}  # type: ignore[no-untyped-call]
+        self._bytes = {one: byte for byte, one in alphabet.items()}
 
     def text(self, token: int) -> str:
         """Return the text of a token, with U+FFFD for bytes that do not form a whole character."""
@@ -60,18 +65,3 @@ class TokenTexts:
             return [int(name[3:-1], 16)]
         found = [self._bytes.get(character) for character in name]
         return None if not name or None in found else [byte for byte in found if byte is not None]
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and "ByteLevel" in str(getattr(backend, "decoder", None))
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte for each character of GPT-2's byte-level alphabet.
-
-    Printable Latin-1 bytes map to themselves; the other bytes, in order, are the characters from 256 on.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

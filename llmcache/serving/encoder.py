@@ -55,7 +55,6 @@ class Output:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values are finite."""
         return bool(np.isfinite(self.values).all())
 
 
@@ -138,8 +137,6 @@ class Encoder:
             self._waiting.append(request)
             self._lookups.submit(self._look_up_waiting, loop)
             found = await request.found
-        except RuntimeError:  # the thread pools are shut down
-            raise stopping() from None
         finally:
             self._n_looked_up -= 1
         awaited = [self._join_or_queue(request, one) if isinstance(one, Tokens) else one for one in found]

@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from llmcache.errors import LLMCacheError
-from llmcache.serving.front import route_path
-from llmcache.serving.refusals import Kind, Refusal, dialect_of
+from llmcache.serving.front import refusal_response
+from llmcache.serving.refusals import Kind, Refusal
 
 _N_NAMED = 3  # problems named in a response
 _N_EXAMINED = 64  # validation errors that are read: a list can have a million wrong items
@@ -31,46 +31,34 @@ _KINDS: Final[Mapping[int, tuple[Kind, str]]] = {
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Install exception handlers that answer in the dialect of the route."""
-    app.add_exception_handler(Refusal, _refusal_response)
+    """Install handlers that answer FastAPI's own errors in the dialect of the route. `Front` answers refusals."""
     app.add_exception_handler(RequestValidationError, _invalid_response)
     app.add_exception_handler(HTTPException, _http_response)
-
-
-async def _refusal_response(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refusal)
-    dialect = dialect_of(route_path(request.scope))
-    return JSONResponse(error.body(dialect), error.status(dialect), error.headers)
 
 
 async def _invalid_response(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    if _is_not_json(request, errors):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = kind == "application/json" or kind.endswith("+json")
+    if not is_json and any(tuple(one["loc"]) == ("body",) and one["type"] != "missing" for one in errors):
         refusal = Refusal("invalid", "send the body as JSON, with Content-Type: application/json")
-        return await _refusal_response(request, refusal)
+        return refusal_response(refusal, request.scope)
     names = frozenset(_properties(request.app.openapi()))
     fields = [_field(one["loc"], names) for one in errors[:_N_EXAMINED]]
     problems = list(dict.fromkeys(_explain(field, one) for field, one in zip(fields, errors, strict=False)))
     rest = f"; and {len(problems) - _N_NAMED} more" if len(problems) > _N_NAMED else ""
     refusal = Refusal("invalid", "; ".join(problems[:_N_NAMED]) + rest, param=fields[0] or None)
-    return await _refusal_response(request, refusal)
+    return refusal_response(refusal, request.scope)
 
 
 async def _http_response(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind, text = _KINDS.get(error.status_code, ("invalid", "the request is wrong"))
     text = "the body is nested too deeply" if isinstance(error.__cause__, RecursionError) else text
-    answer = await _refusal_response(request, Refusal(kind, text))
+    answer = refusal_response(Refusal(kind, text), request.scope)
     answer.headers.update(error.headers or {})
     return answer
-
-
-def _is_not_json(request: Request, errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the whole body is invalid because its Content-Type is not JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_json = kind == "application/json" or kind.endswith("+json")
-    return not is_json and any(tuple(one["loc"]) == ("body",) and one["type"] != "missing" for one in errors)
 
 
 def _properties(schema: Any) -> Iterator[str]:

@@ -10,7 +10,6 @@ import asyncio
 import base64
 import binascii
 import ipaddress
-import json
 import logging
 import re
 import uuid
@@ -22,6 +21,7 @@ from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import Request
+from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -96,8 +96,7 @@ class Front:
                 status = refusal.status(dialect_of(path))
             else:
                 is_login = refusal.kind == "unauthorised" and scope_of(scope["method"], path) == "admin"
-                # With this header a browser prompts for the key.
-                await _send_refusal(refusal, scope, receive, sent, [_BASIC] if is_login else [])
+                await _send_refusal(refusal, scope, receive, sent, is_login)
         finally:
             self._metrics.n_under_way -= is_inference
             self._metrics.answered(route, status, perf_counter() - started, is_inference)
@@ -210,6 +209,12 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] or "/" if is_below else path
 
 
+def refusal_response(refusal: Refusal, scope: Scope) -> JSONResponse:
+    """Return the response for a refusal, in the dialect of the route."""
+    dialect = dialect_of(route_path(scope))
+    return JSONResponse(refusal.body(dialect), refusal.status(dialect), refusal.headers)
+
+
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
     """Await work. If the client disconnects meanwhile, cancel it and raise `ClientDisconnect`."""
     task, is_gone = asyncio.current_task(), False
@@ -248,24 +253,21 @@ def _refusal_for(error: BaseException, request_id: str) -> Refusal:
     return Refusal("backend", f"the server failed on this request; see {request_id} in its log")
 
 
-async def _send_refusal(
-    refusal: Refusal, scope: Scope, receive: Receive, send: Send, headers: Sequence[tuple[str, str]]
-) -> None:
-    """Send a refusal as the response.
+async def _send_refusal(refusal: Refusal, scope: Scope, receive: Receive, send: Send, is_login: bool) -> None:
+    """Send a refusal as the response; with `is_login`, browsers prompt for the key.
 
     If the body was not read, it is read and discarded for up to `_LINGER_S` before the connection is closed: if it
     were closed at once, the client would see a connection error instead of the response.
     """
-    is_body_read = scope["state"].get("is_body_read", not _has_body(scope))
-    dialect = dialect_of(route_path(scope))
-    body = json.dumps(refusal.body(dialect)).encode()
-    named = [("content-type", "application/json"), ("content-length", str(len(body))), *refusal.headers.items()]
-    named += [*headers, *([] if is_body_read else [("connection", "close")])]
-    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in named]
-    await send({"type": "http.response.start", "status": refusal.status(dialect), "headers": raw})
-    await send({"type": "http.response.body", "body": body, "more_body": not is_body_read})
-    if is_body_read:
+    response = refusal_response(refusal, scope)
+    if is_login:
+        response.headers.append(*_BASIC)
+    if scope["state"].get("is_body_read", not _has_body(scope)):
+        await response(scope, receive, send)
         return
+    response.headers["Connection"] = "close"
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
     with suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_S):
             while (await receive()).get("more_body"):

@@ -44,7 +44,6 @@ class History:
         self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
 
     def add(self, stats: Stats) -> None:
-        """Append a sample of `stats`."""
         self._samples.append(Sample(self._clock(), stats.n_requests, dict(stats.hits), stats.audit))
 
     def samples(self) -> list[Sample]:
@@ -55,7 +54,13 @@ class History:
 
     def intervals(self) -> list[Interval]:
         """Return the intervals between `samples()`, oldest first."""
-        return [_between(*pair) for pair in pairwise(self.samples())]
+        found = []
+        for first, last in pairwise(self.samples()):
+            n_requests = last.n_requests - first.n_requests
+            served = {rung: n - first.hits.get(rung, 0) for rung, n in last.hits.items()}
+            shares = {rung: n / n_requests for rung, n in served.items() if n_requests > 0 and n > 0}
+            found.append(Interval(last.at_s - first.at_s, n_requests, shares))
+        return found
 
     @asynccontextmanager
     async def kept(self, read: Callable[[], Stats], every_s: float = EVERY_S) -> AsyncIterator[None]:
@@ -77,10 +82,3 @@ class History:
             yield
         finally:
             task.cancel()
-
-
-def _between(first: Sample, last: Sample) -> Interval:
-    n_requests = last.n_requests - first.n_requests
-    served = {rung: n - first.hits.get(rung, 0) for rung, n in last.hits.items()}
-    shares = {rung: n / n_requests for rung, n in served.items() if n_requests > 0 and n > 0}
-    return Interval(last.at_s - first.at_s, n_requests, shares)

@@ -19,7 +19,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
@@ -118,7 +118,6 @@ def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key from the file."""
     with _locked(path):
         entries = read_keys(path)
         kept = [entry for entry in entries if entry.name != name]
@@ -134,10 +133,10 @@ class Keys:
     If the file becomes unreadable or invalid, the previous keys stay valid; failures are counted, and logged once.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Read the file; errors are those of `read_keys`."""
+    def __init__(self, path: Path, count_failure: Callable[[], None]) -> None:
+        """Read the file; errors are those of `read_keys`. Later failures call `count_failure`."""
         self.path = path
-        self.n_failures = 0
+        self._count_failure = count_failure
         self._is_failing = False
         self._checked_at = monotonic()
         self._seen = _file_state(path)
@@ -163,7 +162,7 @@ class Keys:
                 return
             known = read_keys(self.path)
         except Exception as error:  # of any kind: the server keeps its current keys
-            self.n_failures += 1
+            self._count_failure()
             if not self._is_failing:
                 # Only the type of other errors: their text may quote the file.
                 reason = error if isinstance(error, ConfigError | OSError) else type(error).__name__

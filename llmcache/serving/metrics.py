@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections import Counter as Counts
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -25,7 +25,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import CounterMetricFamily, UnknownMetricFamily
+from prometheus_client.metrics_core import UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from llmcache.cache import LLMCache
@@ -77,16 +77,16 @@ class Metrics:
         self._families: dict[str, Any] = {}
 
         self._http = self._make(Counter, "http_requests", "Requests answered, by route and status.", "route", "status")
-        self._http_seconds = self._make(
-            Histogram, "http_request_duration_seconds", "Time per request.", "route", buckets=_SECONDS
-        )
+        self._http_seconds = self._histogram("http_request_duration_seconds", "Time per request.", "route")
         self._by_rung = self._make(Counter, "requests", "Inputs answered, by rung.", "rung")
         self._success = self._make(Counter, "request_success", "Requests finished, by reason.", "finished_reason")
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of all inputs.")
-        self._cached_tokens = self._counter("prompt_tokens_cached", "Tokens of inputs that the cache served.")
-        self.generated = self._counter("generation_tokens", "Tokens generated.")
-        self.failed = self._counter("model_failures", "Inputs and generations on which the model failed.")
-        self.cancelled = self._counter("requests_cancelled", "Requests whose client disconnected.")
+        self._prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of all inputs.")
+        self._cached_tokens = self._make(Counter, "prompt_tokens_cached", "Tokens of inputs that the cache served.")
+        self.generated = self._make(Counter, "generation_tokens", "Tokens generated.")
+        self.failed = self._make(Counter, "model_failures", "Inputs and generations on which the model failed.")
+        self.cancelled = self._make(Counter, "requests_cancelled", "Requests whose client disconnected.")
+        text = "Failures to read the key file; the previous keys stay valid."
+        self.key_file_failures = self._make(Counter, "key_file_failures", text)
 
         self._e2e = self._histogram("e2e_request_latency_seconds", "Time per successful inference request.")
         self.queue = self._histogram("request_queue_time_seconds", "Time in the queue before computing.")
@@ -99,9 +99,9 @@ class Metrics:
         self.prefill = self._histogram("request_prefill_time_seconds", text)
         text = "Time from the first to the last token of a generation."
         self.decode = self._histogram("request_decode_time_seconds", text)
-        self._batch_size = self._make(Histogram, "batch_next_size", "Inputs computed at once.", buckets=_ROWS)
+        self._batch_size = self._histogram("batch_next_size", "Inputs computed at once.", buckets=_ROWS)
         text = "Tokens computed at once, padding included."
-        self._batch_tokens = self._make(Histogram, "batch_next_tokens", text, buckets=_TOKENS)
+        self._batch_tokens = self._histogram("batch_next_tokens", text, buckets=_TOKENS)
 
         text = "Inference requests in progress, without waiting ones."
         running = self._make(Gauge, "num_requests_running", text)
@@ -111,20 +111,10 @@ class Metrics:
         self._make(Gauge, "concurrent_requests", text).set_function(lambda: self.n_concurrent)
 
         self.registry.register(CacheFigures(model_name, cache))
-        self.registry.register(_Copies({name: self._families[of] for name, of in _COPIES.items()}))
-        text = "Inference requests."
-        self.registry.register(_ExternalCounts(model_name, UnknownMetricFamily, text, self._result_counts))
+        copied = {name: self._families[of] for name, of in _COPIES.items()}
+        self.registry.register(_TeiNames(model_name, copied, self._results))
         for make in (ProcessCollector, PlatformCollector, GCCollector):
             make(registry=self.registry)
-
-    def watch_keys(self, n_failures: Callable[[], int]) -> None:
-        """Add a counter of failures to read the key file."""
-        text = "Failures to read the key file; the previous keys stay valid."
-
-        def read() -> dict[str, int]:
-            return {"key_file_failures": n_failures()}
-
-        self.registry.register(_ExternalCounts(self._model_name, CounterMetricFamily, text, read))
 
     def answered(self, route: str, status: int, seconds: float, is_inference: bool = False) -> None:
         """Count a finished HTTP request; `route` is the template of its path."""
@@ -163,50 +153,32 @@ class Metrics:
         """Return all metrics in Prometheus' text format. May block while `cache.stats()` waits for the cache."""
         return generate_latest(self.registry)
 
-    def _result_counts(self) -> dict[str, int]:
-        counts = {f"request_{result}": n for result, n in self._results.items()}
-        return {"request_count": sum(self._results.values()), **counts}
-
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         """Register a metric family and return it, or its single child if it has no labels of its own."""
         family = kind(PREFIX + name, text, ("model_name", *labels), registry=self.registry, **more)
         self._families[name] = family
         return family if labels else family.labels(self._model_name)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        made: Counter = self._make(Counter, name, text)
-        return made
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        made: Histogram = self._make(Histogram, name, text, buckets=_SECONDS)
-        return made
+    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Any:
+        return self._make(Histogram, name, text, *labels, buckets=buckets)
 
 
-class _Copies(Collector):
-    """Exports metric families under a second name, copied on each scrape."""
+class _TeiNames(Collector):
+    """Exports metrics under TEI's names: copies of families, and the untyped counts of inference requests."""
 
-    def __init__(self, families: Mapping[str, Any]) -> None:
-        self._families = families
+    def __init__(self, model_name: str, copied: Mapping[str, Any], results: Mapping[str, int]) -> None:
+        self._model_name, self._copied, self._results = model_name, copied, results
 
     def collect(self) -> Iterable[Metric]:
-        for name, family in self._families.items():
+        for name, family in self._copied.items():
             for metric in family.collect():
                 copy = Metric(PREFIX + name, metric.documentation, metric.type)
                 copy.samples = [one._replace(name=one.name.replace(metric.name, copy.name)) for one in metric.samples]
                 yield copy
-
-
-class _ExternalCounts(Collector):
-    """Exports counts kept elsewhere, read on each scrape; kind untyped omits the suffix `_total`, as TEI does."""
-
-    def __init__(self, model_name: str, kind: Any, text: str, read: Callable[[], dict[str, int]]) -> None:
-        self._model_name, self._kind, self._text, self._read = model_name, kind, text, read
-
-    def collect(self) -> Iterable[Metric]:
-        for name, value in self._read().items():
-            family = self._kind(PREFIX + name, self._text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
+        for name, n in {"count": sum(self._results.values()), **self._results}.items():
+            counts = UnknownMetricFamily(f"{PREFIX}request_{name}", "Inference requests.", labels=["model_name"])
+            counts.add_metric([self._model_name], n)
+            yield counts
 
 
 def _quantile(ordered: list[float], share: float) -> float:

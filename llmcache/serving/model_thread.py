@@ -19,7 +19,6 @@ class ModelThread:
     """Runs steps one after another. Thread-safe; call `run` from an event loop."""
 
     def __init__(self) -> None:
-        """Start the thread without steps."""
         self._steps = ThreadPoolExecutor(1, "llmcache-model")
 
     async def run(self, step: Callable[[], _T]) -> _T:

@@ -30,28 +30,22 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 _SHORT: Final = 16  # default of `max_tokens` for completions, as in OpenAI's API
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+_Length = tuple[int | None, int | None, tuple[str, str]]  # arguments of `Decoder.n_new`
+
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Complete one or more prompts."""
-    n_new = _AnswerLength(body.max_tokens, _SHORT, ("prompt", "max_tokens"))
-    return await _respond(body, request, body.prompts, n_new, _Completion)
+    length = (body.max_tokens, _SHORT, ("prompt", "max_tokens"))
+    return await _respond(body, request, body.prompts, length, _Completion)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     named = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    n_new = _AnswerLength(body.max_completion_tokens or body.max_tokens, None, ("messages", named))
-    return await _respond(body, request, [body.chat], n_new, _Chat)
-
-
-class _AnswerLength(NamedTuple):
-    """Arguments of `Decoder.n_new`."""
-
-    asked: int | None
-    otherwise: int | None
-    params: tuple[str, str]
+    length = (body.max_completion_tokens or body.max_tokens, None, ("messages", named))
+    return await _respond(body, request, [body.chat], length, _Chat)
 
 
 class Delta(NamedTuple):
@@ -178,11 +172,10 @@ class _Answers:
         self._id = f"{shape.prefix}-{uuid4().hex}"
         self._created = int(time())
 
-    def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], n_new: _AnswerLength) -> None:
+    def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], length: _Length) -> None:
         """Start `n` answers for each prompt, with consecutive seeds."""
-        max_new_tokens = [decoder.n_new(len(prompt), *n_new) for prompt in prompts]
-        first_seed = self._body.first_seed()
-        seeds = [(first_seed + i) % 2**63 for i in range(self._body.n or 1)]
+        max_new_tokens = [decoder.n_new(len(prompt), *length) for prompt in prompts]
+        seeds = self._body.seeds()
         for prompt, most in zip(prompts, max_new_tokens, strict=True):
             for seed in seeds:
                 sampling = self._body.sampling(most, seed, decoder.eos_ids, decoder.vocabulary)
@@ -311,15 +304,13 @@ class _StoppableText:
 
 
 async def _respond(
-    body: GenerationRequest, request: Request, prompts: Sequence[Prompt], n_new: _AnswerLength, shape: type[_Shape]
+    body: GenerationRequest, request: Request, prompts: Sequence[Prompt], length: _Length, shape: type[_Shape]
 ) -> Response:
     """Answer prompts, whole or as a stream. A stream starts with the first text: earlier errors have an HTTP status."""
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs("decoder")
     body.check()
-    if not prompts:
-        raise Refusal("invalid", "the prompt is empty: give at least one token", param="prompt")
     most, decoder, namespace = server.settings.max_client_batch_size, server.decoder, request.state.tenant.namespace
     if len(prompts) * (body.n or 1) > most:
         raise Refusal("too_large", f"prompts and their answers (n) are at most {most} together", param="n")
@@ -327,7 +318,7 @@ async def _respond(
     ids = [await decoder.encode(prompt, namespace) for prompt in prompts]
     asked = _Answers(server, body, shape(server, body))
     try:
-        asked.start(decoder, namespace, ids, n_new)
+        asked.start(decoder, namespace, ids, length)
         if not body.stream:
             whole = await unless_gone(request, asked.whole())
             return JSONResponse(whole, headers=asked.headers())

@@ -108,7 +108,7 @@ class GenerationRequest(BaseModel):
         if max(more, default=0) >= vocabulary:
             raise Refusal("invalid", f"stop_token_ids are from 0 to {vocabulary - 1}", param="stop_token_ids")
         drawn: dict[str, Any] = {}
-        if not self.is_greedy:
+        if self.temperature is None or self.temperature >= _MIN_FACTOR:  # without one, sample, as OpenAI's API does
             top_k = min(self.top_k or 0, vocabulary)
             drawn = {
                 "do_sample": True,
@@ -127,14 +127,10 @@ class GenerationRequest(BaseModel):
             n_logprobs=min(self.n_logprobs or 0, vocabulary),
         )
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether decoding is greedy. Without a temperature tokens are sampled, as in OpenAI's API."""
-        return self.temperature is not None and self.temperature < _MIN_FACTOR
-
-    def first_seed(self) -> int:
-        """Return the seed of the first answer, random if none was given; other answers use the following seeds."""
-        return secrets.randbits(63) if self.seed is None else self.seed % _SEED_RANGE
+    def seeds(self) -> list[int]:
+        """Return the seed of each answer to a prompt: consecutive numbers, from a random one if none was given."""
+        first = secrets.randbits(63) if self.seed is None else self.seed
+        return [(first + i) % _SEED_RANGE for i in range(self.n or 1)]
 
 
 class CompletionRequest(GenerationRequest):

@@ -72,7 +72,6 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/", response_class=HTMLResponse)
 async def page(request: Request) -> HTMLResponse:
-    """Return the whole page."""
     server: Server = request.app.state.server
     nonce = secrets.token_urlsafe(16)
     shown = {"nonce": nonce, "version": llmcache.__version__, "every_s": int(EVERY_S)}

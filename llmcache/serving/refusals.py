@@ -66,12 +66,10 @@ class Refusal(LLMCacheError):
         self.retry_after_s = retry_after_s
 
     def status(self, dialect: Dialect) -> int:
-        """Return the HTTP status."""
         terms = TERMS[self.kind]
         return terms.tei_status if dialect == "tei" else terms.openai_status
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
-        """Return the JSON body of the response."""
         terms = TERMS[self.kind]
         if dialect == "tei":
             return {"error": str(self), "error_type": terms.tei_type}
@@ -80,7 +78,6 @@ class Refusal(LLMCacheError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of the response."""
         named = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return named | ({"WWW-Authenticate": "Bearer"} if self.kind == "unauthorised" else {})
 

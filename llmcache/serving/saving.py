@@ -27,7 +27,6 @@ class Saves:
 
     @property
     def is_saving(self) -> bool:
-        """Whether the cache is saved."""
         return self.folder is not None and not self.is_kept
 
     def hang_cache(self, served: Served, config: CacheConfig | None) -> LLMCache:

@@ -49,19 +49,24 @@ class Server:
         )
         self.encoder: Encoder | None = None
         self.decoder: Decoder | None = None
+        self._part: Encoder | Decoder
 
         def is_caching() -> bool:
             return settings.cache and not self.is_disabled
 
         if served.kind == "decoder":
-            self.decoder = Decoder(cache, self.thread, settings, served.tokenizer, self.metrics, is_caching)
+            self._part = self.decoder = Decoder(
+                cache, self.thread, settings, served.tokenizer, self.metrics, is_caching
+            )
         else:
-            self.encoder = Encoder(cache, self.thread, settings, self.tokenizing, served, self.metrics, is_caching)
+            self._part = self.encoder = Encoder(
+                cache, self.thread, settings, self.tokenizing, served, self.metrics, is_caching
+            )
 
     @property
     def n_waiting(self) -> int:
         """Number of inputs or generations waiting for the model."""
-        return sum(part.n_waiting for part in (self.encoder, self.decoder) if part is not None)
+        return self._part.n_waiting
 
     def engine_name(self) -> str:
         """Return the name of what computes misses. May block while `cache.stats()` waits for the cache."""
@@ -149,9 +154,7 @@ class Server:
         if self._saving is not None:
             self._saving.cancel()
         await asyncio.to_thread(self.saves.try_to_save, self.cache)
-        for part in (self.encoder, self.decoder):
-            if part is not None:
-                part.close()
+        self._part.close()
         await asyncio.to_thread(self.thread.close)
         await asyncio.to_thread(self.cache.unwrap)
         self.phase = "stopped"
@@ -159,13 +162,10 @@ class Server:
     def _warm_up(self) -> None:
         """Run short and long inputs, so that no request pays for first-run work; they are not counted in statistics."""
         n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
-        if not n_tokens:
-            return
-        for part in (self.encoder, self.decoder):
-            if part is not None:
-                part.warm_up(n_tokens, _WARM_UP)
-        self.cache.purge(namespace=_WARM_UP)
-        self.cache.restart_stats()
+        if n_tokens:
+            self._part.warm_up(n_tokens, _WARM_UP)
+            self.cache.purge(namespace=_WARM_UP)
+            self.cache.restart_stats()
 
     async def _save_periodically(self) -> None:
         while True:

@@ -49,20 +49,18 @@ class Cut(_Body):
     truncation_direction: _Direction = "right"
 
 
-class EmbedRequest(Cut):
-    """Body of `/embed`."""
-
-    inputs: Input
-    normalize: StrictBool = True
-    prompt_name: StrictStr | None = None
-    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
-
-
 class EmbedAllRequest(Cut):
     """Body of `/embed_all`."""
 
     inputs: Input
     prompt_name: StrictStr | None = None
+
+
+class EmbedRequest(EmbedAllRequest):
+    """Body of `/embed`."""
+
+    normalize: StrictBool = True
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
 class PredictRequest(Cut):
@@ -282,7 +280,6 @@ def truncates(server: Server, asked: bool | None) -> bool:
 
 
 def items_of(inputs: Any) -> list[Any]:
-    """Return the inputs as a list."""
     return [inputs] if is_one(inputs) else list(inputs)
 
 
@@ -343,7 +340,6 @@ def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.flo
 
 
 def sigmoid(logit: float) -> float:
-    """Return the sigmoid of a logit."""
     return float(1 / (1 + np.exp(-np.float64(logit))))
 
 

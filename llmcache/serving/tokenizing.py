@@ -90,12 +90,14 @@ class Tokenizing:
                 for one in ids
             )
         (made,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-        return (
-            {"id": one, "text": self._fast.id_to_token(one), "special": True, "start": None, "stop": None}
-            if is_special
-            else _piece(text, one, *made.token_to_chars(i))
-            for i, (one, is_special) in enumerate(zip(made.ids, made.special_tokens_mask, strict=True))
-        )
+
+        def each() -> Iterator[dict[str, Any]]:
+            for i, (one, is_special) in enumerate(zip(made.ids, made.special_tokens_mask, strict=True)):
+                start, stop = (None, None) if is_special else made.token_to_chars(i)
+                shown = self._fast.id_to_token(one) if is_special else text[start:stop]
+                yield {"id": one, "text": shown, "special": bool(is_special), "start": start, "stop": stop}
+
+        return each()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids. Raises `Refusal` for ids outside the vocabulary."""
@@ -189,10 +191,6 @@ def _texts(item: str | Prompted | tuple[str, str]) -> tuple[str, ...]:
         first, *others = item.texts
         return (item.prompt + first, *others)
     return (item,) if isinstance(item, str) else item
-
-
-def _piece(text: str, token: int, start: int, stop: int) -> dict[str, Any]:
-    return {"id": token, "text": text[start:stop], "special": False, "start": start, "stop": stop}
 
 
 def _check(text: str) -> None:

@@ -144,7 +144,6 @@ class DiskIndex:
                 del self._used[next(iter(self._used))]
 
     def number(self, namespace: str) -> int:
-        """Return the current number of a namespace."""
         own = "(SELECT number FROM namespaces WHERE name = ?)"
         return int(self._read(f"SELECT number + coalesce({own}, 0) FROM totals", [namespace])[0][0])
 
@@ -154,7 +153,6 @@ class DiskIndex:
         return n_values, nbytes
 
     def purges(self, since: str | None) -> Purges:
-        """See `Store.purges`."""
         folder, _, number = (since or "").partition(":")
         is_known = folder == self._folder and number.isdigit()
         asked = int(number) if is_known else 1 << 62

@@ -48,5 +48,4 @@ class StoredEntries:
 
 
 def entry_name(key: str) -> str:
-    """Return the name of a request's entry in a store."""
     return f"e.{key}"

@@ -72,7 +72,6 @@ class Follower:
             return Purges([self._log[i] for i in range(-n_after, 0)], cursor)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._closing.set()
         self._thread.join(PATIENCE_S)
         self._client.connection_pool.disconnect()

@@ -47,7 +47,6 @@ class Run:
     root: str  # prefix of all names
 
     def ask(self, *commands: Command) -> list[Any]:
-        """See `Server.ask`."""
         return self.server.ask(self.client, commands)
 
     @property

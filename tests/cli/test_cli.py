@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import llmcache
 from llmcache import CODECS, FINGERPRINTS, STORES, CacheConfig
 from llmcache.cli import main as cli
-from llmcache.cli import reference
 from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
 from llmcache.index import INDEXES
 from llmcache.policies import POLICIES
+from tests import reference
 from tests.commands import run_main
 
 ROOT = Path(__file__).parents[2]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.cli.options import INTERRUPTED
 from experiments.data.labelled import Data, read_requests, split
 from experiments.data.squad import Question, read_squad
 from experiments.models.loading import load
 from experiments.prepare import squad_v2, trainer, training
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
-from llmcache.cli.output import INTERRUPTED
 from llmcache.errors import ConfigError
 from tests.experiments.commands import Commands
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from experiments.cli.options import INTERRUPTED
 from experiments.measures import MEASURES, Measure
 from experiments.measures.base import Outcome
 from experiments.methods import METHODS
@@ -16,7 +17,6 @@ from experiments.runs.folder import RunFolder
 from experiments.runs.grid import load_experiments
 from experiments.support.files import held
 from experiments.tasks import TASKS
-from llmcache.cli.output import INTERRUPTED
 from tests.experiments.commands import Commands
 from tests.experiments.measuring import desk
 from tests.experiments.test_models import save_tiny

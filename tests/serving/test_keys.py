@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -107,8 +108,8 @@ def test_files_of_others(path: Path, caplog: pytest.LogCaptureFixture, monkeypat
     for mode in (0o620, 0o602):
         write(path, [ENTRY], mode)
         with pytest.raises(ConfigError, match="chmod 600"):
-            Keys(path)
-    Keys(write(path, [ENTRY], 0o644))
+            Keys(path, Mock())
+    Keys(write(path, [ENTRY], 0o644), Mock())
     assert "other users may read it" in caplog.text
     if os.geteuid() != 0:  # only root may change the owner
         return
@@ -147,7 +148,7 @@ def test_adding_at_the_same_time_loses_no_key(path: Path) -> None:
 def test_keys_come_and_go_without_a_restart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.0)
     first = add_key(path, "first", "a", ["infer"]).encode()
-    keys = Keys(path)
+    keys = Keys(path, Mock())
     second = add_key(path, "second", "b", ["infer", "admin"], 2).encode()
     found = keys.find(second)
     assert found is not None and (found.name, found.namespace, found.max_concurrent) == ("second", "b", 2)
@@ -172,22 +173,23 @@ def test_a_file_that_became_broken_keeps_the_last_keys(
     path: Path, spoil: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = add_key(path, "search", "a", ["infer"]).encode()
-    keys, good = Keys(path), path.read_text()
+    count_failure = Mock()
+    keys, good = Keys(path, count_failure), path.read_text()
     SPOILS[spoil](path)
     keys.look()
     keys.look()
-    assert keys.find(key) is not None and keys.n_failures == 2
+    assert keys.find(key) is not None and count_failure.call_count == 2
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1 and str(path) in errors[0].getMessage() and "plain-key" not in caplog.text
     write(path, good)
     remove_key(path, "search")
     keys.look()
-    assert keys.n_failures == 2 and keys.find(key) is None and "every request is refused" in caplog.text
+    assert count_failure.call_count == 2 and keys.find(key) is None and "every request is refused" in caplog.text
 
 
 def test_every_key_is_compared_in_constant_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [add_key(path, f"n{number}", "a", ["infer"]).encode() for number in range(3)]
-    keys, compared, compare = Keys(path), [], hmac.compare_digest
+    keys, compared, compare = Keys(path, Mock()), [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or compare(*both))
     for key, name in zip([*given, b"", b"wrong"], ["n0", "n1", "n2", None, None], strict=True):
         compared.clear()

@@ -34,7 +34,10 @@ class Replica:
 
     def __init__(self, settings: ReplicaSettings) -> None:
         """Load the model and wrap it in a cache. Ray then starts the application, which warms up."""
-        torch.set_num_threads(settings.threads or _cpus())
+        n_threads = settings.threads
+        if n_threads is None:
+            n_threads = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
+        torch.set_num_threads(n_threads)
         served = load_served(settings.model, settings.models_dir)
         saves = Saves(settings.saved, is_kept=True)  # replicas would overwrite each other's saves
         config = settings.cache_config if settings.saved is None else None
@@ -85,8 +88,3 @@ def replicas(settings: ReplicaSettings, **options: Any) -> serve.Application:
     router = RequestRouterConfig(request_router_class=_ROUTER)
     found = {**OPTIONS, "request_router_config": router, **options}
     return serve.deployment(serve.ingress()(Replica), name="llmcache", **found).bind(settings)
-
-
-def _cpus() -> int:
-    """Return the number of CPUs that Ray has assigned to this replica, at least one."""
-    return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))

@@ -63,12 +63,10 @@ class ReplicaSettings(BaseModel):
 
     @property
     def cache_config(self) -> CacheConfig:
-        """Settings of the cache."""
         return CacheConfig.make(self.cache)
 
     @property
     def server_settings(self) -> ServerSettings:
-        """Settings of the server."""
         try:
             return ServerSettings(**{**self.server, "model": self.served_name or self.model})
         except ValidationError as error:

@@ -1,6 +1,6 @@
 """Write `docs/cli.md` from the commands' own `--help` and `docs/settings.md` from `CacheConfig`, or check both.
 
-Run it as `python -m llmcache.cli.reference [--check] docs`.
+Run it as `python -m tests.reference [--check] docs`.
 """
 
 import argparse
@@ -122,7 +122,7 @@ PAGES: Mapping[str, Callable[[], str]] = {"cli.md": render, "settings.md": rende
 
 def main(args: Sequence[str] | None = None) -> int:
     """Write or check the pages; return the exit code: 1 when `--check` finds one stale."""
-    parser = argparse.ArgumentParser(prog="python -m llmcache.cli.reference", description="Write the generated pages.")
+    parser = argparse.ArgumentParser(prog="python -m tests.reference", description="Write the generated pages.")
     parser.add_argument("folder", type=Path, help="where the Markdown files are")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is stale")
     options = parser.parse_args(args)
