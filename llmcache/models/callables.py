@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from llmcache.models.packing import parts_of
 _DEFAULTS = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
 _UNNAMED = 2**18  # vocabulary if nothing names it
 _N_WORDS = 64  # ids that made-up calls use then: nearly every vocabulary has them
-_WIDTH = 512  # D of made-up vectors
+_WIDTH = 128  # D of made-up vectors
 _SAME, _CLOSE = 1e-5, 1e-4  # largest difference in calls of the same, and of another shape, as a share of the largest
 _READ = ("_token_id", "max_position_embeddings")  # endings of names in a config
 _NOT_WITH = ("tau", "draft", "engine", "adapter", "payload")
@@ -106,7 +107,7 @@ class Structure:
             return made[0]
         if issubclass(self.kind, tuple | list):
             return self.kind(*made.values()) if hasattr(self.kind, "_fields") else self.kind(made.values())
-        return self.kind(**made)
+        return self.kind(made) if self.kind is dict else self.kind(**made)
 
 
 class Unfit:
@@ -200,10 +201,11 @@ class Function:
             other = self._run(shorter) if n_tokens > 3 else None
         except Exception:  # it may take one length only
             other = None
-        self.structure = _learn(output, rows, other, shorter)
-        if self.structure is None:
+        structure = _learn(output, rows, other, shorter)
+        whole = None if structure is None else structure.take_apart(output, *rows.shape)
+        if structure is None or whole is None or not _can_build(structure, whole):
             return
-        whole = self.structure.take_apart(output, *rows.shape)
+        self.structure = structure
         self.coupling = self._find_coupling(whole, ids, n_rows)
         with suppress(Exception):  # it may take no mask, or one length only
             self.heeds_mask = self._is_mask_heeded(whole, ids, n_rows)
@@ -218,7 +220,7 @@ class Function:
 
     def _first(self, rows: Tensor) -> Any:
         """Return the output of the first call; find out whether the callable takes arrays, not tensors."""
-        for takes_arrays in (self._takes_arrays, True):
+        for takes_arrays in dict.fromkeys((self._takes_arrays, True)):
             self._takes_arrays = takes_arrays
             try:
                 return self._run(rows)
@@ -376,7 +378,7 @@ class CallableModel(nn.Module):
 def fields_of(output: Any) -> dict[Any, Any]:
     """Return the fields of an output by name or index; of a dataclass that is no mapping, by name."""
     if is_dataclass(output) and not isinstance(output, Mapping):
-        return dict(vars(output))
+        return {one.name: getattr(output, one.name) for one in dataclass_fields(output)}
     return parts_of(output)
 
 
@@ -510,6 +512,14 @@ def _learn(output: Any, ids: Tensor, other: Any, other_ids: Tensor) -> Structure
     # The cache takes states from the first part: logits, else one by token.
     parts.sort(key=lambda part: (part.name != answer, not part.by_token, not part.shape))
     return Structure(type(output), tuple(fields), tuple(parts), answer)
+
+
+def _can_build(structure: Structure, whole: Sequence[Tensor]) -> bool:
+    """Whether an output can be built: its class may take other arguments than its fields."""
+    try:
+        return type(structure.build(whole)) is structure.kind
+    except Exception:  # whatever the class raises
+        return False
 
 
 def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
