@@ -101,7 +101,7 @@ class LLMCache:
             digest: For a model without a trunk: names its weights and all else that decides its answers. Change it with
                 them: entries of one digest serve all callables with it. None: the SHA-256 of a session's file.
             embeddings: For a model without a trunk: a vector for each token (V, D), from which calibrated reuse makes
-                fingerprints; None: made-up vectors, with which fewer requests are served.
+                fingerprints; None: made-up vectors, with which fewer requests may be served.
             **settings: Single settings, which override those of `config`; see `CacheConfig`.
 
         Returns:
@@ -342,7 +342,7 @@ class LLMCache:
 
     @property
     def payload(self) -> str:
-        """The hidden states that an entry keeps of a request: `sequence`, `cls`, `last` or `mean`."""
+        """The hidden states that an entry keeps: `sequence`, `cls`, `last` or `mean`; `row`: a callable's output."""
         return self._way.payload.name
 
     @property

@@ -52,6 +52,7 @@ class TokenVectors:
         """Return the input embeddings of tokens, float32 (m, D)."""
         if self._callable is not None:
             return self._callable.embed(ids)
+        assert self._table is not None
         with torch.inference_mode():
             chosen = self._table.weight[torch.from_numpy(ids).to(self._table.weight.device)]
             return np.asarray(chosen.float().cpu().numpy())

@@ -121,6 +121,8 @@ class Unfit:
 class Config:
     """What the cache reads of a callable's config, by name."""
 
+    vocab_size: int
+
     def __init__(self, **values: Any) -> None:
         """Set the values."""
         vars(self).update(values)
@@ -287,7 +289,7 @@ class CallableTrunk(nn.Module):
         structure = function.structure
         #: Part of the digest, as another structure of the output makes other rows.
         self.form = "" if structure is None else repr((name_of(structure.kind), structure.names, structure.parts))
-        self.table = None if embeddings is None else nn.Embedding.from_pretrained(embeddings)
+        self.table = None if embeddings is None else nn.Embedding.from_pretrained(embeddings)  # type: ignore[no-untyped-call]
         of_tokens = _WIDTH if embeddings is None else embeddings.shape[1]
         of_output = 1 if structure is None else max((1, *structure.parts[0].shape))
         #: D: those of tokens and those of outputs, padded with zeros, have the same width.

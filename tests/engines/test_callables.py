@@ -62,7 +62,7 @@ class Counted:
         return cache
 
 
-def save_graph(path: Path, is_pooled: bool = True) -> Path:
+def save_graph(path: Path, is_pooled: bool = True, sizes: Any = ("rows", "tokens")) -> Path:
     """Save a graph with its weights in another file: token vectors (B, T, D), or logits (B, C) of their masked mean."""
     rng = np.random.default_rng(0)
     weights = {
@@ -82,10 +82,9 @@ def save_graph(path: Path, is_pooled: bool = True) -> Path:
         ("MatMul", ["means", "weight"], "logits"),
     ]
     more = {"Cast": {"to": onnx.TensorProto.FLOAT}, "ReduceSum": {"keepdims": 0}}
-    name, shape = ("logits", ["rows", 5]) if is_pooled else ("last_hidden_state", ["rows", "tokens", 32])
+    name, shape = ("logits", [sizes[0], 5]) if is_pooled else ("last_hidden_state", [*sizes, 32])
     ints = [
-        helper.make_tensor_value_info(one, onnx.TensorProto.INT64, ["rows", "tokens"])
-        for one in ("input_ids", "attention_mask")
+        helper.make_tensor_value_info(one, onnx.TensorProto.INT64, [*sizes]) for one in ("input_ids", "attention_mask")
     ]
     graph = helper.make_graph(
         [helper.make_node(kind, given, [made], **more.get(kind, {})) for kind, given, made in steps],
@@ -154,6 +153,15 @@ def test_a_batch_is_partly_served_and_padding_has_no_part_in_a_key(graph: Path) 
     }
     np.testing.assert_array_equal(cache(**again)["logits"][:1], expected[2:])
     assert rungs(cache) == ["exact", None]
+
+
+def test_a_session_of_one_shape_is_tried_in_this_shape(tmp_path: Path) -> None:
+    cache = LLMCache.wrap(onnxruntime.InferenceSession(save_graph(tmp_path / "model.onnx", sizes=(1, 12))))
+    for rung in (None, "exact"):
+        assert cache(input_ids=tokens(1, 12))["logits"].shape == (1, 5)
+        assert rungs(cache) == [rung]
+    with pytest.raises(Exception, match="Got: 9 Expected: 12"):
+        cache(input_ids=tokens(1, 9))
 
 
 def test_the_digest_of_a_session_is_that_of_its_files(graph: Path, tmp_path: Path) -> None:
