@@ -20,6 +20,7 @@ from llmcache.config import CacheConfig
 from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
 from llmcache.found import Found, look_up
+from llmcache.models.callables import CallableModel, enclosed, refuse_settings, release
 from llmcache.paper.build import build as build_layerwise
 from llmcache.paper.layerwise import Layerwise
 from llmcache.prefix.chunks import Chunks
@@ -48,9 +49,12 @@ class LLMCache:
         rungs: Sequence[Callable[[Bank], Rung]] = (),
     ) -> None:
         """Use `wrap` or `load` instead."""
+        refuse_settings(model, config)
         self.model = model
         self.config = config
         self._tokenizer = tokenizer
+        if isinstance(model, CallableModel) and answer_of is read_logits:
+            answer_of = model.read
         self._way: Core | Layerwise
         self._forward: Any  # the swap on the trunk's forward
         if config.tau is None:
@@ -70,19 +74,23 @@ class LLMCache:
     @classmethod
     def wrap(
         cls,
-        model: nn.Module,
+        model: Any,
         *,
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
         rungs: Sequence[Callable[[Bank], Rung]] = (),
+        digest: str | None = None,
+        embeddings: Any = None,
         **settings: Any,
     ) -> Self:
         """Wrap a model in a cache.
 
         Args:
             model: A transformers model with or without a head, or a sentence-transformers model. Changed in place until
-                `unwrap`.
+                `unwrap`. Or a model without a trunk: an `onnxruntime.InferenceSession`, an `ORTModel` of Optimum (also
+                within a sentence-transformers model), or any callable that takes `input_ids` (B, T) by name and returns
+                tensors or arrays with one row per request. It is called a few times here, with made-up tokens.
             config: Settings, as `CacheConfig`, a mapping or the path of a YAML file.
             tokenizer: Fingerprints leave out its special tokens. Without a tokenizer they leave out those that the
                 model's config names, and for BERT-like models the usual ids.
@@ -90,6 +98,10 @@ class LLMCache:
                 nor has `logits`. Used wherever answers are compared.
             rungs: Your own rungs: classes or functions that take the cache's `Bank` and return a `Rung`. They are asked
                 after exact repeats and before approximate reuse.
+            digest: For a model without a trunk: names its weights and all else that decides its answers. Change it with
+                them: entries of one digest serve all callables with it. None: the SHA-256 of a session's file.
+            embeddings: For a model without a trunk: a vector for each token (V, D), from which calibrated reuse makes
+                fingerprints; None: made-up vectors, with which fewer requests may be served.
             **settings: Single settings, which override those of `config`; see `CacheConfig`.
 
         Returns:
@@ -101,7 +113,9 @@ class LLMCache:
             UnsupportedModelError: The layers were not found.
             WrapError: The model is wrapped already.
         """
-        return cls(model, CacheConfig.make(config, **settings), tokenizer, answer_of, rungs)
+        made = CacheConfig.make(config, **settings)
+        with enclosed(model, digest, embeddings, tokenizer) as module:
+            return cls(module, made, tokenizer, answer_of, rungs)
 
     @classmethod
     def load(
@@ -113,6 +127,8 @@ class LLMCache:
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
         rungs: Sequence[Callable[[Bank], Rung]] = (),
+        digest: str | None = None,
+        embeddings: Any = None,
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
@@ -126,6 +142,8 @@ class LLMCache:
             tokenizer: As for `wrap`.
             answer_of: As for `wrap`.
             rungs: As for `wrap`; `save` does not write them.
+            digest: As for `wrap`.
+            embeddings: As for `wrap`.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
@@ -135,19 +153,20 @@ class LLMCache:
             WrapError: The model is wrapped already.
         """
         given = None if config is None else CacheConfig.make(config)
-        saved = Saved(folder, model, tokenizer)
-        try:
-            cache = cls(model, saved.settings(given), tokenizer, answer_of, rungs)
-        except ConfigError as error:
-            if given is not None:
+        with enclosed(model, digest, embeddings, tokenizer) as module:
+            saved = Saved(folder, module, tokenizer)
+            try:
+                cache = cls(module, saved.settings(given), tokenizer, answer_of, rungs)
+            except ConfigError as error:
+                if given is not None:
+                    raise
+                raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
+            try:
+                cache._way.restore(saved)
+            except BaseException:
+                cache.unwrap()
                 raise
-            raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
-        try:
-            cache._way.restore(saved)
-        except BaseException:
-            cache.unwrap()
-            raise
-        return cache
+            return cache
 
     def save(self, folder: str | Path) -> None:
         """Write settings, entries and calibration to a folder, atomically, replacing an earlier save there.
@@ -278,8 +297,8 @@ class LLMCache:
             raise WrapError("the cache was unwrapped: wrap the model again")
         self._core.build_engine()
 
-    def unwrap(self) -> nn.Module:
-        """Remove the cache from the model, restoring it exactly, and return the model. A second call does nothing.
+    def unwrap(self) -> Any:
+        """Remove the cache, restoring the model exactly, and return what was wrapped. A second call does nothing.
 
         Waiting audits are dropped. A call under way in another thread still returns the right answer; if its skipped
         layers can no longer be replaced, the model is run again.
@@ -288,7 +307,7 @@ class LLMCache:
             WrapError: Another forward was put on top of one of the cache's; remove that, then call this again.
         """
         self._way.close()
-        return self.model
+        return release(self.model)
 
     def drain(self) -> int:
         """Do all background work now, and return how many jobs this thread did.
@@ -323,7 +342,7 @@ class LLMCache:
 
     @property
     def payload(self) -> str:
-        """The hidden states that an entry keeps of a request: `sequence`, `cls`, `last` or `mean`."""
+        """The hidden states that an entry keeps: `sequence`, `cls`, `last` or `mean`; `row`: a callable's output."""
         return self._way.payload.name
 
     @property

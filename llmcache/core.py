@@ -25,6 +25,7 @@ from llmcache.engines.graphs import GraphEngine, GraphTwin
 from llmcache.engines.onnx import OnnxTrunk, Precision, find_missing, is_faster
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
+from llmcache.models.callables import CallableTrunk
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
@@ -146,6 +147,8 @@ class Core:
         max_padding: float,
     ) -> None:
         """Compile graphs and compute with them from now on; see `LLMCache.compile`."""
+        if isinstance(self.trunk.module, CallableTrunk):
+            raise ConfigError("compile: a callable or a session has no modules to compile; hand over a compiled one")
         forward, buckets = self.forward, make_buckets(lengths, rows, self.trunk.config)
         twin = GraphTwin(self.trunk, self.weights, self._coupling)
         self._graphs = forward.engine = CompiledTrunk(
@@ -404,7 +407,7 @@ def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     """Return the payload of the setting; `auto`: the states that the head reads."""
     name: str = config.payload
     if name == "auto":
-        name = "sequence" if trunk.adapter.is_guess else head.payload
+        name = "sequence" if trunk.adapter.is_guess and head.payload != "row" else head.payload
     if name == "mean" and trunk.adapter.is_guess:
         raise ConfigError(
             f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "

@@ -112,7 +112,7 @@ class Observer:
         return [array for array in to_host(signed, logits.float(), targets) if array is not None]
 
     def _logits(self, call: "Call", output: Any) -> Tensor:
-        logits = self._read(output)
+        logits = torch.as_tensor(self._read(output))  # of a callable, it may be an array
         if len(logits) != len(call.rows):
             raise ValueError(f"{len(logits)} answers for {len(call.rows)} requests")
         return logits

@@ -11,7 +11,8 @@ import torch
 
 from llmcache.arrays import Floats, Ids
 from llmcache.errors import ConfigError
-from llmcache.models.adapters import Trunk, unpack
+from llmcache.models.adapters import Trunk, device_of, unpack
+from llmcache.models.callables import CallableTrunk
 from llmcache.models.packing import Payload
 from llmcache.request.rows import Row
 
@@ -29,12 +30,13 @@ class TokenVectors:
         """
         find = getattr(trunk.module, "get_input_embeddings", None)
         table = find() if callable(find) else None
-        if not isinstance(table, torch.nn.Embedding):
+        self._callable = trunk.module if isinstance(trunk.module, CallableTrunk) else None
+        if not isinstance(table, torch.nn.Embedding) and self._callable is None:
             raise ConfigError(
                 f"fingerprint 'learned': {type(trunk.module).__name__} does not say where its input embeddings are "
                 "(get_input_embeddings); use another fingerprint"
             )
-        self._table = table
+        self._table, self._device = table, device_of(trunk.module)
         self._payload = payload
         self._forward = forward
         self._frame: tuple[list[int], list[int]] = ([], [])
@@ -48,6 +50,9 @@ class TokenVectors:
 
     def embed(self, ids: Ids) -> Floats:
         """Return the input embeddings of tokens, float32 (m, D)."""
+        if self._callable is not None:
+            return self._callable.embed(ids)
+        assert self._table is not None
         with torch.inference_mode():
             chosen = self._table.weight[torch.from_numpy(ids).to(self._table.weight.device)]
             return np.asarray(chosen.float().cpu().numpy())
@@ -59,13 +64,14 @@ class TokenVectors:
         for start in range(0, len(new), _BATCH):
             batch = new[start : start + _BATCH]
             self._contextual |= zip(batch, self._compute(batch), strict=True)
-        return np.stack([self._contextual[name] for name in names])
+        made = np.stack([self._contextual[name] for name in names])
+        return made if self._callable is None else self._callable.widened(made)
 
     @torch.inference_mode()
     def _compute(self, tokens: list[int]) -> list[Floats]:
         before, after = self._frame
         rows = [[*before, token, *after] for token in tokens]
-        ids = torch.tensor(rows, device=self._table.weight.device)
+        ids = torch.tensor(rows, device=self._device)
         hidden = unpack(self._forward(input_ids=ids, return_dict=False))
         states = [self._payload.take(row, slice(0, len(rows[0]))) for row in hidden]
         return list(torch.stack([state.float().mean(dim=0) for state in states]).cpu().numpy())

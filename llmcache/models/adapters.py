@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.arguments import Arguments
+from llmcache.models.callables import CallableTrunk
 from llmcache.models.hashing import describe
 from llmcache.models.model_config import setting
 
@@ -219,6 +220,9 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
         return _of_family(model, candidates, family)
     by_class = {trunk: adapter for adapter in ADAPTERS.values() for trunk in adapter.trunks}
     for module in candidates:
+        if isinstance(module, CallableTrunk):
+            is_guess = not module.function.heeds_mask
+            return _dissect(module, Adapter("callable", ("CallableTrunk",), "layers", is_guess=is_guess))
         adapter = by_class.get(type(module).__name__)
         if adapter is not None and (adapter not in _ROWS or is_from(module, "transformers")):
             return _dissect(module, adapter)
@@ -231,7 +235,7 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
         f"{type(model).__name__}: no trunk found. Looked for the classes {', '.join(sorted(by_class))}, then for a "
         f"module whose forward takes input_ids and which holds a list ({', '.join(_LIST_NAMES)}) of equal layers whose "
         f"forward begins with one of {', '.join(_HIDDEN_NAMES)} and keeps no other state than {CACHE}. Describe the "
-        "model with llmcache.register_adapter(Adapter(...))."
+        "model with llmcache.register_adapter(Adapter(...)), or give wrap() a digest, and it is called as a whole."
     )
 
 
@@ -361,4 +365,6 @@ def first_position(trunk: nn.Module) -> int:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
+    """Return the device of a module's parameters; the CPU if it has none."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
 from llmcache.models.arguments import Arguments
+from llmcache.models.callables import CallableTrunk
 from llmcache.models.twin import make_trial, untouched
 from llmcache.models.weights import Mark, Weights
 from llmcache.threads import forkable
@@ -68,6 +69,8 @@ class Coupling:
 
 def find_coupling(trunk: Trunk) -> str:
     """Return why rows of a call affect each other, in words; "" if a trial shows that they do not."""
+    if isinstance(trunk.module, CallableTrunk):
+        return trunk.module.function.coupling
     for part in trunk.module.modules():
         for kind in type(part).__mro__:
             if kind.__module__.startswith(_PACKAGES):

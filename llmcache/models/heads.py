@@ -23,6 +23,7 @@ from torch.nn.modules import module as _every_module
 from llmcache.arrays import Ids
 from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, vocabulary_size
 from llmcache.models.arguments import Arguments
+from llmcache.models.callables import CallableTrunk
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.packing import PAYLOADS, Payload, head_reads_padding
@@ -35,7 +36,7 @@ _CONFIG, _FORWARD, _PRE_HOOKS = itemgetter("config"), attrgetter("forward"), att
 
 #: One vector per request; an answer per token (span, tag, language model); all hidden states, since unknown.
 Reads = Literal["pooled", "tokens", "states"]
-PayloadName = Literal["sequence", "cls", "last", "mean"]
+PayloadName = Literal["sequence", "cls", "last", "mean", "row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
         if type(module).__name__ == "Pooling" and is_from(module, "sentence_transformers"):
             pooled = find_pooled(model)
             return Head("sentence embedding", "pooled", "sequence" if pooled is None else pooled.kept, pooled=pooled)
+    if isinstance(trunk.module, CallableTrunk):
+        return _of_callable(trunk.module)
     for module in model.modules():
         if not is_from(module, "transformers"):
             continue  # a user's own class with such a name may read anything
@@ -98,6 +101,16 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
         if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
     return Head("hidden states", "states")
+
+
+def _of_callable(trunk: CallableTrunk) -> Head:
+    structure = trunk.function.structure
+    if structure is not None and structure.is_by_token:
+        return Head("callable that answers by token", "tokens", why_unsafe=_BY_TOKEN)
+    if structure is None or structure.answer is None:
+        why = "Its output has no logits (rows, classes), by which answers are compared."
+        return Head("callable without logits", "pooled", "row", why_unsafe=why)
+    return Head("classifier", "pooled", "row")
 
 
 class Observed:

@@ -45,6 +45,7 @@ class Payload(ABC):
     name: str
     fits_any_length = True
     after_norm = False
+    has_states = True  # the output has hidden states (B, T, D), and they come first
 
     @abstractmethod
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
@@ -132,7 +133,20 @@ def _nan(n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> T
         return torch.full((n_rows, width), torch.nan, dtype=dtype, device=device)
 
 
-PAYLOADS: dict[str, type[Payload]] = {payload.name: payload for payload in (EveryToken, Cls, Last, Mean)}
+class WholeRow(Payload):
+    """A callable's output, which holds no states: every part is kept as it is."""
+
+    name = "row"
+    has_states = False
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        return hidden
+
+    def place(self, kept: Sequence[Tensor], valid: Sequence[Positions], n_tokens: int) -> Tensor:
+        return torch.stack([*kept])
+
+
+PAYLOADS: dict[str, type[Payload]] = {payload.name: payload for payload in (EveryToken, Cls, Last, Mean, WholeRow)}
 
 
 def last_valid(valid: Positions) -> int:
@@ -223,12 +237,13 @@ class Packing:
         for name, value in parts_of(output).items():
             if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != n_rows:
                 return None
-            is_states = value.ndim == 3 and value.shape[1] == n_tokens
+            is_states = payload.has_states and value.ndim == 3 and value.shape[1] == n_tokens
             is_first = not fields  # hidden states come first in tuples
-            if (name == STATES or is_first) and not is_states:
+            if (name == STATES or is_first) and not is_states and payload.has_states:
                 return None
-            if payload.fits_any_length and not is_first and (is_states or name not in (1, *_NAMED)):
-                return None  # such a part may depend on the length
+            is_of_length = is_states or name not in (1, *_NAMED)  # it may depend on the length
+            if is_of_length and payload.fits_any_length and payload.has_states and not is_first:
+                return None
             fields.append(Field(name, is_states, tuple(value.shape[2:] if is_states else value.shape[1:]), value.dtype))
         return cls(type(output), tuple(fields), payload) if fields else None
 

@@ -33,7 +33,8 @@ CURES: dict[str, str] = {
     "output_attentions": "attentions were requested, which skipped layers do not compute: turn output_attentions off",
     "output_hidden_states": "all hidden states were requested: turn output_hidden_states off (argument and config)",
     "more_output": "outputs besides the last hidden states were requested (router logits, say), which skipped layers "
-    "do not compute: turn that output_... off (argument and config)",
+    "do not compute: turn that output_... off (argument and config). Of a callable: its output is not made of tensors "
+    "or arrays with one row per request",
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
     "input_shape": "input_ids, token_type_ids and position_ids are not all integers (batch, tokens), or (1, tokens)",
     "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",

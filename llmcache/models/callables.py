@@ -1,0 +1,530 @@
+"""Models without a trunk: an ONNX Runtime session, an `ORTModel` of Optimum, or another callable, held in two modules.
+
+The whole model is a `CallableModel`. It takes tensors or arrays by name, and returns what the callable returns. In it
+is a `CallableTrunk`, whose forward the cache replaces: it takes tensors, and returns a tuple of tensors with one row
+per request. What the callable takes and returns is found at wrapping, on a few calls with made-up tokens.
+
+Sizes: B rows of a call, T tokens of a row, V vocabulary, D width of a token's vector, C logits.
+"""
+
+import hashlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmcache.arrays import Floats, Ids
+from llmcache.config import CacheConfig
+from llmcache.errors import ConfigError, UnsupportedModelError
+from llmcache.models.arguments import DECIDING
+from llmcache.models.kinds import name_of
+from llmcache.models.packing import parts_of
+
+_DEFAULTS = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
+_UNNAMED = 2**18  # vocabulary if nothing names it
+_N_WORDS = 64  # ids that made-up calls use then: nearly every vocabulary has them
+_WIDTH = 128  # D of made-up vectors
+_SAME, _CLOSE = 1e-5, 1e-4  # largest difference in calls of the same, and of another shape, as a share of the largest
+_READ = ("_token_id", "max_position_embeddings")  # endings of names in a config
+_NOT_WITH = ("tau", "draft", "engine", "adapter", "payload")
+#: In an ONNX file, before the name of another file that holds weights: a field `location`, then the name's length.
+_OUTSIDE = re.compile(rb"\n\x08location\x12([\x01-\x7f])", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a callable's output: (B, *shape), or (B, T, *shape) if it is `by_token`."""
+
+    name: Any  # as of `fields_of`
+    is_array: bool  # of NumPy
+    by_token: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def fits(self, value: Any, n_rows: int, n_tokens: int) -> bool:
+        """Whether a value is this part in a call of (B, T) tokens."""
+        shape = (n_rows, *([n_tokens] if self.by_token else []), *self.shape)
+        is_alike = isinstance(value, np.ndarray) == self.is_array and isinstance(value, np.ndarray | Tensor)
+        return is_alike and tuple(value.shape) == shape and _tensor(value).dtype == self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """How a callable's output is taken apart into tensors for the cache, and built again.
+
+    Attributes:
+        kind: Its class.
+        names: Of all its fields, in order; those without a part are None.
+        parts: Its tensors, logits or states first.
+        answer: The name of the logits: of the field `logits`, else of the first float tensor (B, C); None if there is
+            none, or if a part is by token.
+    """
+
+    kind: type
+    names: tuple[Any, ...]
+    parts: tuple[Part, ...]
+    answer: Any
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether a part has one row per token: it fits only requests of as many tokens."""
+        return any(part.by_token for part in self.parts)
+
+    def take_apart(self, output: Any, n_rows: int, n_tokens: int) -> tuple[Tensor, ...] | None:
+        """Return the parts of an output as tensors of two dimensions or more; None if it has another structure."""
+        fields = fields_of(output)
+        names = {part.name for part in self.parts}
+        if type(output) is not self.kind or tuple(fields) != self.names:
+            return None
+        if any(value is not None for name, value in fields.items() if name not in names):
+            return None
+        if not all(part.fits(fields[part.name], n_rows, n_tokens) for part in self.parts):
+            return None
+        return tuple(self._widened(_tensor(fields[part.name]), part) for part in self.parts)
+
+    def _widened(self, value: Tensor, part: Part) -> Tensor:
+        """Return a part as states (B, T, D), or as rows: (B, 1, ...) if no part is by token."""
+        if part.by_token:
+            return value if part.shape else value[..., None]
+        return value[:, None] if not (self.is_by_token and part.shape) else value
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """Return an output of these parts."""
+        made: dict[Any, Any] = dict.fromkeys(self.names)
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            if tensor.ndim > 1 + part.by_token + len(part.shape):
+                tensor = tensor[..., 0] if part.by_token else tensor[:, 0]
+            made[part.name] = tensor.numpy() if part.is_array else tensor
+        if self.kind in (Tensor, np.ndarray):
+            return made[0]
+        if issubclass(self.kind, tuple | list):
+            return self.kind(*made.values()) if hasattr(self.kind, "_fields") else self.kind(made.values())
+        return self.kind(made) if self.kind is dict else self.kind(**made)
+
+
+class Unfit:
+    """An output that the cache cannot take apart, returned to the caller as it is."""
+
+    def __init__(self, output: Any) -> None:
+        """Keep it."""
+        self.output = output
+
+
+class Config:
+    """What the cache reads of a callable's config, by name."""
+
+    vocab_size: int
+
+    def __init__(self, **values: Any) -> None:
+        """Set the values."""
+        vars(self).update(values)
+
+
+class Function:
+    """Calls a callable, and knows what it takes and returns. Neither copied with a module nor part of its digest."""
+
+    def __init__(self, given: Any, config: Config, special: Sequence[int]) -> None:
+        """Try a callable or session on made-up tokens.
+
+        Raises:
+            UnsupportedModelError: It raises for all of them.
+        """
+        self.given, self.config = given, config
+        self._session = given if is_session(given) else None
+        self._dtypes: dict[str, str] = {}
+        self.takes: set[str] | None  # names of its arguments; None: any
+        if self._session is not None:
+            self._dtypes = {one.name: one.type for one in self._session.get_inputs()}
+            self._outputs = [one.name for one in self._session.get_outputs()]
+            self.takes = needed = set(self._dtypes)
+        else:
+            parameters = inspect.signature(getattr(given, "forward", given)).parameters.values()
+            named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+            self.takes = None if any(one.kind is one.VAR_KEYWORD for one in parameters) else {o.name for o in named}
+            needed = {one.name for one in named if one.default is one.empty}
+        self._needed = [name for name in _DEFAULTS if name in needed]
+        self._takes_arrays = self._session is not None
+        #: None: its output cannot be taken apart into rows.
+        self.structure: Structure | None = None
+        self.coupling = ""  # why rows of a call affect each other
+        self.heeds_mask = False  # padding that the mask hides has no effect on the rest
+        self._try(special)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Function":
+        return self
+
+    def __call__(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
+        """Return the callable's output; masks of ones and types of zeros are added or left out as it takes them."""
+        ids, given = inputs.get("input_ids"), dict(inputs)
+        if isinstance(ids, Tensor):
+            given |= {name: _DEFAULTS[name](ids) for name in self._needed if name not in given}
+            for name, make in _DEFAULTS.items():
+                is_left_out = self.takes is not None and name not in self.takes and name in given
+                if is_left_out and isinstance(given[name], Tensor) and torch.equal(given[name], make(given[name])):
+                    del given[name]
+        if self._takes_arrays:
+            given = {name: one.cpu().numpy() if isinstance(one, Tensor) else one for name, one in given.items()}
+        given |= more
+        if self._session is None:
+            return self.given(**given)
+        for name, kind in self._dtypes.items():
+            if isinstance(given.get(name), np.ndarray) and kind in ("tensor(int64)", "tensor(int32)"):
+                given[name] = given[name].astype(kind[7:-1], copy=False)
+        return dict(zip(self._outputs, self._session.run(None, given), strict=True))
+
+    def rows(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
+        """Return the output for a call as a tuple of tensors (B, ...), or `Unfit`."""
+        output, ids = self(inputs, more), inputs.get("input_ids")
+        parts = None
+        if self.structure is not None and not more and isinstance(ids, Tensor) and ids.ndim == 2:
+            parts = self.structure.take_apart(output, *ids.shape)
+        return Unfit(output) if parts is None else parts
+
+    # -- trials --------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _try(self, special: Sequence[int]) -> None:
+        n_rows, n_tokens = self._sizes()
+        size = _N_WORDS if self.config.vocab_size == _UNNAMED else min(self.config.vocab_size, 4096)
+        content = np.array(sorted({*range(size)} - {*special}) or [0])
+        ids = torch.from_numpy(content[np.random.default_rng(0).integers(len(content), size=(2 * n_rows, n_tokens))])
+        rows = ids[:n_rows]
+        output = self._first(rows)
+        shorter = rows[:, : n_tokens - 3]
+        try:
+            other = self._run(shorter) if n_tokens > 3 else None
+        except Exception:  # it may take one length only
+            other = None
+        structure = _learn(output, rows, other, shorter)
+        whole = None if structure is None else structure.take_apart(output, *rows.shape)
+        if structure is None or whole is None or not _can_build(structure, whole):
+            return
+        self.structure = structure
+        self.coupling = self._find_coupling(whole, ids, n_rows)
+        with suppress(Exception):  # it may take no mask, or one length only
+            self.heeds_mask = self._is_mask_heeded(whole, ids, n_rows)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return the rows and tokens of made-up calls; a session may take no others."""
+        sizes = [2, 8]
+        if self._session is not None:
+            shape = next((one.shape for one in self._session.get_inputs() if one.name == "input_ids"), ())
+            sizes = [one if isinstance(one, int) else size for one, size in zip(shape, sizes, strict=False)] or sizes
+        return sizes[0], sizes[1]
+
+    def _first(self, rows: Tensor) -> Any:
+        """Return the output of the first call; find out whether the callable takes arrays, not tensors."""
+        for takes_arrays in dict.fromkeys((self._takes_arrays, True)):
+            self._takes_arrays = takes_arrays
+            try:
+                return self._run(rows)
+            except Exception as error:
+                cause = error
+        raise UnsupportedModelError(
+            f"{type(self.given).__name__}: a call with made-up tokens {tuple(rows.shape)} failed ({cause!r:.200}); it "
+            "must take input_ids (rows, tokens) by name, as tensors or arrays on the CPU; if its vocabulary is small, "
+            "give wrap() the tokenizer"
+        ) from cause
+
+    def _run(self, rows: Tensor, mask: Tensor | None = None) -> Any:
+        takes_mask = self.takes is None or "attention_mask" in self.takes
+        masked = {"attention_mask": torch.ones_like(rows) if mask is None else mask} if takes_mask else {}
+        return self({"input_ids": rows, **masked}, {})
+
+    def _row(self, rows: Tensor, number: int, mask: Tensor | None = None) -> list[Tensor]:
+        """Return the parts of one row of a call."""
+        assert self.structure is not None
+        parts = self.structure.take_apart(self._run(rows, mask), *rows.shape)
+        if parts is None:
+            raise TypeError("it returned another kind of output than before")
+        return [part[number] for part in parts]
+
+    def _find_coupling(self, whole: Sequence[Tensor], ids: Tensor, n_rows: int) -> str:
+        if n_rows == 1:
+            return ""
+        first = [part[0] for part in whole]
+        beside_others = torch.cat([ids[:1], ids[n_rows + 1 :]])
+        try:
+            if not _are_alike(first, self._row(beside_others, 0), _SAME):
+                return "in a trial, a row came out differently beside another row"
+            if not _are_alike(first, self._row(ids[:1], 0), _CLOSE):
+                return "in a trial, a row came out differently alone"
+        except Exception as error:
+            return f"whether rows affect each other could not be tried ({type(error).__name__}: {error})"
+        return ""
+
+    def _is_mask_heeded(self, whole: Sequence[Tensor], ids: Tensor, n_rows: int) -> bool:
+        """Whether a row comes out alike with three more tokens that a mask hides, whichever they are."""
+        assert self.structure is not None
+        if self.takes is not None and "attention_mask" not in self.takes:
+            return False
+        n_tokens = ids.shape[1]
+        for padding in (ids[-1:, :3], torch.full((1, 3), getattr(self.config, "pad_token_id", None) or 0)):
+            padded = torch.cat([ids[:1], padding], dim=1)
+            mask = torch.ones_like(padded)
+            mask[:, n_tokens:] = 0
+            rows, masks = padded.repeat(n_rows, 1), mask.repeat(n_rows, 1)
+            parts = zip(self.structure.parts, self._row(rows, 0, masks), strict=True)
+            own = [one[:n_tokens] if part.by_token else one for part, one in parts]
+            if not _are_alike([part[0] for part in whole], own, _CLOSE):
+                return False
+        return True
+
+
+class CallableTrunk(nn.Module):
+    """The part of a `CallableModel` whose forward a cache replaces."""
+
+    def __init__(self, function: Function, digest: str, embeddings: Tensor | None) -> None:
+        """Hold the function; `digest` names its weights, `embeddings` (V, D) are vectors of its tokens."""
+        super().__init__()
+        self.function, self.digest = function, digest
+        structure = function.structure
+        #: Part of the digest, as another structure of the output makes other rows.
+        self.form = "" if structure is None else repr((name_of(structure.kind), structure.names, structure.parts))
+        self.table = None if embeddings is None else nn.Embedding.from_pretrained(embeddings)  # type: ignore[no-untyped-call]
+        of_tokens = _WIDTH if embeddings is None else embeddings.shape[1]
+        of_output = 1 if structure is None else max((1, *structure.parts[0].shape))
+        #: D: those of tokens and those of outputs, padded with zeros, have the same width.
+        self.width = max(of_tokens, of_output)
+        self.eval()
+
+    @property
+    def config(self) -> Config:
+        """What is known of the callable's config."""
+        return self.function.config
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Itself, as its only layer."""
+        return (self,)
+
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        """Return the given vectors of tokens."""
+        return self.table
+
+    def embed(self, ids: Ids) -> Floats:
+        """Return vectors of m tokens, float32 (m, D): the given ones, else signs drawn from each token's number."""
+        if self.table is not None:
+            made: Floats = self.table.weight[torch.from_numpy(ids)].float().numpy()
+        else:  # not from a random generator, whose numbers may differ in another version
+            drawn = b"".join(hashlib.shake_128(b"%d" % token).digest(_WIDTH // 8) for token in ids.tolist())
+            bits = np.unpackbits(np.frombuffer(drawn, np.uint8)).reshape(len(ids), _WIDTH)
+            made = bits.astype(np.float32) * 2 - 1
+        return self.widened(made)
+
+    def widened(self, vectors: Floats) -> Floats:
+        """Return vectors (m, ...) with zeros up to D."""
+        return np.pad(vectors, ((0, 0), (0, self.width - vectors.shape[1])))
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        token_type_ids: Any = None,
+        position_ids: Any = None,
+        more: Mapping[str, Any] | None = None,
+        return_dict: None = None,
+    ) -> Any:
+        """Return a tuple of tensors (B, ...), or `Unfit`; `more`: the callable's other arguments, by name."""
+        given = zip(DECIDING, (input_ids, attention_mask, token_type_ids, position_ids), strict=True)
+        return self.function.rows({name: value for name, value in given if value is not None}, more or {})
+
+
+class CallableModel(nn.Module):
+    """A callable as a model, called by `cache(**inputs)`."""
+
+    def __init__(self, given: Any, digest: str | None, embeddings: Any, tokenizer: Any) -> None:
+        """Hold a callable; see `LLMCache.wrap`."""
+        super().__init__()
+        if digest is None:
+            digest = _digest_of(given)
+        elif not (isinstance(digest, str) and digest):
+            raise ConfigError(f"digest={digest!r}: give a text that names all that decides answers")
+        table, config = _checked(embeddings), getattr(given, "config", None)
+        known = {name: one for name, one in vars(config or Config()).items() if name.endswith(_READ)}
+        n_words = (getattr(config, "vocab_size", None), None if tokenizer is None else len(tokenizer))
+        size = max((one for one in n_words if one), default=_UNNAMED if table is None else len(table))
+        if table is not None and len(table) < size:
+            raise ConfigError(f"embeddings: {len(table)} rows for a vocabulary of {size} tokens; give one for each")
+        special = known.values() if tokenizer is None else tokenizer.all_special_ids
+        function = Function(given, Config(**known, vocab_size=size), [one for one in special if isinstance(one, int)])
+        self.trunk, structure = CallableTrunk(function, digest, table), function.structure
+        n_logits = None if structure is None or structure.answer is None else structure.parts[0].shape[0]
+        self.config = Config(num_labels=n_logits) if config is None or n_logits == 1 else config
+        self.eval()
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the callable's output for tensors or arrays by name."""
+        given: dict[str, Any] = {name: _tensor(inputs.pop(name)) for name in DECIDING if name in inputs}
+        if inputs.get("return_dict") in (None, True):  # what every model of transformers takes, and returns without
+            inputs.pop("return_dict", None)
+        made = self.trunk(**given, **({"more": inputs} if inputs else {}))
+        structure = self.trunk.function.structure
+        return made.output if isinstance(made, Unfit) or structure is None else structure.build(made)
+
+    def read(self, output: Any) -> Tensor:
+        """Return the logits (B, C) of an output; see `Structure.answer`."""
+        structure = self.trunk.function.structure
+        assert structure is not None
+        return torch.as_tensor(fields_of(output)[structure.answer])
+
+
+def fields_of(output: Any) -> dict[Any, Any]:
+    """Return the fields of an output by name or index; of a dataclass that is no mapping, by name."""
+    if is_dataclass(output) and not isinstance(output, Mapping):
+        return {one.name: getattr(output, one.name) for one in dataclass_fields(output)}
+    return parts_of(output)
+
+
+def is_session(value: Any) -> bool:
+    """Whether a value is an `InferenceSession` of ONNX Runtime, by its methods."""
+    return all(callable(getattr(value, name, None)) for name in ("run", "get_inputs", "get_outputs"))
+
+
+@contextmanager
+def enclosed(model: Any, digest: str | None, embeddings: Any, tokenizer: Any) -> Iterator[nn.Module]:
+    """Within this context, give the model to wrap; if it raises, take an enclosed callable out of its module again.
+
+    Raises:
+        ConfigError: No digest is given or found, or there is nothing to call.
+        UnsupportedModelError: The callable cannot be called.
+    """
+    made, holder = model, _holder_of(model) if isinstance(model, nn.Module) else None
+    if holder is not None:  # sentence-transformers with the backend onnx
+        part, name = holder
+        setattr(part, name, CallableModel(vars(part)[name], digest, embeddings, tokenizer))
+    elif digest is not None or not isinstance(model, nn.Module):
+        made = CallableModel(model, digest, embeddings, tokenizer)
+    elif embeddings is not None:
+        raise ConfigError("embeddings: only with a callable or a session, which has none; leave them out")
+    try:
+        yield made
+    except BaseException:
+        if made is not model or holder is not None:
+            release(made)
+        raise
+
+
+def release(model: nn.Module) -> Any:
+    """Return what was enclosed: the callable, or the module with its own callable in it."""
+    if isinstance(model, CallableModel):
+        return model.trunk.function.given
+    for part in list(model.modules()):
+        for name, child in list(part.named_children()):
+            if isinstance(child, CallableModel):
+                delattr(part, name)
+                setattr(part, name, child.trunk.function.given)
+    return model
+
+
+def refuse_settings(model: nn.Module, config: CacheConfig) -> None:
+    """Refuse settings that need layers."""
+    given = [name for name in _NOT_WITH if getattr(config, name) != CacheConfig.model_fields[name].default]
+    if given and any(isinstance(part, CallableTrunk) for part in model.modules()):
+        raise ConfigError(
+            f"{', '.join(given)}: not with a callable or a session, which shows no layers, states or weights; leave "
+            "it out"
+        )
+
+
+def _holder_of(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return the part of a model that has an `ORTModel` as an attribute, and the attribute's name."""
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if hasattr(value, "config") and hasattr(value, "forward") and _session_of(value) is not None:
+                return part, name
+    return None
+
+
+def _session_of(given: Any) -> Any:
+    """Return the session that a value is, or has as `session` or `model`; None if there is none."""
+    candidates = (given, getattr(given, "session", None), getattr(given, "model", None))
+    return next((one for one in candidates if is_session(one)), None)
+
+
+def _digest_of(given: Any) -> str:
+    """Return the SHA-256 of the file that a session was read from, and of the files that it names."""
+    path = getattr(_session_of(given), "_model_path", None)
+    if not (path and Path(path).is_file()):
+        if not (callable(given) or is_session(given)):
+            raise ConfigError(f"a {type(given).__name__} cannot be wrapped: give a model, a session or a callable")
+        raise ConfigError(
+            f"a {type(given).__name__} does not tell its weights apart from others: give "
+            "digest='...', a text that names all that decides answers"
+        )
+    made = hashlib.sha256(content := Path(path).read_bytes())
+    names = {content[one.end() : one.end() + one[1][0]].decode(errors="replace") for one in _OUTSIDE.finditer(content)}
+    for outside in (Path(path).parent / name for name in sorted(names)):
+        with outside.open("rb") as file:
+            made.update(hashlib.file_digest(file, "sha256").digest())
+    return made.hexdigest()
+
+
+def _checked(embeddings: Any) -> Tensor | None:
+    """Return vectors of tokens as a tensor (V, D) of its own."""
+    if embeddings is None:
+        return None
+    table = torch.as_tensor(embeddings).detach().cpu().float().clone()
+    if table.ndim != 2 or not bool(table.isfinite().all()):
+        raise ConfigError(f"embeddings: give a finite vector for each token, (V, D) (got {tuple(table.shape)})")
+    return table
+
+
+def _tensor(value: Any) -> Any:
+    """Return an array as a tensor, which shares its memory if it may be written; other values as they are."""
+    if not isinstance(value, np.ndarray):
+        return value
+    with suppress(TypeError):  # torch has no such dtype
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    return value
+
+
+def _learn(output: Any, ids: Tensor, other: Any, other_ids: Tensor) -> Structure | None:
+    """Return the structure of an output for ids (B, T), compared with that for shorter ones (None: unknown)."""
+    fields = {name: _tensor(value) for name, value in fields_of(output).items()}
+    others = dict(fields if other is None else {name: _tensor(value) for name, value in fields_of(other).items()})
+    parts = []
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != len(ids):
+            return None
+        shape, other_shape = tuple(value.shape), tuple(getattr(others.get(name), "shape", ()))
+        by_token = value.ndim > 1 and shape[1] == ids.shape[1] and (other is None or other_shape != shape)
+        if by_token and value.ndim > 3:
+            return None
+        wanted = (len(other_ids), other_ids.shape[1], *shape[2:]) if by_token else shape
+        if other is not None and other_shape != wanted:
+            return None
+        is_array = isinstance(fields_of(output)[name], np.ndarray)
+        parts.append(Part(name, is_array, by_token, shape[1 + by_token :], value.dtype))
+    if not parts:
+        return None
+    is_pooled = not any(part.by_token for part in parts)
+    logits = [one.name for one in parts if len(one.shape) == 1 and one.dtype.is_floating_point and is_pooled]
+    answer = "logits" if "logits" in logits else next(iter(logits), None)
+    # The cache takes states from the first part: logits, else one by token.
+    parts.sort(key=lambda part: (part.name != answer, not part.by_token, not part.shape))
+    return Structure(type(output), tuple(fields), tuple(parts), answer)
+
+
+def _can_build(structure: Structure, whole: Sequence[Tensor]) -> bool:
+    """Whether an output can be built: its class may take other arguments than its fields."""
+    try:
+        return type(structure.build(whole)) is structure.kind
+    except Exception:  # whatever the class raises
+        return False
+
+
+def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether tensors differ by at most this share of the largest value of each."""
+    pairs = ((one.double().nan_to_num(), other.double().nan_to_num()) for one, other in zip(some, others, strict=True))
+    return all(bool((one - other).abs().max() <= tolerance * one.abs().max()) for one, other in pairs)

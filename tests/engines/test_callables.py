@@ -1,0 +1,517 @@
+"""Models without a trunk: ONNX Runtime sessions, stand-ins of Optimum's models, and other callables."""
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import helper
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+
+from llmcache import ConfigError, LLMCache, UnfitBankError, UnsafeReuseError, UnsupportedModelError
+from llmcache.generation import generate
+from llmcache.models import callables
+from tests.contract.streams import ask, batched, classifier, requests
+from tests.inside import keep_quiet
+from tests.tiny_models import TOKEN_HEADS, VOCABULARY, build, padded, save_bert, tokenizer, tokens
+
+CLASSIFY = classifier()
+
+
+def answer(input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None) -> Any:
+    """A callable of torch: a classifier's output."""
+    return CLASSIFY(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+
+
+def arrays(input_ids: Any, attention_mask: Any) -> Any:
+    """A callable of NumPy, which takes nothing else."""
+    assert type(input_ids) is type(attention_mask) is np.ndarray
+    with torch.no_grad():
+        made = CLASSIFY(input_ids=torch.from_numpy(input_ids), attention_mask=torch.from_numpy(attention_mask)).logits
+    return {"labels": made.argmax(dim=1).numpy(), "logits": made.numpy()}
+
+
+def rungs(cache: LLMCache) -> list[str | None]:
+    return [one.rung for one in cache.last]
+
+
+class Counted:
+    """Counts the rows that a callable computes, those of trials left out."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call, self.n_rows, self.__signature__ = call, 0, inspect.signature(call)
+
+    def __call__(self, **inputs: Any) -> Any:
+        self.n_rows += len(inputs["input_ids"])
+        return self.call(**inputs)
+
+    def wrap(self, **settings: Any) -> LLMCache:
+        cache = LLMCache.wrap(self, **{"digest": "one", "tokenizer": tokenizer(), **settings})
+        self.n_rows = 0
+        return cache
+
+
+def save_graph(path: Path, is_pooled: bool = True, sizes: Any = ("rows", "tokens")) -> Path:
+    """Save a graph with its weights in another file: token vectors (B, T, D), or logits (B, C) of their masked mean."""
+    rng = np.random.default_rng(0)
+    weights = {
+        "table": rng.standard_normal((VOCABULARY, 32)).astype(np.float32),
+        "weight": rng.standard_normal((32, 5)).astype(np.float32),
+        "last": np.array([2]),
+        "tokens": np.array([1]),
+    }
+    steps = [
+        ("Gather", ["table", "input_ids"], "last_hidden_state"),
+        ("Cast", ["attention_mask"], "cast"),
+        ("Unsqueeze", ["cast", "last"], "mask"),
+        ("Mul", ["last_hidden_state", "mask"], "valid"),
+        ("ReduceSum", ["valid", "tokens"], "sums"),
+        ("ReduceSum", ["mask", "tokens"], "counts"),
+        ("Div", ["sums", "counts"], "means"),
+        ("MatMul", ["means", "weight"], "logits"),
+    ]
+    more = {"Cast": {"to": onnx.TensorProto.FLOAT}, "ReduceSum": {"keepdims": 0}}
+    name, shape = ("logits", [sizes[0], 5]) if is_pooled else ("last_hidden_state", [*sizes, 32])
+    ints = [
+        helper.make_tensor_value_info(one, onnx.TensorProto.INT64, [*sizes]) for one in ("input_ids", "attention_mask")
+    ]
+    graph = helper.make_graph(
+        [helper.make_node(kind, given, [made], **more.get(kind, {})) for kind, given, made in steps],
+        "graph",
+        ints,
+        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)],
+        [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier's file."""
+    return save_graph(tmp_path_factory.mktemp("graph") / "model.onnx")
+
+
+class OrtModel:
+    """As Optimum's models are: no module, with a session, a config and a forward."""
+
+    def __init__(self, path: Path, config: Any, output: type) -> None:
+        self.session = onnxruntime.InferenceSession(path)
+        self.config, self.output = config, output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, **more: Any) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        made = self.session.run(None, {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
+        tensors = tuple(map(torch.from_numpy, made))
+        return self.output(tensors[0]) if self.output is BaseModelOutput else self.output(logits=tensors[0])
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_answers_by_the_names_of_its_outputs(graph: Path) -> None:
+    session = onnxruntime.InferenceSession(graph)
+    cache = LLMCache.wrap(session)
+    ids = tokens(3, 9).numpy()
+    expected = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0]
+    for rung in (None, "exact"):
+        found = cache(input_ids=ids)  # a mask of ones is added
+        assert type(found) is dict
+        assert type(found["logits"]) is np.ndarray
+        np.testing.assert_array_equal(found["logits"], expected)
+        assert rungs(cache) == [rung] * 3
+    found = cache(input_ids=torch.from_numpy(ids[:1]), token_type_ids=torch.zeros(1, 9, dtype=torch.int64))
+    assert type(found["logits"]) is np.ndarray  # types of zeros are left out
+    assert cache.unwrap() is session
+
+
+def test_a_batch_is_partly_served_and_padding_has_no_part_in_a_key(graph: Path) -> None:
+    cache = LLMCache.wrap(onnxruntime.InferenceSession(graph))
+    whole = padded([7, 4, 6])
+    expected = cache(**whole)["logits"]
+    short = {name: one[1:2, :4].numpy() for name, one in whole.items()}
+    np.testing.assert_allclose(cache(**short)["logits"], expected[1:2], atol=1e-5)
+    assert rungs(cache) == ["exact"]
+    again = {
+        name: torch.cat([one[2:], tokens(1, 7, seed=9) if name == "input_ids" else one[:1]])
+        for name, one in whole.items()
+    }
+    np.testing.assert_array_equal(cache(**again)["logits"][:1], expected[2:])
+    assert rungs(cache) == ["exact", None]
+
+
+def test_a_session_of_one_shape_is_tried_in_this_shape(tmp_path: Path) -> None:
+    cache = LLMCache.wrap(onnxruntime.InferenceSession(save_graph(tmp_path / "model.onnx", sizes=(1, 12))))
+    for rung in (None, "exact"):
+        assert cache(input_ids=tokens(1, 12))["logits"].shape == (1, 5)
+        assert rungs(cache) == [rung]
+    with pytest.raises(Exception, match="Got: 9 Expected: 12"):
+        cache(input_ids=tokens(1, 9))
+
+
+def test_the_digest_of_a_session_is_that_of_its_files(graph: Path, tmp_path: Path) -> None:
+    digests = []
+    for name in ("model.onnx", "model.onnx.data"):
+        copied = tmp_path / name.replace(".", "-")
+        copied.mkdir()
+        for file in graph.parent.iterdir():
+            (copied / file.name).write_bytes(file.read_bytes())
+        session = onnxruntime.InferenceSession(copied / "model.onnx")
+        digests.append(callables._digest_of(session))
+        data = bytearray((copied / name).read_bytes())
+        data[-1] ^= 1
+        (copied / name).write_bytes(data)
+        digests.append(callables._digest_of(session))
+    assert digests[0] == digests[2]
+    assert len(set(digests)) == 3
+
+
+def test_a_session_that_tells_no_path_needs_a_digest(graph: Path, tmp_path: Path) -> None:
+    content = SimpleNamespace(**{name: lambda *args: [] for name in ("run", "get_inputs", "get_outputs")})
+    for given in (content, answer):
+        with pytest.raises(ConfigError, match=r"give digest='...'.*") as raised:
+            LLMCache.wrap(given)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match="a str cannot be wrapped"):
+        LLMCache.wrap("model.onnx")
+    with pytest.raises(ConfigError, match="digest=''"):
+        LLMCache.wrap(answer, digest="")
+
+
+# -- callables ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plain:
+    logits: Tensor
+    rest: Any = None
+
+
+Named = namedtuple("Named", ["logits", "score"])
+
+STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda logits: logits,
+    "array": lambda logits: logits.numpy(),
+    "tuple": lambda logits: (logits.argmax(dim=1), logits, None),
+    "list": lambda logits: [logits, logits[:, :, None].expand(-1, -1, 3)],
+    "named tuple": lambda logits: Named(logits, logits[:, 0].double()),
+    "dict": lambda logits: {"score": logits[:, 0].half().numpy(), "logits": logits},
+    "dataclass": Plain,
+    "model output": lambda logits: SequenceClassifierOutput(logits=logits),
+}
+
+
+def fields(output: Any) -> dict[Any, Any]:
+    return callables.fields_of(output)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_hit_has_type_and_structure_of_the_callables_output(structure: str) -> None:
+    def call(input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return STRUCTURES[structure](answer(input_ids, attention_mask).logits)
+
+    counted = Counted(call)
+    cache = counted.wrap()
+    for inputs in (padded([5, 9]), {"input_ids": tokens(1, 1)}):
+        expected, found = cache(**inputs), cache(**inputs)
+        assert rungs(cache) == ["exact"] * len(found if structure == "tensor" else inputs["input_ids"])
+        assert type(found) is type(expected)
+        assert list(fields(found)) == list(fields(expected))
+        for one, other in zip(fields(found).values(), fields(expected).values(), strict=True):
+            assert type(one) is type(other)
+            assert one is None or (one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all()))
+    assert counted.n_rows == 3
+
+
+def test_arrays_and_tensors_go_in_and_the_callable_gets_what_it_takes() -> None:
+    counted = Counted(arrays)
+    cache = counted.wrap()
+    inputs = padded([5, 9])
+    found = cache(**{name: one.numpy() for name, one in inputs.items()})
+    assert {name: type(one) for name, one in found.items()} == {"labels": np.ndarray, "logits": np.ndarray}
+    assert counted.n_rows == 2
+    cache(**inputs)
+    assert (counted.n_rows, rungs(cache)) == (2, ["exact"] * 2)
+
+
+def test_a_callable_that_answers_by_token_has_exact_repeats_of_the_same_padding() -> None:
+    spans = build(TOKEN_HEADS["span"])
+    counted = Counted(lambda input_ids, attention_mask: spans(input_ids=input_ids, attention_mask=attention_mask))
+    cache = counted.wrap()
+    inputs = padded([5, 9])
+    expected, found = cache(**inputs), cache(**inputs)
+    assert torch.equal(found.start_logits, expected.start_logits)
+    assert torch.equal(found.end_logits, expected.end_logits)
+    assert rungs(cache) == ["exact"] * 2
+    cache(**{name: one[:1, :5] for name, one in inputs.items()})
+    assert rungs(cache) == [None]
+    assert cache(**padded([3, 4], seed=4)).start_logits.shape == (2, 4)
+    with pytest.raises(UnsafeReuseError, match="answers by token"):
+        cache.calibrate([inputs])
+
+
+def test_rows_that_affect_each_other_are_served_with_their_whole_call_alone() -> None:
+    cache = Counted(
+        lambda input_ids: (
+            torch.nn.functional.one_hot(input_ids % 7, 8).float().mean(dim=(0, 1)).expand(len(input_ids), 8)
+        )
+    ).wrap()
+    ids = tokens(2, 5)
+    cache(input_ids=ids)
+    cache(input_ids=ids)
+    assert rungs(cache) == ["exact"] * 2
+    cache(input_ids=ids[:1])
+    assert rungs(cache) == [None]
+    with pytest.raises(ConfigError, match="affect each other"):
+        cache.calibrate([{"input_ids": ids}])
+
+
+def test_padding_counts_where_the_mask_is_not_heeded() -> None:
+    cache = Counted(lambda input_ids, attention_mask: torch.stack([input_ids.float().mean(dim=1)] * 2, dim=1)).wrap()
+    inputs = padded([5, 9])
+    cache(**inputs)
+    cache(**{name: one[:1, :5] for name, one in inputs.items()})
+    assert rungs(cache) == [None]
+    cache(**inputs)
+    assert rungs(cache) == ["exact"] * 2
+
+
+# -- what is not served ------------------------------------------------------------------------------------------------
+
+
+def test_an_output_without_a_row_per_request_is_computed_and_counted() -> None:
+    counted = Counted(lambda input_ids: {"logits": input_ids.float(), "loss": torch.tensor(1.0)})
+    cache = counted.wrap()
+    for _ in range(2):
+        assert cache(input_ids=tokens(2, 5))["loss"] == 1
+    assert counted.n_rows == 4
+    assert cache.stats().bypassed == {"more_output": 4}
+    with pytest.raises(UnsafeReuseError, match="no logits"):
+        cache.calibrate([{"input_ids": tokens(2, 5)}])
+
+
+def test_an_output_of_another_structure_than_at_wrapping_is_returned_as_it_is() -> None:
+    kinds: list[type] = [tuple]
+
+    def call(input_ids: Tensor) -> Any:
+        return kinds[-1]([answer(input_ids).logits])
+
+    cache = Counted(call).wrap()
+    cache(input_ids=tokens(1, 5))
+    kinds.append(list)
+    assert type(cache(input_ids=tokens(2, 5, seed=3))) is list
+    assert type(cache(input_ids=torch.cat([tokens(1, 5), tokens(1, 5, seed=4)]))) is list
+    assert type(cache(input_ids=tokens(1, 5))) is tuple
+
+
+def test_other_arguments_reach_the_callable_and_are_computed() -> None:
+    seen: list[Any] = []
+
+    def call(input_ids: Tensor, **more: Any) -> Any:
+        seen.append(more)
+        return answer(input_ids)
+
+    cache = Counted(call).wrap()
+    for _ in range(2):
+        cache(input_ids=tokens(1, 5), options={"a": []}, return_dict=False)
+    assert seen[-2:] == [{"options": {"a": []}, "return_dict": False}] * 2
+    assert cache.stats().bypassed == {"unknown_argument": 2}
+
+
+def test_errors_of_the_callable_reach_the_caller(graph: Path) -> None:
+    class Broken(Exception):
+        pass
+
+    def call(input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        if bool((input_ids == 5).all()):
+            raise Broken
+        return answer(input_ids, attention_mask)
+
+    cache = Counted(call).wrap()
+    with pytest.raises(Broken):
+        cache(input_ids=torch.full((1, 4), 5))
+    assert cache.stats().health.failures == {}
+    assert cache.last == ()
+    with pytest.raises(Exception, match="position_ids"):
+        LLMCache.wrap(onnxruntime.InferenceSession(graph))(input_ids=tokens(1, 4), position_ids=torch.arange(4)[None])
+    with pytest.raises(UnsupportedModelError, match=r"made-up tokens.*Broken") as raised:
+        LLMCache.wrap(lambda input_ids: (_ for _ in ()).throw(Broken()), digest="one")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tau": 0.9}, {"draft": "int8"}, {"engine": "onnxruntime"}, {"adapter": "bert"}, {"payload": "cls"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_what_needs_layers_is_refused_in_one_line(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not with a callable") as raised:
+        LLMCache.wrap(answer, digest="one", **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_compile_generate_and_embeddings_that_do_not_fit_are_refused() -> None:
+    cache = LLMCache.wrap(answer, digest="one")
+    with pytest.raises(ConfigError, match="no modules to compile"):
+        cache.compile()
+    with pytest.raises(UnsupportedModelError, match="cannot continue a text"):
+        generate(cache.model, tokens(1, 4))
+    for embeddings, what in (
+        (np.ones((5, 2)), "5 rows"),
+        (np.ones(5), "for each token"),
+        (np.full((99, 2), np.nan), "finite"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            LLMCache.wrap(answer, digest="one", tokenizer=tokenizer(), embeddings=embeddings)
+    with pytest.raises(ConfigError, match="only with a callable"):
+        LLMCache.wrap(classifier(), embeddings=np.ones((99, 2)))
+    with pytest.raises(UnsupportedModelError, match="give wrap\\(\\) a digest"):
+        LLMCache.wrap(nn.Linear(2, 2))
+
+
+# -- the rest of the cache ---------------------------------------------------------------------------------------------
+
+
+def test_namespaces_budget_look_up_and_forget() -> None:
+    counted = Counted(answer)
+    cache = counted.wrap(max_entries=4)
+    inputs = padded([5, 9])
+    with cache.namespace("a"):
+        cache(**inputs)
+    cache(**inputs)
+    assert rungs(cache) == [None, None]
+    found = cache.look_up(inputs)
+    assert found.served is not None
+    assert found.missing is None
+    with cache.only_if_cached():
+        assert cache(**found.served.inputs).logits.shape == (2, 5)
+    assert counted.n_rows == 4
+    assert cache.forget(**inputs) == 2
+    with cache.disabled():
+        cache(**inputs)
+    assert cache.stats().bypassed == {"disabled": 2}
+    assert cache.stats().n_evicted_total == 0
+    cache(**padded([3, 4, 5, 6], seed=4))
+    assert cache.stats().n_evicted_total == 2
+    assert cache.purge(namespace="a") <= 2
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+def test_calibrated_reuse_is_audited_by_the_same_callable_and_saved(tmp_path: Path, has_table: bool) -> None:
+    more = {"embeddings": CLASSIFY.get_input_embeddings().weight if has_table else None}
+    counted = Counted(arrays)
+    cache = keep_quiet(counted.wrap(audit={"rate": 1.0, "share": 1.0}, **more))
+    ids, _ = requests(1500, seed=1, noise=0.05)
+    found = cache.calibrate(batched(ids[:1200]), max_drop=0.05)
+    assert found.chosen is not None
+    assert found.chosen.hit_rate > 0.5
+    counted.n_rows = 0
+    asked = ask(cache, ids[1200:])
+    n_served = asked.count("semantic")
+    assert n_served > 100
+    assert counted.n_rows == len(asked) - n_served - asked.count("exact")
+    cache.drain()
+    audit = cache.stats().audit
+    assert audit is not None
+    assert audit.n_recomputed == audit.n_drawn == n_served
+    cache.save(tmp_path / "saved")
+    cache.unwrap()
+    for other in ({"digest": "two", **more}, {"digest": "one", "embeddings": np.ones((VOCABULARY, 3))}):
+        with pytest.raises(UnfitBankError, match="other weights"):
+            LLMCache.load(counted, tmp_path / "saved", tokenizer=tokenizer(), **other)
+    loaded = LLMCache.load(counted, tmp_path / "saved", tokenizer=tokenizer(), digest="one", **more)
+    counted.n_rows = 0
+    assert ask(loaded, ids[1200:1210]) == ["exact"] * 10
+    assert "semantic" in ask(loaded, requests(20, seed=7, noise=0.05)[0])
+    loaded.unwrap()
+
+
+def test_requests_of_other_lengths_are_served() -> None:
+    cache = Counted(answer).wrap(audit=0)
+    ids, _ = requests(1200, seed=1, noise=0.05)
+    cache.calibrate(batched(ids), max_drop=0.05)
+    longer, _ = requests(40, seed=2, n_words=9, noise=0.0)
+    assert "semantic" in ask(cache, longer)
+    assert cache(input_ids=longer[:1]).logits.shape == (1, 5)
+
+
+def test_one_column_is_a_score_and_an_embedding_is_what_the_caller_says() -> None:
+    cache = Counted(lambda input_ids: answer(input_ids).logits[:, :1]).wrap()
+    assert cache._core.learn().calibrated.fitter.answers.name == "score"
+    cache.unwrap()
+    cache = Counted(lambda input_ids: answer(input_ids).logits).wrap(answer="embedding", audit=0)
+    (case,) = cache.observe([{"input_ids": tokens(1, 5)}])
+    logits = answer(tokens(1, 5)).logits[0].detach()
+    np.testing.assert_allclose(case.answer, logits / logits.norm(), atol=1e-5)
+
+
+def test_learning_from_the_first_requests() -> None:
+    cache = Counted(answer).wrap(learn=600, max_drop=0.05, audit=0)
+    ids, _ = requests(700, seed=1, noise=0.05)
+    ask(cache, ids[:600])
+    cache.drain()
+    assert "semantic" in ask(cache, ids[600:])
+
+
+def test_a_shared_store_serves_another_callable_of_the_same_digest(tmp_path: Path) -> None:
+    store = {"name": "disk", "folder": str(tmp_path), "least_tokens": 0}
+    ids = tokens(2, 5)
+    for digest, n_computed in (("one", 2), ("one", 0), ("two", 2)):
+        counted = Counted(arrays)
+        cache = counted.wrap(digest=digest, store=store)
+        found = cache(input_ids=ids)
+        assert list(found) == ["labels", "logits"]
+        assert counted.n_rows == n_computed
+        cache.drain()
+        cache.unwrap()
+
+
+# -- Optimum -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_optimum_is_wrapped_as_it_is(graph: Path) -> None:
+    model = OrtModel(graph, CLASSIFY.config, SequenceClassifierOutput)
+    cache = LLMCache.wrap(model)
+    inputs = padded([5, 9])
+    expected, found = cache(**inputs, return_dict=True), cache(**inputs)
+    assert type(found) is SequenceClassifierOutput
+    assert torch.equal(found.logits, expected.logits)
+    assert rungs(cache) == ["exact"] * 2
+    assert cache.model.config is model.config
+    assert cache.unwrap() is model
+
+
+def test_sentence_transformers_on_onnx_keep_one_vector_per_text(tmp_path: Path) -> None:
+    save_bert(tmp_path / "bert", "the parcel came late today thank you very much")
+    parts = [modules.Transformer(str(tmp_path / "bert")), modules.Pooling(32, pooling_mode="mean")]
+    model = SentenceTransformer(modules=parts, device="cpu")
+    ort = OrtModel(save_graph(tmp_path / "model.onnx", is_pooled=False), parts[0].model.config, BaseModelOutput)
+    del parts[0].model
+    parts[0].model = ort
+    texts = ["the parcel came late", "thank you very much"]
+    expected = model.encode(texts)
+    cache = LLMCache.wrap(model)
+    assert cache.payload == "mean"
+    for rung in (None, "exact"):
+        np.testing.assert_allclose(model.encode(texts), expected, atol=1e-6)
+        assert rungs(cache) == [rung] * 2
+    assert cache.unwrap() is model
+    assert parts[0].model is ort
+    with pytest.raises(ConfigError, match="draft"):
+        LLMCache.wrap(model, draft="int8")
+    assert parts[0].model is ort
