@@ -113,6 +113,7 @@ class LLMCache:
         tokenizer: Any = None,
         answer_of: Reading = read_logits,
         rungs: Sequence[Callable[[Bank], Rung]] = (),
+        draft: nn.Module | None = None,
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
@@ -126,6 +127,7 @@ class LLMCache:
             tokenizer: As for `wrap`.
             answer_of: As for `wrap`.
             rungs: As for `wrap`; `save` does not write them.
+            draft: The model that drafts, if the cache was wrapped with one; `save` does not write it.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
@@ -137,7 +139,10 @@ class LLMCache:
         given = None if config is None else CacheConfig.make(config)
         saved = Saved(folder, model, tokenizer)
         try:
-            cache = cls(model, saved.settings(given), tokenizer, answer_of, rungs)
+            settings = saved.settings(given)
+            if draft is not None:
+                settings = settings.with_draft(draft)
+            cache = cls(model, settings, tokenizer, answer_of, rungs)
         except ConfigError as error:
             if given is not None:
                 raise

@@ -26,6 +26,7 @@ from llmcache.calibration.calibration import (
     choose_shares,
     combined,
     losses,
+    try_limits,
 )
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
@@ -179,6 +180,14 @@ class CalibrationFitter:
         if SEMANTIC not in self.shares:
             return self._draft_s
         return search_s + self._draft_s * float(1 - trial.serve(chosen.limit)[0][0].mean())
+
+    def draft_alone(self, cases: Sequence[Observation], delta: float) -> OperatingPoint | None:
+        """Return what changes if the draft serves all requests of C, whose risk is one; None without a draft."""
+        drafted = [case for case in cases if case.draft is not None]
+        if self.draft is None or not drafted:
+            return None
+        (point,) = try_limits(self._drafted(drafted, "changed"), self.draft.risks([drafted[0].draft]), 1.0, delta)
+        return point
 
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric

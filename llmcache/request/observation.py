@@ -33,6 +33,7 @@ class Observation:
         generation: `Bank.generation` of its namespace before it was computed.
         draft: The output of the model's draft for it, float32 (C,); None without one.
         draft_s: Time of the draft.
+        drafted_by: Name of the draft; "" without one.
     """
 
     scope: Scope
@@ -49,3 +50,4 @@ class Observation:
     generation: int = 0
     draft: Floats | None = None
     draft_s: float = 0.0
+    drafted_by: str = ""

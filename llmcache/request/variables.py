@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmcache.request.rows import DEFAULT_NAMESPACE
+
+if TYPE_CHECKING:
+    from llmcache.request.call import Call
 
 T = TypeVar("T")
 
@@ -19,7 +22,7 @@ _OPEN: ContextVar[tuple[tuple[ContextVar[Any], Any], ...]] = ContextVar("llmcach
 
 
 class Switches:
-    """The variables behind `namespace(...)`, `disabled()` and `only_if_cached()` of one cache."""
+    """The variables behind `namespace(...)`, `disabled()` and `only_if_cached()` of one cache, and of its swaps."""
 
     def __init__(self) -> None:
         """Start with defaults; `LLMCACHE_DISABLE` sets the default of `is_disabled`."""
@@ -27,6 +30,10 @@ class Switches:
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+        #: Within the whole model's forward: closed trunk calls, to be observed with its output. Else None.
+        self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
+        #: Whether that forward's output takes the logits of a draft.
+        self.takes_logits: ContextVar[bool] = ContextVar("llmcache_takes_logits", default=False)
 
 
 @contextmanager
