@@ -255,6 +255,28 @@ def test_a_draft_that_cannot_be_made(
     assert sum("there is no draft" in one.message for one in caplog.records) == 2  # when it was made, and calibrated
 
 
+@pytest.mark.parametrize(("least", "serves"), [(0.9, "all"), (0.99999, "none")])
+def test_an_embeddings_draft_serves_all_or_none(home: Path, least: float, serves: str) -> None:
+    model = fresh("bert", "bare")
+    options = {"engine": "onnxruntime", "precision": "int8", "min_cosine": least}
+    with wrap(home, model, draft=options, payload="mean") as cache:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "choose_shares", lambda *given: {"draft": 1.0})
+            made = cache.calibrate(batched(requests(400)[0]))
+        assert made.drafted is not None and made.drafted.loss <= made.drafted.bound
+        assert f"the draft serves {serves}: {made.drafted.loss:.2%} of its vectors are under min_cosine" in str(made)
+        assert (made.drafted.bound <= 0.05) == (serves == "all") == (made.chosen is not None)
+        rungs = []
+        plain = fresh("bert", "bare")
+        for row in requests(40, seed=1)[0].split(1):
+            with torch.inference_mode():
+                found, own = (one(input_ids=row).last_hidden_state.mean(1) for one in (cache.model, plain))
+            rungs.append(cache.last[0].rung)
+            cosine = torch.nn.functional.cosine_similarity(found, own)
+            assert cosine > (least if rungs[-1] == "draft" else 0.9999)
+        assert set(rungs) == ({"draft"} if serves == "all" else {None}) and cache.stats().errors == 0
+
+
 def test_a_calibration_equals_itself_with_other_alarms(cache: LLMCache) -> None:
     made = cache.calibration
     assert made is not None and made.is_of(replace(made, n_alarms=1)) and replace(made, has_drifted=True).limits == {}

@@ -1,6 +1,5 @@
 """The rung `draft` with another model: its logits stand in the model's output, under the same bound."""
 
-import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tests.contract.streams import ask, batched, classifier, requests
 from tests.contract.test_forks import in_child
 from tests.tiny_models import VOCABULARY, batch, build
 
-BOTH = {"semantic": 0.5, "draft": 1.0}
+BOTH = {"semantic": 0.3, "draft": 1.0}
 SETTINGS: dict[str, Any] = {"max_drop": 0.08, "auto_bypass": False, "audit": 0}
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 32}
 
@@ -37,7 +36,7 @@ def student() -> Any:
     with torch.no_grad():
         rng = torch.Generator().manual_seed(3)
         for one in model.parameters():
-            one.add_(0.003 * one.std() * torch.randn(one.shape, generator=rng) if one.ndim > 1 else 0)
+            one.add_(0.001 * one.std() * torch.randn(one.shape, generator=rng) if one.ndim > 1 else 0)
     table = model.bert.embeddings.position_embeddings
     table.weight, model.config.max_position_embeddings = nn.Parameter(table.weight[:32].detach().clone()), 32
     return model
@@ -109,8 +108,7 @@ def test_a_row_has_the_drafts_logits_alone_and_in_a_batch(cache: LLMCache) -> No
 def test_outputs_that_logits_cannot_be_put_into_are_computed(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ids, (row, other, third, *_) = requests(4, seed=3)[0], drafted(cache)
-    own = classifier()
+    (row, other, third, *_), own, linear = drafted(cache), classifier(), nn.functional.linear
     with torch.inference_mode():
         found = cache(input_ids=row, labels=torch.tensor([1]))
         assert cache.last[0].rung is None and found.loss == own(input_ids=row, labels=torch.tensor([1])).loss
@@ -125,18 +123,17 @@ def test_outputs_that_logits_cannot_be_put_into_are_computed(
         assert torch.equal(cache(**ready.inputs).logits, student()(input_ids=third).logits)
         assert cache.last[0].rung == "draft"
 
-        def fail(states: Tensor) -> Tensor:
+        def refuse_nan(states: Tensor, *given: Tensor) -> Tensor:
             if states.isnan().any():
                 raise ValueError("NaN")
-            return nn.Linear.forward(cache.model.classifier, states)
+            return linear(states, *given)
 
         rest = drafted(cache, seed=4)[:2]
         tuples = cache(input_ids=rest[0], return_dict=False)
         assert torch.equal(tuples[0], student()(input_ids=rest[0]).logits)
-        monkeypatch.setattr(cache.model.classifier, "forward", fail)
+        monkeypatch.setattr(nn.functional, "linear", refuse_nan)
         assert torch.equal(cache(input_ids=rest[1]).logits, own(input_ids=rest[1]).logits)
-        monkeypatch.undo()
-    assert ids is not None and not caplog.records
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -223,11 +220,11 @@ def test_calls_unlike_the_calibrations_are_not_drafted(cache: LLMCache) -> None:
 
 
 def test_a_draft_that_raises_is_counted_once(
-    cache: LLMCache, drafting: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = drafted(cache)[:5]
     forget(cache)
-    monkeypatch.setattr(drafting, "forward", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(cache._core.forward.draft.drafter, "run", lambda inputs: 1 / 0)  # type: ignore[union-attr]
     found = cache(input_ids=torch.cat(rows)).logits
     assert {one.rung for one in cache.last} <= {None, "exact"}
     torch.testing.assert_close(found, classifier()(input_ids=torch.cat(rows)).logits)
@@ -301,4 +298,3 @@ def test_growing_sources_and_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert renewed is not None and renewed is not made and renewed.draft == made.draft
         assert renewed.limits.keys() == BOTH.keys() and cache.stats().errors == 0
         assert "draft" in ask(cache, requests(60, seed=6)[0])
-    logging.getLogger("llmcache").setLevel(logging.NOTSET)
