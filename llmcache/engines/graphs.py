@@ -158,10 +158,7 @@ class GraphEngine:
         if not is_fit:
             reason: str | None = "weights"
         else:
-            given = self._arguments.bind(args, kwargs)
-            reason = "kv_cache" if keeps_kv else find_reason(self.twin.trunk, self._arguments, given)
-            if reason is None and given.get(TYPES) is not None and not self.twin.takes_types:
-                reason = "arguments"
+            reason = "kv_cache" if keeps_kv else self._find_reason(self._arguments.bind(args, kwargs))
         return self if reason is None else EagerCall(self, reason)
 
     def covering(self, requests: Requests) -> Engine:
@@ -180,6 +177,12 @@ class GraphEngine:
         with self._lock:
             self._n_eager[reason] += len(rows)
         return output
+
+    def _find_reason(self, arguments: dict[str, Any]) -> str | None:
+        """Return why no graph covers a call, a key of the eager counts; None if one may."""
+        if arguments.get(TYPES) is not None and not self.twin.takes_types:
+            return "arguments"
+        return find_reason(self.twin.trunk, self._arguments, arguments)
 
     def _covers(self, row: Row) -> bool:
         """Whether the mask of a row holds only 0 and 1, and a graph may run it."""

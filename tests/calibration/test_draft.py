@@ -1,5 +1,7 @@
 """The rung `draft`: one dial for sources and an int8 copy of the trunk, under one bound."""
 
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from llmcache.draft import Draft
 from llmcache.errors import UnfitBankError
 from tests.contract.models import fresh
 from tests.contract.streams import ask, batched, classifier, requests
+from tests.contract.test_forks import in_child
 from tests.tiny_models import batch
 
 BOTH = {"semantic": 0.5, "draft": 1.0}
@@ -275,6 +278,47 @@ def test_an_embeddings_draft_serves_all_or_none(home: Path, least: float, serves
             cosine = torch.nn.functional.cosine_similarity(found, own)
             assert cosine > (least if rungs[-1] == "draft" else 0.9999)
         assert set(rungs) == ({"draft"} if serves == "all" else {None}) and cache.stats().errors == 0
+
+
+def test_calls_that_the_graph_does_not_cover_are_not_drafted(cache: LLMCache) -> None:
+    rows = [row for row in requests(150, seed=16)[0].split(1) if ask(cache, row) == ["draft"]]
+    assert len(rows) > 4
+    cache(**batch([rows[0], rows[1][:, :4]], left=True))
+    assert cache.last[1].rung != "draft"
+    cache(input_ids=rows[2], position_ids=torch.arange(1, 9)[None])
+    assert cache.last[0].rung is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ask(cache, rows[3]) == [None]
+    assert ask(cache, rows[4]) == ["draft"] and cache.stats().errors == 0
+
+
+def test_threads_a_batch_and_a_fork_get_the_same_drafts(cache: LLMCache) -> None:
+    ids = requests(96, seed=17)[0]
+    logits = [cache(input_ids=row).logits for row in ids.split(1)]
+    rungs = ask(cache, ids)
+    served = [number for number, rung in enumerate(rungs) if rung == "draft"]
+    assert len(served) > 5
+    found: dict[int, torch.Tensor] = {}
+
+    def work(first: int) -> None:
+        together = cache(input_ids=ids[first : first + 32]).logits
+        found.update({first + place: row for place, row in enumerate(together)})
+
+    draft = cache._core.forward.draft
+    assert draft is not None
+    draft.forget()
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 32, 64)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for number in served:
+        torch.testing.assert_close(found[number], logits[number][0], atol=1e-4, rtol=1e-4)
+    assert cache.stats().hits["draft"] == 3 * len(served) and cache.stats().errors == 0
+    if hasattr(os, "fork"):
+        draft.forget()
+        row = ids[served[0]][None]
+        assert in_child(lambda: ask(cache, row)) == ["draft"]
 
 
 def test_a_calibration_equals_itself_with_other_alarms(cache: LLMCache) -> None:
