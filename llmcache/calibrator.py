@@ -157,6 +157,9 @@ class Calibrator:
             first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
             self.calibrated.check(first[0], known, risk_target)
             observed = self._observe(inputs)
+            if engine := self._forward.engine.name:  # what it changes counts
+                for case, own in zip(observed, self._observe(inputs, engine), strict=True):
+                    case.own = own
             if self.draft is not None:  # rungs are weighed by times of single calls
                 alone = [collect(self._compute, self._observer, [one])[0].seconds for one in inputs[:N_TIMED]]
                 self.calibrated.fitter.model_s = median(alone)
@@ -166,22 +169,25 @@ class Calibrator:
                 self.sharing.settle()
             return made
 
-    def _observe(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
-        """Compute requests, batched by length, and return their observations in order."""
+    def _observe(self, inputs: Sequence[Mapping[str, Any]], engine: str = "") -> list[Observation]:
+        """Compute requests, batched by length, and return their observations in order.
+
+        `engine`: the model itself computes them, under this engine's keys.
+        """
         from tqdm.auto import tqdm
 
+        compute = partial(self._compute_again, self._forward.namespace.get(), engine) if engine else self._compute
+        learned: dict[str, Any] = {"is_learned_from": not engine}
         observed: list[Observation] = []
         with tqdm(total=len(inputs), desc="Calibrating", unit="request", disable=None) as bar:
             for numbers, some in batches(inputs):
                 try:
-                    cases = collect(self._compute, self._observer, [some], numbers[0], is_learned_from=True)
+                    cases = collect(compute, self._observer, [some], numbers[0], **learned)
                 except CalibrationError:
                     if len(numbers) == 1:
                         raise
                     # Find the request that fails, or the model takes no batches: compute one by one.
-                    singly = (
-                        collect(self._compute, self._observer, [inputs[n]], n, is_learned_from=True) for n in numbers
-                    )
+                    singly = (collect(compute, self._observer, [inputs[n]], n, **learned) for n in numbers)
                     cases = [case for of_one in singly for case in of_one]
                 if len(numbers) > 1:
                     for number, case in zip(numbers, cases, strict=True):

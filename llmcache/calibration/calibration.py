@@ -200,6 +200,7 @@ class HoldoutOutcome:
     low: float = 0.0  # least possible loss
     high: float = 1.0  # largest possible loss
     is_share: bool = True  # losses are 0 or 1, so that the exact bound on a share applies
+    computed: Doubles | float = 0.0  # loss of computing each request (N,), by an engine whose answer may differ
 
     @property
     def dial(self) -> Doubles:
@@ -211,7 +212,8 @@ class HoldoutOutcome:
         """Return which requests are served within a limit (R, N), each by the first rung that may; and losses (N,)."""
         within = np.atleast_2d(self.risk) <= limit
         first: Bools = within & (np.cumsum(within, axis=0) == 1)
-        return first, np.where(first, np.atleast_2d(self.loss), 0.0).sum(axis=0)
+        lost = np.where(first, np.atleast_2d(self.loss), 0.0).sum(axis=0)
+        return first, np.where(first.any(axis=0), lost, self.computed)
 
 
 def n_tested(n: int, risk_target: RiskTarget) -> int:

@@ -195,6 +195,8 @@ class CalibrationFitter:
         """Return risk and loss of each held-out request (of part C, say) as if a rung in use served it at any risk."""
         risk, found = self.risks(cases, set(sources))
         semantic = self._outcome(risk, cases, [None if key is None else sources[key] for key in found], metric)
+        if any(case.own is not None for case in cases):
+            semantic = replace(semantic, computed=self._outcome(risk, cases, cases, metric).loss)
         if [*self.shares] == [SEMANTIC]:
             return semantic
         alone = {SEMANTIC: semantic, DRAFT: self._drafted(cases, metric)}
@@ -213,7 +215,8 @@ class CalibrationFitter:
         """Return the outcome of serving each request the output and answer of another one; None: it is computed."""
         if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
-            own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
+            about = (((case.own or case).output, case.label, case.number) for case in cases)
+            own, labels, numbers = zip(*about, strict=True)
             span = metric.high - metric.low
             return HoldoutOutcome(risk, losses(metric, own, outputs, labels, numbers), -span, span, is_share=False)
         counts = self._is_changed if metric == "changed" else self._loses_accuracy
@@ -263,12 +266,13 @@ class CalibrationFitter:
         return Found(choice.risk, choice.source.key, SEMANTIC)
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
-        return not self.answers.agree(case.answer, source.answer)
+        return not self.answers.agree((case.own or case).answer, source.answer)
 
     def _loses_accuracy(self, case: Observation, source: Observation) -> bool:
         """Whether the source's answer is wrong where the model's own is right."""
         right = np.array([case.label], np.float32)
-        return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
+        own = (case.own or case).answer
+        return bool(self.answers.agree(own, right) and not self.answers.agree(source.answer, right))
 
     def _forecast(self, case: Observation) -> tuple[Floats, Floats]:
         """Return the fingerprint (F,) of a request and the forecast (C,) of its output."""

@@ -34,6 +34,7 @@ class Observation:
         draft: The output of the model's draft for it, float32 (C,); None without one.
         draft_s: Time of the draft.
         drafted_by: Name of the draft; "" without one.
+        own: The same request computed by the model itself, if an engine computed this one; else None.
     """
 
     scope: Scope
@@ -51,3 +52,4 @@ class Observation:
     draft: Floats | None = None
     draft_s: float = 0.0
     drafted_by: str = ""
+    own: "Observation | None" = None

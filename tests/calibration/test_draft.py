@@ -65,6 +65,8 @@ def test_the_first_rung_within_the_limit_serves() -> None:
     assert both.serve(0.0)[0].tolist() == [[False, False, True], [False, False, False]]
     first, losses = both.serve(0.2)
     assert first.tolist() == [[True, False, True], [False, True, False]] and losses.tolist() == [1, 1, 0]
+    engine = replace(both, computed=np.array([1.0, 1.0, 1.0]))  # which changes what it computes
+    assert engine.serve(0.0)[1].tolist() == [1, 1, 0]
     (point,) = try_limits(both, np.array([0.2]), 0.01, 0.05)
     assert (point.hit_rate, round(point.loss, 3)) == (1.0, 0.667)
 
