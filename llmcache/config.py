@@ -91,7 +91,7 @@ class DraftOptions(_Settings):
     engine: Literal["onnxruntime", "model"] = "onnxruntime"
     precision: Literal["int8"] = "int8"  # of onnxruntime's products
     min_cosine: float = Field(default=0.98, ge=-1.0, le=1.0)
-    model: Any = Field(default=None, exclude=True)  # of the engine `model`; saves leave it out
+    model: Any = Field(default=None, exclude=True, repr=False)  # of the engine `model`; saves leave it out
 
 
 class CacheConfig(_Settings):

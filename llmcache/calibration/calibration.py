@@ -163,7 +163,8 @@ class Calibration:
         seen = (
             "" if self.chosen is None else f", {self.chosen.loss:.2%} seen at a risk of up to {self.chosen.limit:.3g}"
         )
-        left_out = [rung for rung in (SEMANTIC, DRAFT) if rung not in self.shares]
+        told = {*self.shares, *(() if self.drafted is None else (DRAFT,))}  # an embedding's draft has a line of its own
+        left_out = [rung for rung in (SEMANTIC, DRAFT) if rung not in told]
         rungs = f"; left out, since it is no faster: {left_out[0]}" if self.draft and left_out else ""
         second = f"{self.n_tested:,} requests tested{seen}, in {self.seconds:.1f} s{rungs}"
         if (alone := self.drafted) is not None:
