@@ -263,6 +263,15 @@ def test_a_slow_draft_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "draft" not in ask(cache, requests(40, seed=1)[0])
 
 
+def test_a_draft_whose_answers_say_nothing_is_left_out() -> None:
+    """It takes no token types, which calls may give all the same."""
+    typed = [{**one, "token_type_ids": torch.zeros_like(one["input_ids"])} for one in batched(requests(400)[0])]
+    with LLMCache.wrap(classifier(), draft=make(), **SETTINGS) as cache:
+        made = cache.calibrate(typed)
+        assert made.draft.startswith("DistilBertForSequenceClassification ") and set(made.shares) == {"semantic"}
+        assert made.chosen is not None and "left out, since it is no faster: draft" in str(made)
+
+
 def test_a_calibration_counts_no_draft_that_was_edited_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     other = student()
     monkeypatch.setattr(training, "choose_shares", lambda *given: BOTH)
