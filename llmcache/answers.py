@@ -21,7 +21,6 @@ from llmcache.arrays import Bools, Floats
 from llmcache.errors import ConfigError
 from llmcache.models.heads import Head
 
-_ALIKE = 0.98  # least cosine of two embeddings that are the same answer
 _SHARE_OF_RANGE = 0.05  # by which two equal scores may differ
 
 
@@ -56,9 +55,9 @@ class Answers(ABC):
         If answers are made from payloads, the forecast is of the payload. The favour of the forecast class is over 0.
         """
 
+    @abstractmethod
     def margins(self, output: Floats) -> Floats:
         """Return how sure outputs (N, C) are of their answers: features (N, F) from which a draft's risk is learned."""
-        raise NotImplementedError(f"an answer of kind {self.name!r} has no margin")
 
 
 class Classes(Answers):
@@ -147,22 +146,27 @@ class Scores(Answers):
 
 
 class Embeddings(Answers):
-    """A vector: the same answer at a cosine of 0.98."""
+    """A vector: the same answer at a cosine of `least`, 0.98 by default."""
 
     name = "embedding"
     reads_payload = True
+    least = 0.98
 
     def sign(self, output: Tensor) -> Tensor:
         return torch.nn.functional.normalize(output.float(), dim=-1)
 
     def agree(self, one: Floats, other: Floats) -> Bools:
-        same: Bools = np.einsum("...s,...s->...", one, other) >= _ALIKE
+        same: Bools = np.einsum("...s,...s->...", one, other) >= self.least
         return same
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return the cosine."""
         cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
         return cosine
+
+    def margins(self, output: Floats) -> Floats:
+        """Return zeros (N, 1): a vector does not tell how far off it is."""
+        return np.zeros((len(output), 1), np.float32)
 
 
 def _with_log(lead: Floats) -> Floats:

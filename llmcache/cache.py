@@ -129,6 +129,7 @@ class LLMCache:
         rungs: Sequence[Callable[[Bank], Rung]] = (),
         digest: str | None = None,
         embeddings: Any = None,
+        draft: nn.Module | None = None,
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
@@ -144,6 +145,7 @@ class LLMCache:
             rungs: As for `wrap`; `save` does not write them.
             digest: As for `wrap`.
             embeddings: As for `wrap`.
+            draft: The model that drafts, if the cache was wrapped with one; `save` does not write it.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
@@ -156,7 +158,10 @@ class LLMCache:
         with enclosed(model, digest, embeddings, tokenizer) as module:
             saved = Saved(folder, module, tokenizer)
             try:
-                cache = cls(module, saved.settings(given), tokenizer, answer_of, rungs)
+                settings = saved.settings(given)
+                if draft is not None:
+                    settings = settings.with_draft(draft)
+                cache = cls(module, settings, tokenizer, answer_of, rungs)
             except ConfigError as error:
                 if given is not None:
                     raise

@@ -1,6 +1,5 @@
 """Calibrates a wrapped model: runs requests through it, and passes its answers to the parts that learn from them."""
 
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmcache.answers import Reading, find_answers
+from llmcache.answers import Answers, Embeddings, Reading, find_answers
 from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Recomputer
@@ -29,16 +28,18 @@ from llmcache.calibration.sharing import SharedCalibration
 from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.call import CachedForward
-from llmcache.config import CacheConfig
+from llmcache.config import CacheConfig, DraftOptions
 from llmcache.content_gate import ContentGate
 from llmcache.counters import Counters
 from llmcache.decide import NeighbourChooser, Semantic
 from llmcache.draft import Draft
+from llmcache.drafters import Drafter, GraphDrafter, ModelDrafter, check_model
 from llmcache.engines.onnx import OnnxTrunk
 from llmcache.errors import CalibrationError, ConfigError, WrapError
 from llmcache.fingerprint import Learned
 from llmcache.index import AutoIndex
 from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
+from llmcache.models.arguments import names_of
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, ModelForward
@@ -76,7 +77,7 @@ class Calibrator:
         tokenizer: Any,
         answer_of: Reading,
         tier: Tier | None,
-        make_draft: Callable[[], OnnxTrunk],
+        make_graph: Callable[[], OnnxTrunk],
     ) -> None:
         """Install what a calibration needs. Nothing is reused approximately until the model is calibrated.
 
@@ -92,7 +93,7 @@ class Calibrator:
         digest = weights.digest()
         if weights.unreadable is None:
             refuse_coupled("a calibration", coupling.reason(digest))
-        names = _names(model)
+        names = names_of(model.forward)
         if config.audit and names is not None and "input_ids" not in names:
             raise ConfigError(
                 f"audit={config.audit.rate}: the audit recomputes a hit from input_ids, which {type(model).__name__}."
@@ -111,15 +112,14 @@ class Calibrator:
         self._weights = weights
         self.draft: Draft | None = None
         if config.draft is not None:
-            if answers.reads_payload:
-                raise ConfigError(
-                    f"draft={config.draft!r}: an embedding has no margin that tells how far a draft is off"
-                )
+            if isinstance(answers, Embeddings):
+                _check_draft_of_embedding(config.draft, payload)
+                answers.least = config.draft.min_cosine
             device = torch.device("cpu") if config.device == "cpu" else device_of(trunk.module)
-            self.draft = Draft(
-                model, trunk.module, names, answers, answer_of, forward.packings, self._serving, make_draft, device
-            )
-            self.draft.refresh(digest)
+            make = partial(self._make_drafter, config.draft.model, answer_of, payload, answers, make_graph)
+            packings, takes_logits = forward.packings, forward.takes_logits
+            self.draft = Draft(answers, answer_of, packings, self._serving, make, device, takes_logits, counters)
+            self.draft.refresh()
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self.draft)
         self.calibrated = CalibratedReuse(fitter, rest, counters, config)
         self._observer = Observer(answers, answer_of, rest)
@@ -148,7 +148,7 @@ class Calibrator:
             self._check_installed()
             self.calibrated.end()
             if self.draft is not None:
-                self.draft.refresh(self._weights.digest())
+                self.draft.refresh()
             inputs = list(tokenised(requests, self._tokenizer, self._trunk))
             n = sum(map(n_rows, inputs))
             known = numbered(labels, n, self._model)
@@ -157,6 +157,9 @@ class Calibrator:
             first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
             self.calibrated.check(first[0], known, risk_target)
             observed = self._observe(inputs)
+            if engine := self._forward.engine.name:  # what it changes counts
+                for case, own in zip(observed, self._observe(inputs, engine), strict=True):
+                    case.own = own
             if self.draft is not None:  # rungs are weighed by times of single calls
                 alone = [collect(self._compute, self._observer, [one])[0].seconds for one in inputs[:N_TIMED]]
                 self.calibrated.fitter.model_s = median(alone)
@@ -166,22 +169,25 @@ class Calibrator:
                 self.sharing.settle()
             return made
 
-    def _observe(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
-        """Compute requests, batched by length, and return their observations in order."""
+    def _observe(self, inputs: Sequence[Mapping[str, Any]], engine: str = "") -> list[Observation]:
+        """Compute requests, batched by length, and return their observations in order.
+
+        `engine`: the model itself computes them, under this engine's keys.
+        """
         from tqdm.auto import tqdm
 
+        compute = partial(self._compute_again, self._forward.namespace.get(), engine) if engine else self._compute
+        learned: dict[str, Any] = {"is_learned_from": not engine}
         observed: list[Observation] = []
         with tqdm(total=len(inputs), desc="Calibrating", unit="request", disable=None) as bar:
             for numbers, some in batches(inputs):
                 try:
-                    cases = collect(self._compute, self._observer, [some], numbers[0], is_learned_from=True)
+                    cases = collect(compute, self._observer, [some], numbers[0], **learned)
                 except CalibrationError:
                     if len(numbers) == 1:
                         raise
                     # Find the request that fails, or the model takes no batches: compute one by one.
-                    singly = (
-                        collect(self._compute, self._observer, [inputs[n]], n, is_learned_from=True) for n in numbers
-                    )
+                    singly = (collect(compute, self._observer, [inputs[n]], n, **learned) for n in numbers)
                     cases = [case for of_one in singly for case in of_one]
                 if len(numbers) > 1:
                     for number, case in zip(numbers, cases, strict=True):
@@ -215,6 +221,24 @@ class Calibrator:
 
     def _serving(self, weights: str) -> Calibration | None:
         return self.semantic.serving(weights)
+
+    def _make_drafter(
+        self,
+        other: nn.Module | None,
+        read: Reading,
+        payload: Payload,
+        answers: Answers,
+        make_graph: Callable[[], OnnxTrunk],
+        before: Drafter | None,
+    ) -> Drafter:
+        """Return what drafts with the present weights; a graph made before is kept if it is of these."""
+        if other is not None:
+            check_model(other, self._model, self._trunk, read)
+            return ModelDrafter(other, self._trunk, self._forward.arguments)
+        graph = before.engine if isinstance(before, GraphDrafter) else None
+        if graph is None or not (graph.n_graphs and graph.is_of(self._weights.digest())):
+            graph = make_graph()
+        return GraphDrafter(self._model, self._trunk, read, payload if answers.reads_payload else None, graph)
 
     def _check_installed(self) -> None:
         if self._installed.is_empty:
@@ -271,11 +295,15 @@ def _labelled(observed: Sequence[Observation], labels: Sequence[Any]) -> list[Ob
     return [replace(case, label=label) for case, label in zip(observed, labels, strict=True)]
 
 
-def _names(model: nn.Module) -> set[str] | None:
-    """Return the argument names of a model's forward; None: any (`**kwargs`)."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return None if takes_all else {parameter.name for parameter in parameters}
+def _check_draft_of_embedding(options: DraftOptions, payload: Payload) -> None:
+    """Refuse drafts that are not measured on the vector that a user reads."""
+    if options.engine == "model":
+        raise ConfigError("draft: another model's vectors cannot take the place of this one's; use draft='int8'")
+    if not payload.fits_any_length:
+        raise ConfigError(
+            f"draft with payload={payload.name!r}: drafts of an embedding are measured on one vector; set payload "
+            "'mean', 'cls' or 'last', whichever you read"
+        )
 
 
 def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:

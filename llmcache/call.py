@@ -26,6 +26,7 @@ from llmcache.calibration.observer import Observer
 from llmcache.calibration.sharing import SharedCalibration
 from llmcache.counters import Counters
 from llmcache.decide import Semantic
+from llmcache.draft import Draft
 from llmcache.engines.engine import Eager, Engine
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, count_rows
@@ -95,7 +96,7 @@ class CachedForward(Swap, Switches):
         self.engine: Engine = self.eager
         self._observer: Observer | None = None
         self._semantic: Semantic | None = None
-        self.draft: Rung | None = None
+        self.draft: Draft | None = None
         self._audit: Audit | None = None
         self._worker: AbstractContextManager[object] = nullcontext()  # the audit's, if the audit is on
         self._sharing: SharedCalibration | None = None
@@ -111,8 +112,6 @@ class CachedForward(Swap, Switches):
         self.reads_last = self.n_read.set
         #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
-        #: Within the whole model's forward: closed trunk calls, to be observed with its output. Else None.
-        self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
 
     def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
         """Add the rung `semantic` with its observer, audit and sharing. It serves only with a calibration."""
@@ -245,7 +244,8 @@ class CachedForward(Swap, Switches):
         """Whether a prepared call is still valid: same calibration, sources may serve, entries in the bank."""
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
-        return all(hit.rung != "exact" or hit.source in self._bank for hit in known.hits.values())
+        hits, takes = known.hits.values(), self.takes_logits.get()
+        return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
@@ -381,7 +381,9 @@ class CachedForward(Swap, Switches):
 
     def close(self, call: Call, output: Any) -> None:
         """Store computed rows, update counters, record outcomes. If the rows cannot be stored, count a bypass."""
-        prefill = call.prefill
+        prefill, seen = call.prefill, self.seen.get()
+        if seen is not None:
+            seen.append(call)
         if call.reason is None and (call.computed or (prefill is not None and len(prefill.whole) < len(call.rows))):
             started = perf_counter()
             try:
@@ -404,11 +406,8 @@ class CachedForward(Swap, Switches):
                 self._audit.served(call)
             if self.account is not None and call.made is not None:
                 self.account.took(call)
-        if self._observer is not None and call.entries:
-            if self._observer.answers.reads_payload:
-                self.observe(call, None)
-            elif (seen := self.seen.get()) is not None:
-                seen.append(call)
+        if self._observer is not None and call.entries and self._observer.answers.reads_payload:
+            self.observe(call, None)
 
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""

@@ -85,6 +85,15 @@ class EngineOptions(_Settings):
     folder: Path | None = None
 
 
+class DraftOptions(_Settings):
+    """What drafts, and how near the vector of an embedding must be."""
+
+    engine: Literal["onnxruntime", "model"] = "onnxruntime"
+    precision: Literal["int8"] = "int8"  # of onnxruntime's products
+    min_cosine: float = Field(default=0.98, ge=-1.0, le=1.0)
+    model: Any = Field(default=None, exclude=True, repr=False)  # of the engine `model`; saves leave it out
+
+
 class CacheConfig(_Settings):
     """The settings of one cache. With the defaults, only lossless rungs serve.
 
@@ -113,9 +122,13 @@ class CacheConfig(_Settings):
             tokenizer.
         learn: Compute this many first requests, and calibrate on them in a background thread. None: calibrate when
             `calibrate` is called.
-        draft: `int8`: also run a copy of the trunk with int8 products in ONNX Runtime, and serve its answer where that
-            changes few answers: calibrations choose limits for sources and draft together, so that `max_drop` covers
-            both, and leave out what does not pay. For classes, labels and scores. None: no draft.
+        draft: A cheaper answer, served where that changes few answers: calibrations choose limits for sources and draft
+            together, so that `max_drop` covers both, and leave out what does not pay. `int8`: a copy of the trunk with
+            int8 products in ONNX Runtime, short for `{engine: onnxruntime, precision: int8}`. Or another model with
+            the same labels and token ids (a distilled student), for classes, labels and scores; then saves leave the
+            model out, and `LLMCache.load(..., draft=model)` takes it. An embedding has no margin, so an int8 draft
+            serves all requests or none; with `{min_cosine: 0.98}`, a vector at a smaller cosine has changed, in a
+            draft or of a source. None: no draft.
         max_drop: Largest loss that a calibration allows, a fraction of 1.
         delta: Probability, between 0 and 1, that the loss exceeds `max_drop` in spite of the calibration.
         sources: Which stored requests serve others after a calibration: `frozen`, those it was made with, for which the
@@ -180,7 +193,7 @@ class CacheConfig(_Settings):
     answer: Literal["auto", "class", "labels", "score", "embedding"] = "auto"
     gate: bool | dict[str, Any] = False
     learn: int | None = Field(default=None, ge=1)
-    draft: Literal["int8"] | None = None
+    draft: DraftOptions | None = None
     max_drop: float = Field(default=0.005, gt=0.0, lt=1.0)
     delta: float = Field(default=0.05, gt=0.0, lt=1.0)
     sources: Literal["frozen", "growing"] = "frozen"
@@ -213,6 +226,16 @@ class CacheConfig(_Settings):
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _model_alone(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"engine": "onnxruntime", "precision": value}
+        if value is None or isinstance(value, DraftOptions):
+            return value
+        given = value if isinstance(value, Mapping) else {"model": value}
+        return {"engine": "model", **given} if "model" in given else given
 
     @field_validator("tau")
     @classmethod
@@ -295,6 +318,17 @@ class CacheConfig(_Settings):
         served = {"threshold": min(_values(self.tau))} if name == "lsh" and self.tau is not None else {}
         return Component(name=name, **{**served, **self.index.options})
 
+    def with_draft(self, model: Any) -> Self:
+        """Return these settings with the model that drafts, which no file holds.
+
+        Raises:
+            ConfigError: They name another draft, or none.
+        """
+        if self.draft is None or self.draft.engine != "model":
+            was = None if self.draft is None else self.draft.engine
+            raise ConfigError(f"draft: this cache was saved with the draft {was!r}, and no model: leave draft out")
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"model": model})})
+
     @classmethod
     def make(cls, source: "CacheConfig | Mapping[str, Any] | str | Path | None", **overrides: Any) -> Self:
         """Return settings from a file, a mapping or other settings, with single keys replaced.
@@ -325,7 +359,7 @@ def _as_mapping(source: CacheConfig | Mapping[str, Any] | str | Path | None) -> 
     if source is None:
         return {}
     if isinstance(source, CacheConfig):
-        return source.model_dump(exclude_unset=True)
+        return {name: getattr(source, name) for name in source.model_fields_set}
     if isinstance(source, Mapping):
         return dict(source)
     return read_yaml(source)

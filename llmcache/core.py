@@ -20,6 +20,7 @@ from llmcache.calibrator import Calibrator
 from llmcache.call import CachedForward
 from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.counters import Counters
+from llmcache.drafters import check_model
 from llmcache.engines.compiled import CompiledTrunk, make_buckets
 from llmcache.engines.graphs import GraphEngine, GraphTwin
 from llmcache.engines.onnx import OnnxTrunk, Precision, find_missing, is_faster
@@ -64,6 +65,8 @@ class Core:
         self.trunk, self.head, self.payload = inspect_model(model, config)
         if is_wrapped(self.trunk):
             raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
+        if config.draft is not None and config.draft.engine == "model":
+            check_model(config.draft.model, model, self.trunk, answer_of)
         self.counters, self.weights = Counters(), Weights(self.trunk.module)
         self._coupling = Coupling(self.trunk, self.weights)
         with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
@@ -158,11 +161,12 @@ class Core:
     def build_engine(self) -> None:
         """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`."""
         forward, options, draft = self.forward, self._config.engine, self._config.draft
-        if options.name == "eager" and draft is None:
+        is_drafting = draft is not None and draft.engine == "onnxruntime"
+        if options.name == "eager" and not is_drafting:
             return
         missing = find_missing()
-        if missing and not (options.name == "auto" and draft is None):
-            asked = "draft='int8'" if draft is not None else "engine='onnxruntime'"
+        if missing and not (options.name == "auto" and not is_drafting):
+            asked = "draft='int8'" if is_drafting else "engine='onnxruntime'"
             raise ConfigError(
                 f"{asked} needs the extra 'onnx' ({missing} is not installed): pip install 'llmcache-torch[onnx]'"
             )

@@ -1,9 +1,10 @@
-"""The rung `draft`: an int8 copy of the trunk answers where its own margin makes another answer unlikely. Approximate.
+"""The rung `draft`: a cheaper answer is served where its own margin makes another answer unlikely. Approximate.
 
-The draft's states take the place of the trunk's, and the model's own head reads them. How likely the model's answer
-differs is a logistic regression on the margins of the draft's answer, fitted by a calibration, which also decides
-whether the draft pays and chooses its limit (`calibration.py`). Dynamic quantisation has one scale a call, so each row
-runs alone and without padding: its answer does not depend on its batch. Nothing of a draft enters the bank.
+Of an int8 copy of the trunk, the states take the place of the trunk's, and the model's own head reads them. Another
+model has states of its own, so its logits are put into the model's output (`ModelForward`). How likely the model's
+answer differs is a logistic regression on the margins of the draft's answer, fitted by a calibration, which also
+decides whether the draft pays and chooses its limit (`calibration.py`). An embedding has no margin: all its drafts have
+one risk, so they serve all requests or none. Nothing of a draft enters the bank.
 
 Sizes: N requests, F features, C outputs, S width of a signature.
 """
@@ -12,23 +13,23 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from llmcache.answers import Answers, Reading
 from llmcache.arrays import Doubles, Floats
 from llmcache.calibration.calibration import DRAFT, SEMANTIC
+from llmcache.counters import Counters
 from llmcache.decide import Choice, chance, fit_odds, rounded
-from llmcache.engines.onnx import OnnxTrunk
-from llmcache.models.arguments import DECIDING
+from llmcache.drafters import Drafter
+from llmcache.models.arguments import DECIDING, take_row
 from llmcache.models.kinds import Kinds
-from llmcache.models.packing import Packing
-from llmcache.models.twin import make_replicas
+from llmcache.models.packing import Packing, parts_of
 from llmcache.request.call import Call, Hit
 from llmcache.request.rows import Row
 from llmcache.threads import forkable
@@ -44,9 +45,10 @@ _MOST_RECENT = 256  # proposals kept, since one request may be looked up several
 class Proposal(NamedTuple):
     """A draft's answer to one request."""
 
-    made: Sequence[Tensor]  # the graph's tensors, for one row
+    made: Any  # what the drafter makes states of
     output: Floats  # (C,)
     answer: Floats  # signature (S,)
+    by: str  # name of the drafter
 
 
 class Draft:
@@ -57,72 +59,59 @@ class Draft:
 
     def __init__(
         self,
-        model: nn.Module,
-        trunk: nn.Module,
-        names: set[str] | None,
         answers: Answers,
         read: Reading,
         packings: Kinds[Packing],
         serving: "Callable[[str], Calibration | None]",
-        make_engine: Callable[[], OnnxTrunk],
+        make: Callable[[Drafter | None], Drafter],
         device: torch.device,
+        takes_logits: ContextVar[bool],
+        counters: Counters,
     ) -> None:
-        """Begin without an engine: call `refresh`.
+        """Begin without a drafter: call `refresh`.
 
         Args:
-            model: The wrapped model.
-            trunk: Its trunk.
-            names: Arguments of the model's forward; None: any.
-            answers: The kind of its answers.
+            answers: The kind of the model's answers.
             read: Reads the logits from its output.
             packings: How to store the trunk's output, by kind of call.
             serving: `digest of the trunk's weights -> calibration that serves them`, or None.
-            make_engine: Makes the int8 engine for the present weights.
+            make: Makes the drafter for the present weights; takes the previous one.
             device: Where entries are kept.
+            takes_logits: Whether the present forward of the model takes logits, see `join`.
+            counters: Counts failures.
         """
-        self._model, self._trunk, self._names = model, trunk, names
         self._answers, self._read, self._packings = answers, read, packings
-        self._serving, self._make_engine, self._device = serving, make_engine, device
+        self._serving, self._make, self._device = serving, make, device
+        self._takes_logits, self._counters = takes_logits, counters
         self._weights: Sequence[float] = ()  # of the features (F,), then the intercept
         self._lock = forkable(threading.Lock(), is_waited_for=False)
-        self._given = threading.local()  # the trunk's output that the head reads
         self._recent: OrderedDict[str, Proposal] = OrderedDict()  # by key of the row
-        self._head: nn.Module = nn.Identity()
-        self.engine: OnnxTrunk | None = None
+        self.drafter: Drafter | None = None
 
-    def refresh(self, weights: str) -> None:
-        """Make engine and head for the present weights, whose digest is given; a warning says why if that fails."""
+    def refresh(self) -> None:
+        """Make the drafter for the present weights; a warning says why if that fails."""
         with self._lock:
-            before, self.engine = self.engine, None
+            before, self.drafter = self.drafter, None
             self._recent = OrderedDict()
             try:
-                replicas = make_replicas(self._model)  # of the head's present tensors
-                replicas[self._trunk].forward = self._give_states
-                self._head = replicas[self._model]
-                engine = before
-                if before is None or not (before.n_graphs and before.is_of(weights)):
-                    engine = self._make_engine()
-                assert engine is not None
-                ids = engine.twin.tokens(1, 4)
-                self._compute(engine, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+                with torch.inference_mode():
+                    self.drafter = self._make(before)
             except Exception as error:  # an exporter, or a head that takes more than tokens, may raise anything
                 logger.warning("llmcache: there is no draft, since none could be made: %s", error)
-                return
-            self.engine = engine
 
     @property
-    def engine_name(self) -> str:
-        """Name of the engine, which tells its weights and numbers; "" without one."""
-        return "" if self.engine is None else self.engine.name
+    def drafter_name(self) -> str:
+        """Name of the drafter, which tells its weights and numbers; "" without one."""
+        return "" if self.drafter is None else self.drafter.name
 
     def forget(self) -> None:
         """Drop the latest proposals."""
         self._recent = OrderedDict()
 
     def close(self) -> None:
-        """Free the engine; nothing is drafted any more."""
-        if self.engine is not None:
-            self.engine.close()
+        """Free the drafter; nothing is drafted any more."""
+        if self.drafter is not None:
+            self.drafter.close()
         self.forget()
 
     # -- in a calibration ----------------------------------------------------------------------------------------------
@@ -171,11 +160,15 @@ class Draft:
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         """Run the draft on rows, and add a hit for each whose risk is within the limit."""
         assert call.scope is not None
-        made, packing, engine = self._serving(call.scope.weights), self._packings.get(call.kind), self.engine
+        made, packing, drafter = self._serving(call.scope.weights), self._packings.get(call.kind), self.drafter
         limit = None if made is None else made.limits.get(self.name)
-        if made is None or limit is None or packing is None or engine is None or made.draft != engine.name:
+        if made is None or limit is None or packing is None or drafter is None or made.draft != drafter.name:
+            return
+        if not (drafter.makes_states or self._takes_logits.get()):  # a loss is computed, or the trunk is called alone
             return
         if call.made is not None and call.made is not made:  # sources of another calibration were searched
+            return
+        if self._answers.reads_payload and chance(self._weights, [0.0]) > limit:  # the risk of all requests
             return
         found = {}
         for row in rows:
@@ -184,7 +177,7 @@ class Draft:
                     continue
             elif choice.risk_unquarantined <= made.limits[SEMANTIC]:  # a source that was withdrawn: not as calibrated
                 continue
-            if (proposal := self._propose(call, row)) is not None:
+            if (proposal := self._propose(call, row)) is not None and proposal.by == made.draft:
                 found[row.number] = proposal, self.choice(proposal.output)
         if self._serving(call.scope.weights) is not made:
             return
@@ -192,35 +185,63 @@ class Draft:
         for number, (proposal, choice) in found.items():
             call.choices.setdefault(number, choice)
             call.forecasts.setdefault(number, proposal.output)
-            states = engine.twin.pack(proposal.made, call.arguments)
-            row = call.rows[number]
-            if choice.risk <= limit and packing.fits(states, 1, row.n_valid):
-                fields, _ = packing.take(states, 0, row, self._device)
-                share = min(1.0, choice.risk / limit) if limit > 0 else 1.0
-                call.hits[number] = Hit(self.name, "", fields, (), None, proposal.answer, share, choice.risk)
+            if choice.risk > limit:
+                continue
+            row, states = call.rows[number], drafter.states(proposal.made, call.arguments)
+            if states is None:
+                fields, logits = packing.blank(row.n_valid, self._device), proposal.output
+            elif packing.fits(states, 1, row.n_valid):
+                fields, logits = packing.take(states, 0, row, self._device)[0], None
+            else:
+                continue
+            share = min(1.0, choice.risk / limit) if limit > 0 else 1.0
+            call.hits[number] = Hit(self.name, "", fields, (), None, proposal.answer, share, choice.risk, logits)
+
+    def has_part_in(self, calls: Sequence[Call]) -> bool:
+        """Whether logits of the draft belong into the output of a forward with these trunk calls."""
+        return any(hit.logits is not None for call in calls for hit in call.hits.values())
+
+    def join(self, calls: Sequence[Call], output: Any) -> bool:
+        """Put the draft's logits into the output of the model's forward; return False if that is impossible.
+
+        Args:
+            calls: The trunk calls of the forward.
+            output: The model's: a `ModelOutput` with logits alone, a tuple of them, or the tensor.
+        """
+        if not self.has_part_in(calls):
+            return True
+        with self._counters.guard("put a draft's logits into the model's output") as tried:
+            (call,) = calls
+            logits = self._read(output)
+            if len(parts_of(output)) > 1 or len(logits) != len(call.rows):
+                raise TypeError(f"the model returns more than a row of logits for each request: {type(output)}")
+            for number, hit in call.hits.items():
+                if hit.logits is not None:
+                    logits[number] = torch.from_numpy(hit.logits).to(logits)
+        return not tried.has_failed
 
     def _propose(self, call: Call, row: Row) -> Proposal | None:
         """Return the draft's answer to a row; None if it does not apply to it, or fails."""
-        engine = self.engine
-        if engine is None or row.is_misread or row.bypass_reason or not row.starts_first:
+        drafter = self.drafter
+        if drafter is None or row.is_misread or row.bypass_reason or not row.starts_first:
             return None
-        assert call.scope is not None and call.requests is not None
-        if call.requests.may_be_refused():
+        assert call.requests is not None
+        if call.requests.may_be_refused() or not (by := drafter.name) or not drafter.covers(call, row):
             return None
-        if engine.choose(call.args, call.kwargs, call.scope.weights, call.prefill is not None) is not engine:
-            return None
-        if (known := self._recent.get(row.key)) is not None:
+        if (known := self._recent.get(row.key)) is not None and known.by == by:
             return known
-        inputs = {name: _unpadded(value, row) for name in DECIDING if (value := call.arguments.get(name)) is not None}
+        given = {name: value for name in DECIDING if (value := call.arguments.get(name)) is not None}
+        inputs = {name: take_row(value, row.number, row.n_valid) for name, value in given.items()}
         try:
-            made, output = self._compute(engine, inputs)
-        except Exception as error:  # whatever a provider or a head raises
-            engine.close()
-            logger.warning("llmcache: the draft failed and is not used again", exc_info=error)
+            with torch.inference_mode():
+                made, output = drafter.run(inputs)
+        except Exception as error:  # whatever a provider or a model raises
+            drafter.close()
+            self._counters.error("run the draft, which is not used again before a calibration", error)
             return None
         if not np.isfinite(output).all():
             return None
-        proposal = Proposal(made, output, self.sign(output[None])[0])
+        proposal = Proposal(made, output, self.sign(output[None])[0], by)
         recent = self._recent
         recent[row.key] = proposal
         if len(recent) > _MOST_RECENT:
@@ -228,25 +249,7 @@ class Draft:
                 recent.popitem(last=False)
         return proposal
 
-    def _compute(self, engine: OnnxTrunk, inputs: Mapping[str, Tensor]) -> tuple[Sequence[Tensor], Floats]:
-        """Return the graph's tensors for one row, and the head's output (C,)."""
-        takes = {name: one for name, one in inputs.items() if self._names is None or name in self._names}
-        with torch.inference_mode():
-            made = engine.compute(inputs)
-            self._given.states = engine.twin.pack(made, {})
-            output: Floats = self._read(self._head(**takes)).float()[0].cpu().numpy()
-        return made, output
-
-    def _give_states(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the trunk's forward in the head's twin."""
-        return self._given.states
-
     def _risk(self, output: Floats) -> float:
         if not self._weights:
             return inf
         return chance(self._weights, self._answers.margins(output[None])[0].tolist())
-
-
-def _unpadded(value: Tensor, row: Row) -> Tensor:
-    """Return a row's part (1, n) of an argument (B, T) or (1, T)."""
-    return value[row.number if len(value) > 1 else 0][None, : row.n_valid]

@@ -30,6 +30,7 @@ LIBRARY = (
     ("calibration",),
     ("audit",),
     ("engines", "account"),
+    ("drafters",),
     ("draft",),
     ("call",),
     ("calibrator",),

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from llmcache.audit.account import Audited
-from llmcache.models.arguments import DECIDING
+from llmcache.models.arguments import DECIDING, take_row
 from llmcache.request.rows import Row
 from llmcache.threads import forkable
 
@@ -151,15 +151,8 @@ def copy_row(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recomput
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
     end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers padding as well
     given = {name: call.arguments.get(name) for name in DECIDING}
-    inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
+    inputs = {name: take_row(one, row.number, end).clone() for name, one in given.items() if one is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     engine = "" if call.engine is None else call.engine.name
     return Recompute(drawn, row.key, call.namespace, inputs, autocast, engine, origin)
-
-
-def _row(tensor: Any, number: int, end: int) -> Tensor:
-    """Return one row (1, T) of an argument, which may hold one row for all."""
-    number = number if len(tensor) > 1 else 0
-    row: Tensor = tensor[number : number + 1, :end].clone()
-    return row

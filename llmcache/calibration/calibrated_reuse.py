@@ -96,7 +96,7 @@ class CalibratedReuse:
     @property
     def draft_name(self) -> str:
         """Name of the draft that calibrations are made with now; "" without one."""
-        return "" if self._draft is None else self._draft.engine_name
+        return "" if self._draft is None else self._draft.drafter_name
 
     def head_digest(self) -> str:
         return self._head.digest()
@@ -265,6 +265,9 @@ class CalibratedReuse:
 
     def _calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
         started = perf_counter()
+        if {case.drafted_by for case in observed} != {self.draft_name}:
+            logger.warning("llmcache: no draft serves, as it failed or was edited while requests were computed")
+            observed = [replace(case, draft=None) for case in observed]
         learned, tested = self._divide(observed, risk_target)
         sources = {case.row.key: case for case in learned}
         limits = self.fitter.fit(list(sources.values()), risk_target)
@@ -301,6 +304,7 @@ class CalibratedReuse:
             watch=watch,
             shares=self.fitter.shares,
             draft=self.draft_name if any(case.draft is not None for case in learned) else "",
+            drafted=self.fitter.draft_alone(tested, risk_target.delta) if self._answers.reads_payload else None,
             engine=learned[0].scope.engine,
         )
         self.namespaces = {case.scope.namespace for case in sources.values()}

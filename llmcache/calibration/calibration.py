@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, takewhile
-from math import ceil
+from math import ceil, inf
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -97,6 +97,7 @@ class Calibration:
             and nothing is reused approximately.
         shares: By rung in use, the share of the model's time that serving there saves, 0 to 1; 1 without a draft.
         draft: Name of the draft that it was made with; "" without one.
+        drafted: Of an embedding's draft: share and bound of the vectors of C that would change if it served all.
         engine: Name of the engine that computed its sources; "" for the model itself.
     """
 
@@ -118,6 +119,7 @@ class Calibration:
     has_drifted: bool = False
     shares: Mapping[str, float] = field(default_factory=lambda: {SEMANTIC: 1.0})
     draft: str = ""
+    drafted: OperatingPoint | None = None
     engine: str = ""
 
     @property
@@ -152,7 +154,7 @@ class Calibration:
         return 1 / (1 - self.chosen.hit_rate + self.lookup_ms / self.model_ms)
 
     def __str__(self) -> str:
-        """Return three lines: the claim, the requests it was measured on, the present state."""
+        """Return lines: the claim, the requests it was measured on, an embedding's draft, the present state."""
         if self.chosen is None:
             first = f"nothing is reused: no limit kept {self.metric} within {self.max_drop:.2%} at {1 - self.delta:.0%}"
         else:
@@ -161,9 +163,14 @@ class Calibration:
         seen = (
             "" if self.chosen is None else f", {self.chosen.loss:.2%} seen at a risk of up to {self.chosen.limit:.3g}"
         )
-        left_out = [rung for rung in (SEMANTIC, DRAFT) if rung not in self.shares]
+        told = {*self.shares, *(() if self.drafted is None else (DRAFT,))}  # an embedding's draft has a line of its own
+        left_out = [rung for rung in (SEMANTIC, DRAFT) if rung not in told]
         rungs = f"; left out, since it is no faster: {left_out[0]}" if self.draft and left_out else ""
         second = f"{self.n_tested:,} requests tested{seen}, in {self.seconds:.1f} s{rungs}"
+        if (alone := self.drafted) is not None:
+            far = f"{alone.loss:.2%} of its vectors are under min_cosine, at most {alone.bound:.2%}"
+            serves = "all" if self.limits.get(DRAFT, -inf) >= alone.limit else "none"
+            second += f"\nthe draft serves {serves}: {far} at {1 - self.delta:.0%}"
         states = {"drifted": self.has_drifted, "tightened after an alarm": self.n_alarms == 1, "off": self.n_alarms > 1}
         state = next((name for name, holds in states.items() if holds), "certified" if self.is_certified else "")
         third = state or ("growing: no bound holds" if self.sources == "growing" else "off")
@@ -194,6 +201,7 @@ class HoldoutOutcome:
     low: float = 0.0  # least possible loss
     high: float = 1.0  # largest possible loss
     is_share: bool = True  # losses are 0 or 1, so that the exact bound on a share applies
+    computed: Doubles | float = 0.0  # loss of computing each request (N,), by an engine whose answer may differ
 
     @property
     def dial(self) -> Doubles:
@@ -205,7 +213,8 @@ class HoldoutOutcome:
         """Return which requests are served within a limit (R, N), each by the first rung that may; and losses (N,)."""
         within = np.atleast_2d(self.risk) <= limit
         first: Bools = within & (np.cumsum(within, axis=0) == 1)
-        return first, np.where(first, np.atleast_2d(self.loss), 0.0).sum(axis=0)
+        lost = np.where(first, np.atleast_2d(self.loss), 0.0).sum(axis=0)
+        return first, np.where(first.any(axis=0), lost, self.computed)
 
 
 def n_tested(n: int, risk_target: RiskTarget) -> int:

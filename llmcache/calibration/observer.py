@@ -75,6 +75,7 @@ class Observer:
         rows = [call.rows[number] for number in numbers]
         tokens = call.requests.tokens(rows)
         drafts: Sequence[tuple[Floats | None, float]] = [(None, 0.0)] * len(rows)
+        drafted_by = "" if self.draft is None else self.draft.drafter_name
         if self.draft is not None and (self.is_learned_from.get() if collected is not None else self.learner_wants()):
             drafts = self.draft.observe(call, rows)
         seen = {
@@ -91,6 +92,7 @@ class Observer:
                 generation=call.generation,
                 draft=drafts[i][0],
                 draft_s=drafts[i][1],
+                drafted_by=drafted_by,
             )
             for i, number in enumerate(numbers)
         }

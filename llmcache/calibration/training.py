@@ -26,6 +26,7 @@ from llmcache.calibration.calibration import (
     choose_shares,
     combined,
     losses,
+    try_limits,
 )
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
@@ -180,12 +181,22 @@ class CalibrationFitter:
             return self._draft_s
         return search_s + self._draft_s * float(1 - trial.serve(chosen.limit)[0][0].mean())
 
+    def draft_alone(self, cases: Sequence[Observation], delta: float) -> OperatingPoint | None:
+        """Return what changes if the draft serves all requests of C, whose risk is one; None without a draft."""
+        drafted = [case for case in cases if case.draft is not None]
+        if self.draft is None or not drafted:
+            return None
+        (point,) = try_limits(self._drafted(drafted, "changed"), self.draft.risks([drafted[0].draft]), 1.0, delta)
+        return point
+
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
     ) -> HoldoutOutcome:
         """Return risk and loss of each held-out request (of part C, say) as if a rung in use served it at any risk."""
         risk, found = self.risks(cases, set(sources))
         semantic = self._outcome(risk, cases, [None if key is None else sources[key] for key in found], metric)
+        if any(case.own is not None for case in cases):
+            semantic = replace(semantic, computed=self._outcome(risk, cases, cases, metric).loss)
         if [*self.shares] == [SEMANTIC]:
             return semantic
         alone = {SEMANTIC: semantic, DRAFT: self._drafted(cases, metric)}
@@ -204,7 +215,8 @@ class CalibrationFitter:
         """Return the outcome of serving each request the output and answer of another one; None: it is computed."""
         if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
-            own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
+            about = (((case.own or case).output, case.label, case.number) for case in cases)
+            own, labels, numbers = zip(*about, strict=True)
             span = metric.high - metric.low
             return HoldoutOutcome(risk, losses(metric, own, outputs, labels, numbers), -span, span, is_share=False)
         counts = self._is_changed if metric == "changed" else self._loses_accuracy
@@ -254,12 +266,13 @@ class CalibrationFitter:
         return Found(choice.risk, choice.source.key, SEMANTIC)
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
-        return not self.answers.agree(case.answer, source.answer)
+        return not self.answers.agree((case.own or case).answer, source.answer)
 
     def _loses_accuracy(self, case: Observation, source: Observation) -> bool:
         """Whether the source's answer is wrong where the model's own is right."""
         right = np.array([case.label], np.float32)
-        return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
+        own = (case.own or case).answer
+        return bool(self.answers.agree(own, right) and not self.answers.agree(source.answer, right))
 
     def _forecast(self, case: Observation) -> tuple[Floats, Floats]:
         """Return the fingerprint (F,) of a request and the forecast (C,) of its output."""

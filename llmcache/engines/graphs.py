@@ -180,15 +180,9 @@ class GraphEngine:
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
         """Return why no graph covers a call, a key of the eager counts; None if one may."""
-        mask, shape = arguments.get("attention_mask"), arguments["input_ids"].shape
-        if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape):
-            return "arguments"
         if arguments.get(TYPES) is not None and not self.twin.takes_types:
             return "arguments"
-        defaults, known = self._arguments.defaults, _GRAPH_ARGUMENTS.union(self.twin.trunk.more_outputs)
-        if not all(one in known or value is None or value is defaults.get(one) for one, value in arguments.items()):
-            return "arguments"
-        return "torch_settings" if torch.is_autocast_enabled(arguments["input_ids"].device.type) else None
+        return find_reason(self.twin.trunk, self._arguments, arguments)
 
     def _covers(self, row: Row) -> bool:
         """Whether the mask of a row holds only 0 and 1, and a graph may run it."""
@@ -197,6 +191,17 @@ class GraphEngine:
     def is_of(self, digest: str) -> bool:
         """Whether the graphs are valid for weights with this digest, and the present attention implementation."""
         return digest == self._digest and self.twin.attention == self.twin.trunk.attention
+
+
+def find_reason(trunk: Trunk, arguments: Arguments, given: Mapping[str, Any]) -> str | None:
+    """Return why the arguments given to a trunk cannot be passed to other code; a key of the eager counts, or None."""
+    mask, shape = given.get("attention_mask"), given["input_ids"].shape
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape):
+        return "arguments"
+    known = _GRAPH_ARGUMENTS.union(trunk.more_outputs)
+    if not all(one in known or value is None or value is arguments.defaults.get(one) for one, value in given.items()):
+        return "arguments"
+    return "torch_settings" if torch.is_autocast_enabled(given["input_ids"].device.type) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,18 @@ _NOT_BY_ROW = frozenset({"rel_embeddings", "cache_position", "past_key_values"})
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
+def names_of(forward: Callable[..., Any]) -> set[str] | None:
+    """Return the names of a forward's arguments; None: any (`**kwargs`)."""
+    parameters = inspect.signature(forward).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return None if takes_all else {parameter.name for parameter in parameters}
+
+
+def take_row(value: Tensor, number: int, end: int) -> Tensor:
+    """Return a row's part (1, end) of an argument (B, T), or of one (1, T) that all rows share; a view."""
+    return value[number if len(value) > 1 else 0][None, :end]
+
+
 class Arguments:
     """Reads and replaces arguments of a forward by name, whether passed by position or by name."""
 

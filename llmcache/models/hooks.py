@@ -56,6 +56,9 @@ class Watcher(Listener, Protocol):
     is_retired: bool
     #: During the whole model's forward: the closed trunk calls. Else None.
     seen: ContextVar[list[Any] | None]
+    #: Whether that forward's output takes the logits of a draft.
+    takes_logits: ContextVar[bool]
+    draft: Any  # puts its logits into outputs; None without one
 
     def observe(self, call: Any, output: Any) -> None:
         """Take a closed call and the output of the whole model."""
@@ -250,7 +253,7 @@ class HeadSwap(Swap):
 
 
 class ModelForward(Swap):
-    """Replaces the whole model's forward: shows its output to the observer, which learns from answers."""
+    """Replaces the whole model's forward: puts a draft's logits into its output, and shows that to the observer."""
 
     def __init__(self, model: nn.Module, forward: Watcher) -> None:
         """Replace the model's forward; `forward` replaces its trunk's."""
@@ -259,20 +262,28 @@ class ModelForward(Swap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, and show it to the observer."""
-        if self._forward.is_retired or torch.compiler.is_compiling():
+        forward = self._forward
+        if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         calls: list[Any] = []
-        token = self._forward.seen.set(calls)
+        # A loss is computed from logits within the forward, where a draft's are not in place yet.
+        takes_logits = forward.draft is not None and self.arguments.get(args, kwargs, "labels") is None
+        tokens, is_whole = (forward.seen.set(calls), forward.takes_logits.set(takes_logits)), False
         try:
             output = self.original(*args, **kwargs)
-        except BaseException:
-            for call in calls:
-                self._forward.withdraw(call)
-            raise
+            is_whole = not takes_logits or forward.draft.join(calls, output)
+        except BaseException as error:
+            if not (takes_logits and isinstance(error, Exception) and forward.draft.has_part_in(calls)):
+                raise
         finally:
-            self._forward.seen.reset(token)
+            forward.seen.reset(tokens[0])
+            forward.takes_logits.reset(tokens[1])
+            for call in () if is_whole else calls:
+                forward.withdraw(call)
+        if not is_whole:
+            return self.original(*args, **kwargs)  # no draft serves, as its logits cannot be put in
         if len(calls) == 1:  # of several, it is unknown which one made which answer
-            self._forward.observe(calls[0], output)
+            forward.observe(calls[0], output)
         return output
 
 

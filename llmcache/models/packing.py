@@ -278,6 +278,16 @@ class Packing:
                 return False
         return True
 
+    def blank(self, n_valid: int, device: torch.device) -> Fields:
+        """Return the fields of a row of `n_valid` tokens whose states are unknown: NaN, so that no answer is made."""
+        n = 1 if self.payload.fits_any_length else n_valid
+        shapes = [(n, *field.shape) if field.is_states else field.shape for field in self.fields]
+        with torch.inference_mode(False):
+            return tuple(
+                torch.full(shape, torch.nan if field.dtype.is_floating_point else 0, dtype=field.dtype, device=device)
+                for shape, field in zip(shapes, self.fields, strict=True)
+            )
+
     def take(self, output: Any, place: int, row: "Row", device: torch.device) -> tuple[Fields, Fields]:
         """Copy the tensors to keep of one request, row `place` of the trunk's output, to `device`.
 

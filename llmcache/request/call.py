@@ -65,6 +65,7 @@ class Hit:
     answer: Floats | None = None  # signature (S,) of its answer; approximate hits only
     share: float = 1.0  # its risk divided by the limit, 0 to 1
     risk: float | None = None  # approximate hits only
+    logits: Floats | None = None  # of another model (C,), to be put into the model's output; `fields` are NaN then
 
 
 @dataclass(slots=True, weakref_slot=True)

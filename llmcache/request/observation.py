@@ -33,6 +33,8 @@ class Observation:
         generation: `Bank.generation` of its namespace before it was computed.
         draft: The output of the model's draft for it, float32 (C,); None without one.
         draft_s: Time of the draft.
+        drafted_by: Name of the draft; "" without one.
+        own: The same request computed by the model itself, if an engine computed this one; else None.
     """
 
     scope: Scope
@@ -49,3 +51,5 @@ class Observation:
     generation: int = 0
     draft: Floats | None = None
     draft_s: float = 0.0
+    drafted_by: str = ""
+    own: "Observation | None" = None

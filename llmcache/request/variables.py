@@ -23,7 +23,7 @@ _OPEN: ContextVar[tuple[tuple[ContextVar[Any], Any], ...]] = ContextVar("llmcach
 
 
 class Switches:
-    """The variables behind `namespace(...)`, `disabled()` and `only_if_cached()` of one cache."""
+    """The variables behind `namespace(...)`, `disabled()` and `only_if_cached()` of one cache, and of its swaps."""
 
     def __init__(self) -> None:
         """Start with defaults; `LLMCACHE_DISABLE` sets the default of `is_disabled`."""
@@ -31,6 +31,10 @@ class Switches:
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+        #: Within the whole model's forward: closed trunk calls, to be observed with its output. Else None.
+        self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
+        #: Whether that forward's output takes the logits of a draft.
+        self.takes_logits: ContextVar[bool] = ContextVar("llmcache_takes_logits", default=False)
 
     def check_cached(self, call: "Call") -> None:
         """Within `only_if_cached`, raise `NotCachedError` if a call has a row without a hit, or bypasses the cache."""

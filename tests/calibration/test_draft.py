@@ -1,5 +1,7 @@
 """The rung `draft`: one dial for sources and an int8 copy of the trunk, under one bound."""
 
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from llmcache.draft import Draft
 from llmcache.errors import UnfitBankError
 from tests.contract.models import fresh
 from tests.contract.streams import ask, batched, classifier, requests
+from tests.contract.test_forks import in_child
 from tests.tiny_models import batch
 
 BOTH = {"semantic": 0.5, "draft": 1.0}
@@ -62,6 +65,8 @@ def test_the_first_rung_within_the_limit_serves() -> None:
     assert both.serve(0.0)[0].tolist() == [[False, False, True], [False, False, False]]
     first, losses = both.serve(0.2)
     assert first.tolist() == [[True, False, True], [False, True, False]] and losses.tolist() == [1, 1, 0]
+    engine = replace(both, computed=np.array([1.0, 1.0, 1.0]))  # which changes what it computes
+    assert engine.serve(0.0)[1].tolist() == [1, 1, 0]
     (point,) = try_limits(both, np.array([0.2]), 0.01, 0.05)
     assert (point.hit_rate, round(point.loss, 3)) == (1.0, 0.667)
 
@@ -226,9 +231,9 @@ def test_a_draft_that_fails_is_not_used_again(
         raise RuntimeError("out of memory")
 
     draft = cache._core.forward.draft
-    monkeypatch.setattr(draft.engine, "compute", fail)  # type: ignore[union-attr]
+    monkeypatch.setattr(draft.drafter, "run", fail)  # type: ignore[union-attr]
     assert set(ask(cache, ids[30:])) <= {None, "semantic"}
-    assert sum("draft failed" in one.message for one in caplog.records) == 1
+    assert sum("run the draft" in one.message for one in caplog.records) == 1
 
 
 def test_drafts_are_looked_up_first_and_forgotten(cache: LLMCache) -> None:
@@ -243,16 +248,79 @@ def test_drafts_are_looked_up_first_and_forgotten(cache: LLMCache) -> None:
     assert not draft._recent
 
 
-def test_a_draft_that_cannot_be_made_or_has_no_margin(
+def test_a_draft_that_cannot_be_made(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ConfigError, match="margin"):
+    with pytest.raises(ConfigError, match="measured on one vector; set payload"):
         wrap(home, fresh("bert", "bare")).calibrate(batched(requests(600)[0]))
     monkeypatch.setattr("llmcache.core.OnnxTrunk", lambda *given: 1 / 0)
     cache = wrap(home)
     made = cache.calibrate(batched(requests(600)[0]))
     assert made.chosen is not None and (made.draft, dict(made.shares)) == ("", {"semantic": 1.0})
     assert sum("there is no draft" in one.message for one in caplog.records) == 2  # when it was made, and calibrated
+
+
+@pytest.mark.parametrize(("least", "serves"), [(0.9, "all"), (0.99999, "none")])
+def test_an_embeddings_draft_serves_all_or_none(home: Path, least: float, serves: str) -> None:
+    model = fresh("bert", "bare")
+    options = {"engine": "onnxruntime", "precision": "int8", "min_cosine": least}
+    with wrap(home, model, draft=options, payload="mean") as cache:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "choose_shares", lambda *given: {"draft": 1.0})
+            made = cache.calibrate(batched(requests(400)[0]))
+        assert made.drafted is not None and made.drafted.loss <= made.drafted.bound
+        assert f"the draft serves {serves}: {made.drafted.loss:.2%} of its vectors are under min_cosine" in str(made)
+        assert (made.drafted.bound <= 0.05) == (serves == "all") == (made.chosen is not None)
+        rungs = []
+        plain = fresh("bert", "bare")
+        for row in requests(40, seed=1)[0].split(1):
+            with torch.inference_mode():
+                found, own = (one(input_ids=row).last_hidden_state.mean(1) for one in (cache.model, plain))
+            rungs.append(cache.last[0].rung)
+            cosine = torch.nn.functional.cosine_similarity(found, own)
+            assert cosine > (least if rungs[-1] == "draft" else 0.9999)
+        assert set(rungs) == ({"draft"} if serves == "all" else {None}) and cache.stats().errors == 0
+
+
+def test_calls_that_the_graph_does_not_cover_are_not_drafted(cache: LLMCache) -> None:
+    rows = [row for row in requests(150, seed=16)[0].split(1) if ask(cache, row) == ["draft"]]
+    assert len(rows) > 4
+    cache(**batch([rows[0], rows[1][:, :4]], left=True))
+    assert cache.last[1].rung != "draft"
+    cache(input_ids=rows[2], position_ids=torch.arange(1, 9)[None])
+    assert cache.last[0].rung is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ask(cache, rows[3]) == [None]
+    assert ask(cache, rows[4]) == ["draft"] and cache.stats().errors == 0
+
+
+def test_threads_a_batch_and_a_fork_get_the_same_drafts(cache: LLMCache) -> None:
+    ids = requests(96, seed=17)[0]
+    logits = [cache(input_ids=row).logits for row in ids.split(1)]
+    rungs = ask(cache, ids)
+    served = [number for number, rung in enumerate(rungs) if rung == "draft"]
+    assert len(served) > 5
+    found: dict[int, torch.Tensor] = {}
+
+    def work(first: int) -> None:
+        together = cache(input_ids=ids[first : first + 32]).logits
+        found.update({first + place: row for place, row in enumerate(together)})
+
+    draft = cache._core.forward.draft
+    assert draft is not None
+    draft.forget()
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 32, 64)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for number in served:
+        torch.testing.assert_close(found[number], logits[number][0], atol=1e-4, rtol=1e-4)
+    assert cache.stats().hits["draft"] == 3 * len(served) and cache.stats().errors == 0
+    if hasattr(os, "fork"):
+        draft.forget()
+        row = ids[served[0]][None]
+        assert in_child(lambda: ask(cache, row)) == ["draft"]
 
 
 def test_a_calibration_equals_itself_with_other_alarms(cache: LLMCache) -> None:

@@ -322,6 +322,17 @@ def test_calibrated_reuse_learns_from_the_engine_and_is_audited(tmp_path: Path) 
     assert figures(cache).n_requests - n_before >= audit.n_recomputed  # by the engine; batches are tried beside rows
 
 
+def test_answers_that_the_engine_changes_count_in_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = LLMCache.wrap(
+        classifier(), engine={"name": "onnxruntime", "folder": tmp_path}, max_drop=0.2, audit=0, auto_bypass=False
+    )
+    assert cache.calibrate(batched(requests(300)[0])).chosen is not None
+    compute = onnx.OnnxTrunk.compute
+    monkeypatch.setattr(onnx.OnnxTrunk, "compute", lambda self, arguments: [-one for one in compute(self, arguments)])
+    made = cache.calibrate(batched(requests(300, seed=2)[0]))
+    assert made.chosen is None and made.curve[0].loss > 0.5 > made.curve[0].hit_rate
+
+
 def test_a_row_of_a_batch_serves_the_row_alone(wrap: Any) -> None:
     cache, both = wrap(), padded([6, 3])
     cache(**both)
