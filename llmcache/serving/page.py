@@ -133,7 +133,7 @@ def view(server: Server) -> dict[str, Any]:
 
 def _computes(server: Server) -> str:
     """Return what computes misses, in which dtype, and where; and the draft, if there is one."""
-    parameter, draft = next(server.model.parameters()), server.cache.config.draft
+    parameter, draft = next(server.model.parameters()), server.draft_name
     dtype = str(parameter.dtype).removeprefix("torch.")
     return f"{server.engine_name()}, {dtype} on {parameter.device}{f', draft: {draft}' if draft else ''}"
 

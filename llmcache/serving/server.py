@@ -73,6 +73,11 @@ class Server:
         engine = self.cache.stats().engine
         return engine.name if engine is not None and engine.n_graphs else "eager"
 
+    @property
+    def draft_name(self) -> str | None:
+        """What drafts: `int8`; None without a draft."""
+        return None if self.cache.config.draft is None else self.cache.config.draft.precision
+
     async def purge(self, namespace: str) -> int:
         """Purge a namespace with its tokenised prompts; later requests join no flight in it. See `LLMCache.purge`."""
         # Runs between two steps of the model: a step in progress would store its results after the purge.

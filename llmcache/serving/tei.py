@@ -217,7 +217,7 @@ async def info(request: Request) -> JSONResponse:
             "model_dtype": str(parameter.dtype).removeprefix("torch."),
             "model_device": str(parameter.device),
             "engine": await asyncio.to_thread(server.engine_name),
-            "draft": server.cache.config.draft,
+            "draft": server.draft_name,
             "model_type": kinds[served.kind],
             "max_concurrent_requests": settings.max_concurrent_requests,
             "max_input_length": served.max_length,
