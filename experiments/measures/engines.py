@@ -45,7 +45,7 @@ from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
 from llmcache import ConfigError, LLMCache
-from llmcache.lab import RiskTarget
+from llmcache.lab import MINILM, RiskTarget
 
 EAGER, ONNX, INT8, SEMANTIC = "eager", "onnxruntime", "int8", "semantic"
 EXACT, REUSE, DRAFT, ALL = "exact", "reuse", "draft", "all"
@@ -56,10 +56,11 @@ MEGABYTE = 1e6
 class Engines(LearningExperiment):
     max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.005, 0.01), min_length=1)
     ways: tuple[str, ...] = Field(default=WAYS, min_length=2)  # some of `WAYS`, with `eager` and `onnxruntime`
-    threads: Annotated[tuple[int, ...], ONE_OR_MORE] = Field(default=(1, 2), min_length=1)  # of torch and sessions
+    threads: int = Field(default=1, ge=1)  # of torch and of sessions
     rounds: int = Field(default=2, ge=1)
     batch: int = Field(default=1, ge=1)  # requests in a call, in order of arrival and padded to the longest
     threshold: float = Field(default=0.8, ge=-1.0, le=1.0)  # of the semantic response cache; GPTCache's default
+    encoder: str = MINILM  # its sentence encoder
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -146,10 +147,10 @@ class Bench:
     def measure(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Take all passes; return a row for each pass, and the figures of each way."""
         experiment, (eager, *others) = self._experiment, self.ways
-        at = {"threads": torch.get_num_threads()}
+        at = {"threads": experiment.threads}
         calls = calls_of(self._later, experiment.batch)
         for number in range(experiment.rounds):
-            what = f"threads {at['threads']}, round {number + 1} of {experiment.rounds}"
+            what = f"round {number + 1} of {experiment.rounds}"
             for way in (eager, *(others if number % 2 == 0 else others[::-1]), eager):
                 way.take(calls, number, what)
         rows = [
@@ -210,7 +211,7 @@ class Bench:
     def _semantic(self, module: nn.Module) -> Way:
         learn, whole = self._experiment.learn, self._workload.of(self._workload.requests)
         whole.module = module
-        method = SemanticResponse(whole, {"threshold": self._experiment.threshold})
+        method = SemanticResponse(whole, {name: getattr(self._experiment, name) for name in ("threshold", "encoder")})
         encoder = Path(self._stack.enter_context(TemporaryDirectory()), "encoder.onnx")
         method.encode.module = OnnxModel(export(method.encode.module, whole.requests[0].inputs, encoder))
 
@@ -233,18 +234,15 @@ class Bench:
 def run(experiment: Engines, folders: Folders) -> Outcome:
     workload = experiment.stream(folders)
     before = torch.get_num_threads()
-    rows, ways = [], []
-    with TemporaryDirectory() as place:
-        graph = export(workload.module, workload.requests[0].inputs, Path(place, "model.onnx"))
-        graphs = {ONNX: graph, INT8: quantise(graph, Path(place, "int8.onnx"))}
-        try:
-            for threads in experiment.threads:
-                torch.set_num_threads(threads)
-                with ExitStack() as stack:
-                    passes, figures = Bench(experiment, workload, graphs, stack).measure()
-                rows, ways = [*rows, *passes], [*ways, *figures]
-        finally:
-            torch.set_num_threads(before)
+    torch.set_num_threads(experiment.threads)
+    try:
+        with ExitStack() as stack:
+            place = Path(stack.enter_context(TemporaryDirectory()))
+            graph = export(workload.module, workload.requests[0].inputs, place / "model.onnx")
+            graphs = {ONNX: graph, INT8: quantise(graph, place / "int8.onnx")}
+            rows, ways = Bench(experiment, workload, graphs, stack).measure()
+    finally:
+        torch.set_num_threads(before)
     metrics = {
         **experiment.about(workload),
         "learn": experiment.learn,

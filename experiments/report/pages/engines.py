@@ -1,4 +1,4 @@
-"""Tables of engines and drafts: every way to answer a stream, in whole passes; and how engines differ from the model."""
+"""Tables of engines and drafts: every way to answer a stream in whole passes, and how engines differ from the model."""
 
 from collections.abc import Mapping
 from pathlib import Path
