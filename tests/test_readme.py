@@ -39,7 +39,7 @@ def test_every_table_with_figures_has_a_mark(page: str) -> None:
 def test_the_first_screen_is_short() -> None:
     lines = TEXTS["README.md"].splitlines()
     assert len(lines) <= 110
-    assert [found[1] for found in MARK.finditer(TEXTS["README.md"])] == ["modes"]
+    assert [found[1] for found in MARK.finditer(TEXTS["README.md"])] == ["first_screen", "modes"]
 
 
 def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
@@ -51,7 +51,7 @@ def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
     renewed = fill(stale, RESULTS)
     assert renewed == f"before\n\n<!-- table: bound -->\n{TABLES['bound'](RESULTS)}\n\nafter\n" != stale
     assert fill(renewed, RESULTS) == renewed
-    with pytest.raises(ConfigError, match="no table 'bond'; known: modes, demo"):
+    with pytest.raises(ConfigError, match="no table 'bond'; known: first_screen, modes, demo"):
         fill("<!-- table: bond -->\n", RESULTS)
 
 

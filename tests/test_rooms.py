@@ -47,10 +47,10 @@ LIBRARY = (
     ("__main__",),
 )
 EXPERIMENTS = (
-    ("support", "baseline_server"),
+    ("support",),
     ("data",),
     ("models",),
-    ("tasks",),
+    ("tasks", "baseline_server"),
     ("methods",),
     ("metrics",),
     ("replay",),

@@ -1,6 +1,6 @@
 """Measures: one file each, with its settings and `run(experiment, folders) -> Outcome`.
 
-experiment -> serve, service, prefix, ... methods answer requests, and are timed
+experiment -> serve, engines, prefix, ... methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
            -> bench                       single calls are timed
            -> serve_load, serve_soak      servers get requests over their socket (`over_http`)
@@ -15,6 +15,8 @@ from experiments.measures import (
     bound,
     compiled,
     decode,
+    engine_parity,
+    engines,
     latency,
     layers,
     observe,
@@ -61,6 +63,8 @@ MEASURES: Mapping[str, Measure] = {
     "trust": Measure(trust.Trust, trust.run, ("nocache", "summary", *POINT_DETAILS, *TRUST_DETAILS)),
     "bound": Measure(bound.Bound, bound.run),
     "service": Measure(service.Service, service.run, ("ways",)),
+    "engines": Measure(engines.Engines, engines.run, ("ways",)),
+    "engine_parity": Measure(engine_parity.EngineParity, engine_parity.run),
     "serve_load": Measure(serve_load.ServeLoad, serve_load.run),
     "ray_replicas": Measure(ray_replicas.RayReplicas, ray_replicas.run),
     "serve_soak": Measure(serve_soak.ServeSoak, serve_soak.run),

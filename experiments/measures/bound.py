@@ -11,15 +11,18 @@ chance, including `shuffled` ones, which are the control. `is_beyond_chance` mar
 above the target (for independent requests, which repeats are not).
 
 A calibration errs if, at its limit, more answers of the population change than its target allows. With frozen sources
-it may do so with probability delta. Learning, risks and the choice of the limit are the library's own code.
+it may do so with probability delta. Learning, risks and the choice of rungs and limit are the library's own code. With
+a draft, every observation has its answer, and each claim is learned apart, since it decides which rungs pay.
 
 Sizes: N requests of the population, M of C.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +37,7 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from llmcache import ConfigError
-from llmcache.lab import HoldoutOutcome, OperatingPoint, RiskTarget, n_tested
+from llmcache.lab import Doubles, HoldoutOutcome, Observation, OperatingPoint, RiskTarget, n_tested
 
 
 class Bound(LearningExperiment):
@@ -96,13 +99,14 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
     rng = np.random.default_rng((experiment.seed, part))
     order = rng.permutation(len(rehearsal.observed))
     sources, population = ([rehearsal.observed[i] for i in half] for half in np.split(order, [_n_sources(experiment)]))
-    limits, claims = rehearsal.calibrated.learn(sources), experiment.frozen_claims
-    truth = rehearsal.calibrated.fitter.trial(population, {case.row.key: case for case in sources}, "changed")
+    known = {case.row.key: case for case in sources}
+    fits = _fits(experiment, rehearsal, known, population)
     for draw in range(experiment.draws):
-        for risk_target in claims:
+        for risk_target, fit in zip(experiment.frozen_claims, fits, strict=True):
             drawn = rng.integers(len(population), size=n_tested(experiment.learn, risk_target))
-            found = choose(HoldoutOutcome(truth.risk[drawn], truth.loss[drawn]), limits, risk_target)
-            yield {"part": part, "draw": draw, **_held_against(truth, found, risk_target, len(drawn))}
+            (truth,) = fit.outcomes
+            found = choose(_some(truth, drawn), fit.limits, risk_target)
+            yield {"part": part, "draw": draw, **_held_against(truth, fit.rungs, found, risk_target, len(drawn))}
 
 
 def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:
@@ -114,23 +118,47 @@ def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[di
     order = np.random.default_rng((experiment.seed, part)).permutation(len(first))
     learned, rest = np.split(order, [_n_sources(experiment)])
     sources = {first[i].row.key: first[i] for i in sorted(learned.tolist())}
-    limits, claims = rehearsal.calibrated.learn(list(sources.values())), experiment.frozen_claims
-    trial = rehearsal.calibrated.fitter.trial([first[i] for i in rest.tolist()], sources, "changed")
-    truth = rehearsal.calibrated.fitter.trial(later, sources, "changed")
-    for risk_target in claims:
+    fits = _fits(experiment, rehearsal, sources, [first[i] for i in rest.tolist()], later)
+    for risk_target, fit in zip(experiment.frozen_claims, fits, strict=True):
+        trial, truth = fit.outcomes
         n = n_tested(experiment.learn, risk_target)
-        found = choose(HoldoutOutcome(trial.risk[:n], trial.loss[:n]), limits, risk_target)
-        yield {"part": part, "draw": 0, **_held_against(truth, found, risk_target, n)}
+        found = choose(_some(trial, np.arange(n)), fit.limits, risk_target)
+        yield {"part": part, "draw": 0, **_held_against(truth, fit.rungs, found, risk_target, n)}
+
+
+class _Fit(NamedTuple):
+    """What was learned from A and B for a claim."""
+
+    limits: Doubles  # candidates (K,)
+    rungs: str  # in use
+    outcomes: Sequence[HoldoutOutcome]  # of requests that were not learned from
+
+
+def _fits(
+    experiment: Bound, rehearsal: Rehearsal, sources: Mapping[str, Observation], *later: Sequence[Observation]
+) -> list[_Fit]:
+    """Learn from sources by key for each claim, and look up later requests. Without a draft, claims learn alike."""
+    fitter, claims, fits = rehearsal.calibrated.fitter, experiment.frozen_claims, []
+    for claim in claims if fitter.draft is not None else claims[:1]:
+        limits = fitter.fit(list(sources.values()), claim)
+        outcomes = [fitter.trial(some, sources, "changed") for some in later]
+        fits.append(_Fit(limits, " ".join(fitter.shares), outcomes))
+    return fits if fitter.draft is not None else fits * len(claims)
+
+
+def _some(outcome: HoldoutOutcome, numbers: NDArray[np.int64]) -> HoldoutOutcome:
+    return replace(outcome, risk=outcome.risk[..., numbers], loss=outcome.loss[..., numbers])
 
 
 def _held_against(
-    truth: HoldoutOutcome, found: OperatingPoint | None, risk_target: RiskTarget, n: int
+    truth: HoldoutOutcome, rungs: str, found: OperatingPoint | None, risk_target: RiskTarget, n: int
 ) -> dict[str, Any]:
     """Return the limit chosen with `n` requests of C, and the true rates at that limit."""
-    served = np.isneginf(truth.risk) if found is None else truth.risk <= found.limit
-    changed = float(np.where(served, truth.loss, 0.0).mean())
+    by_rung, losses = truth.serve(-np.inf if found is None else found.limit)  # repeats are served at any limit
+    served, changed = by_rung.any(axis=0), float(losses.mean())
     return {
         "max_drop": risk_target.max_drop,
+        "rungs": rungs,
         "n_tested": n,
         "limit": None if found is None else found.limit,
         "bound": None if found is None else found.bound,
@@ -150,6 +178,7 @@ def _of_claim(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "n_calibrations": len(rows),
         "n_violated": sum(row["is_violated"] for row in rows),
         "n_beyond_chance": sum(row["is_beyond_chance"] for row in rows),
+        "rungs": dict(Counter(row["rungs"] for row in rows)),
         "turned_on": sum(row["limit"] is not None for row in rows) / len(rows),
         "hit_rate_median": float(np.median(rates)),
         "hit_rate_p10": float(np.quantile(rates, 0.1)),

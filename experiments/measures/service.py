@@ -28,7 +28,7 @@ from experiments.methods import NOCACHE
 from experiments.methods.base import BYPASSED, COMPUTED, is_hit, twin
 from experiments.methods.cached import configure
 from experiments.metrics.metrics import figures_of, percentiles
-from experiments.replay.rehearsal import empty
+from experiments.replay.rehearsal import empty, time_alone
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
@@ -80,6 +80,8 @@ class Server:
         self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
         first = [request.inputs for request in workload.requests[:learn]]
         self._observed: list[Observation] = self.cache.observe(first) if first else []
+        if first:
+            time_alone(self.cache, workload.requests[:learn])
 
     def begin(self, risk_target: RiskTarget | None) -> None:
         """Clear the cache, and calibrate again if there is a risk target."""

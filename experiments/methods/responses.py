@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import nn
 
 from experiments.methods.base import COMPUTED, Method, Served
-from experiments.models.heads import pool_mean
+from experiments.models.heads import PooledClassifier
 from experiments.models.loading import MINILM, encode, load
 from experiments.support.nearest import Nearest, unit
 from experiments.support.section import Section
@@ -61,7 +62,7 @@ class SemanticResponse(Method):
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         super().__init__(workload, options)
-        self._encode = Encoder(self._settings.encoder)
+        self.encode = Encoder(self._settings.encoder)
 
     def begin(self) -> None:
         self._answers = Nearest()
@@ -70,7 +71,7 @@ class SemanticResponse(Method):
     def ask(self, number: int) -> Answer:
         """Embed, search, and return the neighbour's answer, or compute and store it."""
         request = self._workload.requests[number]
-        vector = self._encode(request.text)
+        vector = self.encode(request.text)
         found, alike = self._answers.find(vector, self._settings.threshold)
         if found is not None:
             self._last = Served("response", found[0], alike)
@@ -98,14 +99,13 @@ def size_of(answer: Answer) -> int:
 
 
 class Encoder:
-    """Sentence embeddings with mean pooling."""
+    """Sentence embeddings with mean pooling, by `module(**inputs)`: float32 (1, D)."""
 
     def __init__(self, name: str) -> None:
         loaded = load(name)
-        self.module, self._tokenizer = loaded.model, loaded.tokenizer
+        self.module: nn.Module = PooledClassifier(loaded.model, "mean").eval()
+        self._tokenizer = loaded.tokenizer
 
     def __call__(self, text: str) -> NDArray[np.float32]:
         """Return the embedding, float32 (D,) of L2 norm 1."""
-        inputs = encode(self._tokenizer, text, ENCODED_TOKENS)
-        hidden = self.module(**inputs).last_hidden_state
-        return unit(pool_mean(hidden, inputs["attention_mask"])[0].float().numpy())
+        return unit(self.module(**encode(self._tokenizer, text, ENCODED_TOKENS))[0].float().numpy())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llmcache import ConfigError
 from llmcache.lab import asking, cause, locate, quiet
 
-HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
+HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM", "states": "AutoModel"}
 
 #: Shapes by name: transformers' model type, and settings that differ from its defaults. `gpt2-2048` is GPT-2 small with
 #: more positions. `qwen3-small` represents families with rotary embeddings, a norm on queries and keys, and four query
@@ -88,7 +88,7 @@ def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "
 
 
 def random_model(name: str, seed: int, head: str) -> nn.Module:
-    """Return a randomly initialised model of a known architecture, in eval mode."""
+    """Return a randomly initialised model of a known architecture with a head of `HEADS`, in eval mode."""
     import transformers
 
     torch.manual_seed(seed)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from experiments.models.architectures import ARCHITECTURES, random_model
 from llmcache import ConfigError
 from llmcache.lab import MINILM, Loaded, check_causal, find_folder, load_pretrained, packaged_minilm
 
@@ -63,10 +64,15 @@ KINDS = {
 def load(
     name: str, kind: str = "states", models_dir: Path | None = None, is_new_head: bool = False, **config: Any
 ) -> Loaded:
-    """Load a model with a head of `KINDS`; with `is_new_head`, a head missing from the weights is initialised."""
+    """Load a model with a head of `KINDS`; with `is_new_head`, a head missing from the weights is initialised.
+
+    The trunk of an architecture has random weights. It reads all-MiniLM's tokens, which are those of an uncased BERT.
+    """
     auto, head = KINDS[kind]
     if name == UNTRAINED:
         return _make_untrained(auto, **config)
+    if name in ARCHITECTURES and kind == "states":
+        return Loaded(random_model(name, 0, kind), _tokenizer())
     loaded = load_pretrained(
         find(name, models_dir),
         auto,
@@ -86,7 +92,7 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
     """Return a model with fixed random weights and all-MiniLM's tokenizer: for trial runs, not for figures."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(packaged_minilm())
+    tokenizer = _tokenizer()
     family = "gpt2" if auto == KINDS["token"][0] else "bert"
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 512}
     special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
@@ -95,6 +101,12 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
         torch.manual_seed(0)
         model = getattr(transformers, auto).from_config(made)
     return Loaded(model.eval(), tokenizer)
+
+
+def _tokenizer() -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(packaged_minilm())
 
 
 def find(name: str, models_dir: Path | None) -> str:

@@ -18,9 +18,11 @@ from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import configure
 from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.support.progress import tracked
-from experiments.tasks.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Request, Workload
 from llmcache import Calibration, LLMCache
 from llmcache.lab import CalibratedReuse, Found, Observation, RiskTarget
+
+N_TIMED = 16  # requests that a calibration times alone
 
 
 class Rehearsal:
@@ -33,6 +35,7 @@ class Rehearsal:
         self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by fingerprint settings
         self.cache = self.wrap(options)
         requests = workload.requests
+        time_alone(self.cache, requests)
         inputs = (request.inputs for request in tracked(requests, "Observing the model alone"))
         self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])
         self.calibrated = self._trust_of(self.cache, options)
@@ -44,7 +47,8 @@ class Rehearsal:
         """Wrap a copy of the model. All caches together compute each request once; see `recall`."""
         config = configure(self.workload, {"audit": 0, **options})
         module = twin(self.workload.module)
-        if self.workload.payload is not None and config.layers in ("auto", "last"):
+        is_eager = config.engine.name == "eager" and config.draft is None  # a graph has no layers to recall
+        if self.workload.payload is not None and config.layers in ("auto", "last") and is_eager:
             recall_layers(module, self.put_out)
         return LLMCache.wrap(module, config=config, tokenizer=self.workload.tokenizer)
 
@@ -81,6 +85,15 @@ class Rehearsal:
             self.answers[i] if key is None else self.workload.answer(self.outputs[self._number[key]], i)
             for i, key in enumerate(sources, start=first)
         ]
+
+
+def time_alone(cache: LLMCache, requests: Sequence[Request]) -> None:
+    """Time some requests in calls of their own, if there is a draft: calibrations from observations weigh rungs so."""
+    if cache.config.draft is None:
+        return
+    seconds = [cache.observe([request.inputs])[0].seconds for request in requests[:N_TIMED]]
+    assert cache.calibrated is not None
+    cache.calibrated.fitter.model_s = float(np.median(seconds))
 
 
 def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:

@@ -22,7 +22,7 @@ from llmcache.lab import parse_yaml, read_yaml
 LISTS = (
     *("task.data.path", "cache.layers", "methods", "taus", "live_taus", "max_drops", "hit_rates", "rates", "arrivals"),
     *("sources", "baselines", "models", "token_heads", "fingerprints", "kept", "shares", "policies", "batch_sizes"),
-    *("seq_lens", "buckets", "dtypes", "banks", "generate"),
+    *("seq_lens", "buckets", "dtypes", "banks", "generate", "ways"),
 )
 
 

@@ -6,6 +6,7 @@
 With a single file, the stream is its other half.
 """
 
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from experiments.data.labelled import Labelled, read_requests, split
@@ -26,6 +27,8 @@ class Settings(stream.Settings):
     name: Literal["held_out"]  # type: ignore[assignment]
     # Order and repeats of requests; None: the order of `data.order`.
     arrival: Arrival | None = None
+    # Repeat each text until it has `max_length` tokens: rows as long as documents, on data of short requests.
+    is_filled: bool = False
 
     @property
     def title(self) -> str:
@@ -51,7 +54,15 @@ def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labell
     rest = [record for record in data if record.id not in seen]
     if settings.arrival is not None:
         rest = arrange(rest, lambda record: record.label, settings.arrival, seed)
-    return known, rest[: settings.limit]
+    rest = rest[: settings.limit]
+    if settings.is_filled:  # a word has at least one token, and longer texts are cut
+        known, rest = ([_filled(one, settings.max_length) for one in part] for part in (known, rest))
+    return known, rest
+
+
+def _filled(record: Labelled, n_tokens: int) -> Labelled:
+    n_words = max(1, len(record.text.split()))
+    return replace(record, text=" ".join([record.text] * (n_tokens // n_words + 1)))
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:

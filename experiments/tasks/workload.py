@@ -26,7 +26,7 @@ class TaskSettings(Section):
 
     name: str  # a key of `experiments.tasks.TASKS`
     # `minilm` (all-MiniLM-L6-v2 from its package), a local folder, the name of a prepared model, a name on the Hugging
-    # Face hub, or `untrained` (tiny, with random weights).
+    # Face hub, `bert-base` (random weights), or `untrained` (tiny, with random weights).
     model: str = Field(min_length=1)
     limit: int | None = Field(default=None, ge=1)  # number of requests to use, from the beginning of the data
 

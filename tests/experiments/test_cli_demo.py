@@ -96,7 +96,7 @@ def test_speed_is_of_whole_passes() -> None:
 
 
 def test_the_sentences_follow_the_rows() -> None:
-    def row(name: str, changed: float, bound: float | None, **options: float) -> dict[str, Any]:
+    def row(name: str, changed: float, bound: float | None, **options: Any) -> dict[str, Any]:
         figures = {"hit_rate": 0.4, "speedup": 1.5, "changed_answers": changed, "bound": bound}
         return {"name": name, "options": options, **figures}
 
@@ -104,5 +104,7 @@ def test_the_sentences_follow_the_rows() -> None:
     tau, default = conclude(rows)
     assert "tau 0.85" in tau and "no bound" in tau and "2.00% of the answers changed" in tau
     assert "at most 0.5% of all answers may change" in default and "0.30% of the answers changed" in default
+    (told,) = conclude([row("both", 0.003, 0.005, max_drop=0.005, draft="int8")])
+    assert told.startswith("With ONNX Runtime and an int8 draft") and "40% not computed, 1.50 times as fast" in told
     (told,) = conclude([row("loose", 0.03, 0.02, max_drop=0.02)])
     assert told.startswith("loose: 3.00% of the answers changed, more than its bound")

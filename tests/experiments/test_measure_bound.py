@@ -48,7 +48,8 @@ def test_there_is_a_row_a_draw_and_claim() -> None:
 def test_violations_are_counted() -> None:
     def row(changed: float, limit: float | None) -> Mapping[str, Any]:
         over = {"is_violated": int(changed > 0.1), "is_beyond_chance": int(changed > 0.15)}
-        return {"max_drop": 0.1, "n_tested": 100, "hit_rate": 0.5, "changed_answers": changed, "limit": limit, **over}
+        figures = {"max_drop": 0.1, "n_tested": 100, "rungs": "draft", "hit_rate": 0.5, "limit": limit}
+        return figures | {"changed_answers": changed} | over
 
     figures = bound._of_claim([row(0.2, 0.3), row(0.1, 0.3), row(0.0, None)])
     assert (figures["n_violated"], figures["n_beyond_chance"], figures["n_calibrations"]) == (1, 1, 3)

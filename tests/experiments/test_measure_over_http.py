@@ -149,13 +149,11 @@ def test_the_folder_holds_the_fitted_classifier_and_its_calibrated_cache(folders
         served = found.classifier()
         text = found.stream[0].text
         ((label, score),) = labels_of(served, [text])
-        first, second = (
-            TestClient(create_app(str(found.model)))
-            .post("/predict", json={"inputs": [text, f"{text} and more"]})
-            .json()
-        )
-        assert len(first) == len(served.labels) == len(second) > 1
-        assert first[0] == {"label": label, "score": pytest.approx(score, abs=1e-5)}
+        for is_onnx in (False, True):
+            client = TestClient(create_app(str(found.model), is_onnx))
+            first, second = client.post("/predict", json={"inputs": [text, f"{text} and more"]}).json()
+            assert len(first) == len(served.labels) == len(second) > 1
+            assert first[0] == {"label": label, "score": pytest.approx(score, abs=1e-5)}
         cache = LLMCache.load(served.model, found.save, tokenizer=served.tokenizer, answer_of=served.answer_of)
         assert cache.calibration is not None and cache.calibration.max_drop == TINY["max_drops"][0]
         cache.unwrap()

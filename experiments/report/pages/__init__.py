@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from experiments.report.pages import claims, costs, modes, policies, prompts, reuse, serving, ways
+from experiments.report.pages import claims, costs, engines, modes, policies, prompts, reuse, serving, ways
 from llmcache import ConfigError
 
 #: Functions from the results folder to a table's lines, by the name in its mark.
 TABLES: Mapping[str, Callable[[Path], str]] = {
+    "first_screen": engines.first_screen,
     "modes": modes.modes,
     "demo": costs.demo,
     "latency": costs.latency,
@@ -25,6 +26,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "hindsight": reuse.hindsight,
     "bound": reuse.bound,
     "time_order": ways.time_order,
+    "bound_draft": reuse.bound_draft,
     "service": reuse.service,
     "rates": reuse.rates,
     "second_pass": reuse.second_pass,
@@ -34,10 +36,15 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "generation": prompts.generation,
     "policies": policies.policies,
     "serve_load": serving.serve_load,
+    "serve_load_engines": serving.serve_load_engines,
     "serve_soak": serving.serve_soak,
     "ray_replicas": serving.ray_replicas,
     "hostile": serving.hostile,
     "store_faults": serving.store_faults,
+    "engines": engines.engines,
+    "engines_bert": engines.engines_bert,
+    "engines_batch": engines.engines_batch,
+    "engines_parity": engines.engines_parity,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }

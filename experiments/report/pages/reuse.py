@@ -97,6 +97,13 @@ def bound(results_dir: Path) -> str:
     return columns(BOUND, [{"run": run, **row} for run in runs for row in run.metrics["claims"]])
 
 
+def bound_draft(results_dir: Path) -> str:
+    """Return the table of calibrations with a draft, and which rungs they chose; a row is empty if not measured."""
+    if not (runs := runs_if_any(results_dir, "trust_bound_draft")):
+        return table(tuple(BOUND_DRAFT), [("`trust_bound_draft`", MISSING, *[""] * (len(BOUND_DRAFT) - 2))])
+    return columns(BOUND_DRAFT, [{"run": run, **row} for run in runs for row in run.metrics["claims"]])
+
+
 BOUND: Mapping[str, Cell] = {
     "stream": lambda row: row["run"].task,
     "target": of(percent, "max_drop"),
@@ -104,6 +111,11 @@ BOUND: Mapping[str, Cell] = {
     "allowed": lambda row: f"{row['run'].metrics['delta'] * row['n_calibrations']:.0f}",
     "hits, median": of(percent, "hit_rate_median"),
     "10th to 90th percentile": lambda row: f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
+}
+BOUND_DRAFT: Mapping[str, Cell] = {
+    **BOUND,
+    "changed, median": of(percent, "changed_answers_median", 2),
+    "rungs": lambda row: ", ".join(f"{rungs}: {n}" for rungs, n in sorted(row["rungs"].items())),
 }
 
 

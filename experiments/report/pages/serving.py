@@ -14,7 +14,9 @@ def _points(runs: Sequence[Run]) -> list[Figures]:
     return [{"run": run, **point} for run in runs for point in run.metrics.get("points", run.metrics["summary"])]
 
 
-def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Callable[[Path], str]:
+def table_of(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Callable[[Path], str]:
+    """Return the function that makes the table of an experiment; one that was not measured has a row that says so."""
+
     def lines(results_dir: Path) -> str:
         found = [run for run in runs_if_any(results_dir, group) if run.is_timed or not has_times]
         if not found:
@@ -98,10 +100,11 @@ FAULTS: Mapping[str, Cell] = {
     "served after a purge": of(count, "stale"),
     "crashes": of(count, "crashed"),
 }
-serve_load = _table("serve_load", LOADED)
-serve_soak = _table("serve_soak", SOAKED)
-ray_replicas = _table("ray_replicas", REPLICAS, has_times=False)
-store_faults = _table("store_faults", FAULTS, has_times=False)
+serve_load = table_of("serve_load", LOADED)
+serve_load_engines = table_of("serve_load_engines", LOADED)
+serve_soak = table_of("serve_soak", SOAKED)
+ray_replicas = table_of("ray_replicas", REPLICAS, has_times=False)
+store_faults = table_of("store_faults", FAULTS, has_times=False)
 
 HOSTILE: Mapping[str, Cell] = {
     "list": itemgetter("list"),
