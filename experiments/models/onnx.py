@@ -1,5 +1,7 @@
 """Whole models in ONNX Runtime, head included and without llmcache: what a service on a CPU runs otherwise.
 
+Graphs are made and run as by `llmcache.engines.onnx`: attention as one operator, norms not fused with sums.
+
 Sizes: B rows, T tokens, C outputs.
 """
 
@@ -25,7 +27,9 @@ class OnnxModel(nn.Module):
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
+        )
         self._names = [one.name for one in self._session.get_inputs()]
 
     def forward(self, **inputs: Tensor) -> Tensor:
@@ -50,6 +54,7 @@ def export(module: nn.Module, inputs: Inputs, path: Path) -> Path:
             input_names=list(two),
             dynamic_shapes=((sizes,) * len(two),),
             external_data=False,
+            opset_version=23,
             verbose=False,
         )
     return path
@@ -74,6 +79,7 @@ def quantise(graph: Path, path: Path) -> Path:
                 f"{node.name}{end}" for node in made.node if last & set(node.output) for end in ("", "_MatMul")
             ],
             weight_type=QuantType.QInt8,
+            op_types_to_quantize=["MatMul", "Gemm", "Gather"],
             reduce_range=not torch.cpu._is_vnni_supported(),  # else sums of products saturate
         )
     return path
