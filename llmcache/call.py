@@ -272,13 +272,13 @@ class CachedForward(Swap, Switches):
             call.lookup_s += perf_counter() - started
         if self.prepared.is_on.get():
             self.prepared.stop(call)
-        self.check_cached(call)
+        is_strict = self.is_only_if_cached.get()
+        if is_strict:
+            self.check_cached(call)
         if self._audit is not None and call.reason is None and call.prefill is None and not call.is_collected:
             self._audit.draw(call)
-            if call.is_activated and len(call.hits) < len(call.rows):  # all or none, as before the draw
-                call.hits.clear()
-                self.withdraw(call)
-            self.check_cached(call)  # the audit takes back hits that it cannot audit, or that a drift forbids
+            if is_strict:  # the audit takes back hits that it cannot audit, or that a drift forbids
+                self.check_cached(call)
         return True
 
     def _are_unchanged(self, call: Call) -> bool:

@@ -89,6 +89,9 @@ class Audit:
             self._counters.error("draw for the audit", error)
             call.hits = {number: hit for number, hit in call.hits.items() if hit.answer is None}
             self.withdraw(call)
+        if call.is_activated and len(call.hits) < len(call.rows):  # PEFT's hooks expect all rows of a batch, or none
+            call.hits.clear()
+            self.withdraw(call)
 
     def _draw(self, account: AuditAccount, call: "Call", hits: Mapping[int, "Hit"], ease: float) -> None:
         """Draw from the rows of a call; `hits` are its approximate hits by row number."""

@@ -282,7 +282,7 @@ class ModelForward(Swap):
                 forward.withdraw(call)
         if not is_whole:
             return self.original(*args, **kwargs)  # no draft serves, as its logits cannot be put in
-        if len(calls) == 1:  # of several, it is unknown which one made which answer
+        if len(calls) == 1 and calls[0].entries:  # of several, it is unknown which one made which answer
             forward.observe(calls[0], output)
         return output
 
