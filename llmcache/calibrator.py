@@ -176,7 +176,8 @@ class Calibrator:
         """
         from tqdm.auto import tqdm
 
-        compute = partial(self._compute_again, self._forward.namespace.get(), engine) if engine else self._compute
+        namespace = self._forward.namespace.get()
+        compute = partial(self._compute_again, namespace, engine, is_eager=True) if engine else self._compute
         learned: dict[str, Any] = {"is_learned_from": not engine}
         observed: list[Observation] = []
         with tqdm(total=len(inputs), desc="Calibrating", unit="request", disable=None) as bar:
@@ -250,14 +251,14 @@ class Calibrator:
         with torch.inference_mode():
             return model(dict(inputs)) if self._head.name == "sentence embedding" else model(**inputs)
 
-    def _compute_again(self, namespace: str, engine: str, inputs: Mapping[str, Any]) -> Any:
+    def _compute_again(self, namespace: str, engine: str, inputs: Mapping[str, Any], is_eager: bool = False) -> Any:
         with setting(self._forward.namespace, namespace):
-            return self._compute(inputs, self._without_hooks(engine))
+            return self._compute(inputs, self._without_hooks(engine, is_eager))
 
-    def _without_hooks(self, engine: str) -> nn.Module:
-        """Return a twin of the model that shares its tensors, without user hooks, and computes by an engine.
+    def _without_hooks(self, engine: str, is_eager: bool) -> nn.Module:
+        """Return a twin of the model that shares its tensors, without user hooks; keys are made for the engine.
 
-        Its layers yield to calls; ONNX Runtime does not. Other engines' calls are computed by the twin itself.
+        Its layers yield to calls. ONNX Runtime, if it is the engine, computes unless `is_eager`, and does not yield.
         """
         try:
             replicas = make_replicas(self._model)
@@ -268,7 +269,7 @@ class Calibrator:
             replicas[part].register_forward_pre_hook(self._give_way)
         twin = replace(trunk, module=replicas[trunk.module], layers=tuple(replicas[layer] for layer in trunk.layers))
         forward, graph = self._forward.on(twin, engine), self._forward.engine
-        if isinstance(graph, OnnxTrunk) and graph.n_graphs and graph.name == engine:
+        if isinstance(graph, OnnxTrunk) and graph.n_graphs and graph.name == engine and not is_eager:
             forward.engine = graph
         if not self._observer.answers.reads_payload:
             self._watch(replicas[self._model], twin, forward, is_kept=False)

@@ -87,6 +87,7 @@ class GraphDrafter:
             replicas[trunk.module].forward = self._give_states
             self._head = replicas[model]
             self._names = names_of(model.forward)
+            self._takes_dict = isinstance(model, nn.Sequential)  # sentence-transformers
         ids = engine.twin.tokens(1, 4)
         self.run({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
@@ -105,6 +106,8 @@ class GraphDrafter:
             kept = self._payload.take(made[0][0], slice(0, inputs["input_ids"].shape[1]))
             return made, _to_host(kept.float().mean(dim=0))
         self._given.states = self.engine.twin.pack(made, {})
+        if self._takes_dict:
+            return made, _to_host(self._read(self._head(dict(inputs)))[0])
         takes = {name: one for name, one in inputs.items() if self._names is None or name in self._names}
         return made, _to_host(self._read(self._head(**takes))[0])
 

@@ -336,9 +336,11 @@ class Installed:
 
 
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return a trunk's forward as it is without a cache."""
+    """Return a module's forward as it is without a cache."""
     forward: Callable[..., Any] = module.forward
-    return forward.original if isinstance(forward, Swap) else forward
+    while isinstance(forward, Swap):  # a sentence-transformers model has two
+        forward = forward.original
+    return forward
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
