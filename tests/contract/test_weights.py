@@ -218,6 +218,7 @@ def test_a_save_of_edited_weights(is_counted: bool, tmp_path: Any) -> None:
     with pytest.raises(UnfitBankError):
         LLMCache.load(build(BARE["bert"]), tmp_path)
     with LLMCache.load(edited, tmp_path) as loaded:
+        assert loaded.stats().n_stored == 2  # without the rows of the earlier weights
         check_same(ask(edited, **X), plain(cache, **X))
         assert loaded.stats().n_hits == 2
 
