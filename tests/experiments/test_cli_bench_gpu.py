@@ -10,10 +10,10 @@ from tests.experiments.commands import Commands
 from tests.experiments.test_cli_run import fake
 
 ROOT = Path(__file__).parents[2]
-ASKED = (
-    "DEVICE=cpu BACKEND=eager MODES=null LENGTHS=16 SERVICE_ROUNDS=1 "
-    "BATCH_SIZES=1,2 ROUNDS=10 SEQUENCES=8 ENTRIES=64 GENERATIONS=3"
-).split()
+ASKED = [
+    *("DEVICE=cpu", "BACKEND=eager", "MODES=null", "LENGTHS=16", "SERVICE_ROUNDS=1"),
+    *("BATCH_SIZES=1,2", "ROUNDS=10", "SEQUENCES=8", "ENTRIES=64", "GENERATIONS=3"),
+]
 
 
 def commands_of_target(**variables: str | Path) -> list[list[str]]:
