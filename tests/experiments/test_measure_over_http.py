@@ -84,7 +84,7 @@ def test_a_rate_that_is_broken_is_cut_and_refusals_do_not_keep_to_a_limit() -> N
     with stub("--ms 20") as server:
         many = list(np.arange(400) * 2.0)
         found = load(server, many, limit=Limit(100))
-        assert found.is_cut and not found.keeps(Limit(100)) and found.wall_s < 2
+        assert found.is_cut and not found.keeps(Limit(100))
     with stub("--ms 20") as server:  # another, as the first one still answers
         calm = load(server, [0.0, 60.0, 120.0], limit=Limit(1000))
         assert calm.keeps(Limit(1000)) and not calm.keeps(Limit(1))

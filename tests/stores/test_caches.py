@@ -156,8 +156,9 @@ def test_what_one_process_computed_the_next_one_finds(folder: Path, server: Redi
 
 
 @pytest.mark.slow
-def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> None:
+def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a long outage, entries of one cache serve another again."""
+    monkeypatch.setattr("llmcache.stores.write_behind._LONGEST_REST_S", 0.5)
 
     def wrapped() -> LLMCache:
         store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0, "least_tokens": 0}
@@ -168,10 +169,10 @@ def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer) -> Non
         one.drain()
         wait_until(lambda: served(other, tokens(1, 9)) == ["exact"])
         server.kill()
-        end = time.monotonic() + 5  # longer than the longest pause between retries
+        end = time.monotonic() + 1.5  # longer than the longest pause between retries
         while time.monotonic() < end:
             for cache in (one, other):
-                served(cache, tokens(1, 9, int(end - time.monotonic())))
+                served(cache, tokens(1, 9, int(4 * (end - time.monotonic()))))
             time.sleep(0.05)
         server.start()
         began, seed = time.monotonic(), 100

@@ -151,6 +151,8 @@ def work(folder: str, number: int, n: int) -> None:
 
 
 @pytest.mark.slow
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_several_processes_write_at_once(store: DiskStore, folder: Path) -> None:
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=work, args=(str(folder), number, 20)) for number in range(3)]
