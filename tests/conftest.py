@@ -67,6 +67,14 @@ def _untraced() -> Iterator[None]:
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file, freeze what it imported and made for later ones: measures collect garbage before each pass."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # With coverage, quick tests run first: they build, traced, what is made once per process.
     # Without coverage, slow tests run first: many wait for a server while the other process computes.

@@ -1,29 +1,15 @@
 """Locks at a fork: taken without deadlock, free in the child, with a limit on the wait."""
 
-import os
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from llmcache import threads
 from llmcache.threads import at_fork, forkable
+from tests.forks import in_child, needs_fork
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
-
-
-def in_child(does: Callable[[], bool]) -> bool:
-    """Whether a function returns true in a forked process."""
-    if (child := os.fork()) == 0:
-        try:
-            os._exit(0 if does() else 1)
-        finally:
-            os._exit(2)  # it raised
-    return os.waitpid(child, 0)[1] == 0
+pytestmark = needs_fork
 
 
 def holding(lock: threading.Lock, *others: threading.Lock) -> tuple[threading.Thread, threading.Event]:

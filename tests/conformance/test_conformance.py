@@ -1,6 +1,7 @@
 """The checks of `llmcache.testing` pass a class from outside, and name the rule that a wrong class breaks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from llmcache import View
-from llmcache.testing import check_codec, check_fingerprint, check_index, check_policy
+from llmcache.stores import Bytes, StoreKey
+from llmcache.testing import check_codec, check_fingerprint, check_index, check_policy, check_store
 from tests.conformance import outside
+from tests.stores.shared import Shared
 
 #: Check and class that passes, by kind.
 KINDS: dict[str, tuple[Callable[[Any], None], Any]] = {
@@ -18,6 +21,7 @@ KINDS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "index": (check_index, outside.Scan),
     "fingerprint": (check_fingerprint, outside.Lengths),
     "codec": (check_codec, outside.Mirrored),
+    "store": (check_store, Shared),
 }
 
 
@@ -100,6 +104,44 @@ class Turning(outside.Mirrored):
         return packed
 
 
+class Unmoved(Shared):
+    """Keeps its numbers at a purge: a put that began before the purge still lands."""
+
+    def number(self, namespace: str) -> int:
+        return 0
+
+
+class Shuffled(Shared):
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        return super().get_many(sorted(keys, key=lambda key: key.name), deadline)
+
+
+class Patient(Shared):
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        return super().get_many(keys, inf)
+
+
+class Nameless(Shared):
+    """Compares keys by their joined text."""
+
+    def find(self, key: StoreKey) -> bytes | None:
+        text = f"{key.namespace}:{key.name}"
+        return next((v for k, (_, v) in self.place.values.items() if f"{k.namespace}:{k.name}" == text), None)
+
+
+class Silent(Shared):
+    """Does not report forgotten keys."""
+
+    def forget(self, keys: Sequence[StoreKey]) -> None:
+        super().forget(keys)
+        self.place.told.pop()
+
+
+class Alone(Shared):
+    def __init__(self) -> None:
+        super().__init__(f"{id(self)}")
+
+
 @pytest.mark.parametrize(
     ("kind", "made", "said"),
     [
@@ -115,6 +157,12 @@ class Turning(outside.Mirrored):
         ("codec", Half, "is_lossless: every bit comes back"),
         ("codec", Renaming, "encode: except for `hidden`, the given name is in the result"),
         ("codec", Turning, "encode: the tensor is not modified"),
+        ("store", Unmoved, "purge: the namespace has another number in all stores"),
+        ("store", Shuffled, "get_many: a value for each key, in their order, bit for bit"),
+        ("store", Patient, "get_many: nothing after the deadline, and no error"),
+        ("store", Silent, "purges: all purges, in order"),
+        ("store", Nameless, "get_many: a value for each key, in their order, bit for bit"),
+        ("store", Alone, "get_many: a value for each key, in their order, bit for bit"),
     ],
 )
 def test_a_class_that_breaks_a_rule_is_told_which(kind: str, made: type, said: str) -> None:

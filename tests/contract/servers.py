@@ -7,6 +7,7 @@ import re
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 import urllib.error
@@ -15,6 +16,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+from tests.forks import fork
 
 _PATIENCE_S = 60
 
@@ -34,9 +37,10 @@ class Answer(NamedTuple):
 class Command:
     """A running or finished command."""
 
-    def __init__(self, output: Path) -> None:
-        self._output = output
+    def __init__(self, process: int, output: Path) -> None:
+        self._process, self._output = process, output
         self._url: str | None = None
+        self.has_ended = False
 
     @property
     def output(self) -> str:
@@ -63,6 +67,12 @@ class Command:
             with error:
                 return Answer(error.code, error.headers, error.read().decode())
 
+    def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, and wait for the end; return the exit status."""
+        os.kill(self._process, by)
+        self.has_ended = True
+        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+
     def figure(self, name: str) -> float:
         """Return a figure of `/metrics`, summed over its labels."""
         found = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", self.ask("/metrics").text, re.MULTILINE)
@@ -75,17 +85,15 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._children: list[int] = []
+        self._commands: list[Command] = []
 
     def run(self, *arguments: str) -> Command:
         """Start `llmcache` with arguments."""
-        output = self._folder / f"output{len(self._children)}"
-        with warnings.catch_warnings(action="ignore"):  # Python 3.12 and later warn of forks beside threads
-            child = os.fork()
-        if child == 0:
+        output = self._folder / f"output{len(self._commands)}"
+        if (child := fork()) == 0:
             _become(output, arguments)
-        self._children.append(child)
-        return Command(output)
+        self._commands.append(Command(child, output))
+        return self._commands[-1]
 
     def serve(self, model: Path, *options: str) -> Command:
         """Start a server on a free port; `Command.ask` waits until it is ready."""
@@ -93,13 +101,14 @@ class Commands:
 
     def close(self) -> None:
         """Kill every started command."""
-        for child in self._children:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        for command in self._commands:
+            if not command.has_ended:
+                command.stop(signal.SIGKILL)
 
 
 def _become(output: Path, arguments: Sequence[str]) -> NoReturn:
     """Run a command in this forked process, without the tests' tracing, logging and warning filters."""
+    status = 1
     try:
         file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, 1), os.dup2(file, 2)
@@ -110,10 +119,13 @@ def _become(output: Path, arguments: Sequence[str]) -> NoReturn:
         logging.getLogger().handlers.clear()
         sys.argv = ["llmcache", *arguments]
         runpy.run_module("llmcache", run_name="__main__")
+    except SystemExit as end:
+        status = int(end.code or 0)
+        threading._shutdown()  # waits for threads, as at an interpreter's end
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)
+        os._exit(status)
 
 
 _QUICKLY: Sequence[str] = ("--warmup-tokens", "8", "--threads", "1")

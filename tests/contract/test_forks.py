@@ -2,9 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
-import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,40 +13,14 @@ import pytest
 
 from llmcache import LLMCache
 from tests.contract.judge import ask, check_same
+from tests.forks import in_child, needs_fork
 from tests.redis_server import redis_server
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
-    # Python 3.12 and later warn of forks in threaded processes.
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = [needs_fork, pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")]
 
-PATIENCE_S = 20.0  # a child needs milliseconds
 CALLS = [{"input_ids": tokens(1 + seed % 2, 9 + seed % 3, seed)} for seed in range(4)]
 KINDS = {"encoder": CLASSIFIERS["bert"], "decoder": GENERATORS["gpt2"]}
-
-
-def in_child(act: Callable[[], object]) -> Any:
-    """Run a function in a forked process and return its result; kill the process if it takes too long."""
-    listen, say = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            told = pickle.dumps(act())
-        except BaseException as error:
-            told = pickle.dumps(f"{type(error).__name__}: {error}")
-        os.write(say, told)
-        os._exit(0)
-    os.close(say)
-    try:
-        if not select.select([listen], [], [], PATIENCE_S)[0]:
-            os.kill(child, signal.SIGKILL)
-            return f"no answer in {PATIENCE_S} s"
-        with os.fdopen(listen, "rb", closefd=False) as pipe:
-            return pickle.loads(pipe.read())
-    finally:
-        os.close(listen)
-        os.waitpid(child, 0)
 
 
 @contextmanager
@@ -201,6 +172,6 @@ def test_processes_of_multiprocessing_and_their_children_answer() -> None:
             for worker in workers:
                 worker.start()
             for worker in workers:
-                worker.join(PATIENCE_S)
+                worker.join(20)
         assert [worker.exitcode for worker in workers] == [0] * 2
         assert sorted(queue.get() for _ in workers) == [0, 1]

@@ -16,6 +16,7 @@ from torch import nn
 from llmcache import ConfigError, LLMCache
 from tests.contract.judge import check_same
 from tests.contract.slow_proxy import slow_proxy
+from tests.forks import fork, needs_fork
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.tiny_models import CLASSIFIERS, GENERATORS, VOCABULARY, build, tokens
 
@@ -127,11 +128,10 @@ def test_what_was_purged_since_a_save_is_not_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@needs_fork
 def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path: Path) -> None:
     """Values written before `drain` returns survive `kill -9` whole, and a restart serves them."""
-    if (child := os.fork()) == 0:
+    if (child := fork()) == 0:
         try:
             signal.alarm(60)
             cache = on_disk(tmp_path / "store")

@@ -1,5 +1,6 @@
 """Fixtures of the experiments' tests; marks all of them slow: `make test-fast` leaves them out."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True)
+def _still_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the suite froze stays frozen: a load over HTTP unfreezes all, and each later collection takes a second."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -177,20 +177,20 @@ def test_two_processes_do_not_measure_the_same_run(config: Path, command: Comman
     assert groups(config) == ["tiny_stream"]
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, *found: Any) -> list[int]:
-    """Make runs return or raise these in turn, and later runs the last; return the list of the runs' seeds."""
-    seeds = []
+def fake(monkeypatch: pytest.MonkeyPatch, *found: Any) -> list[Any]:
+    """Make runs return or raise these in turn, and later runs the last; return the list of the runs' experiments."""
+    ran: list[Any] = []
 
     def measure(experiment: Any, folders: Any) -> Outcome:
-        outcome = found[min(len(seeds), len(found) - 1)]
-        seeds.append(experiment.seed)
+        outcome = found[min(len(ran), len(found) - 1)]
+        ran.append(experiment)
         if isinstance(outcome, BaseException):
             raise outcome
         return Outcome([], outcome)
 
     fakes = {name: Measure(known.settings, measure) for name, known in MEASURES.items()}
     monkeypatch.setattr(runner, "MEASURES", fakes)
-    return seeds
+    return ran
 
 
 def test_a_sweep_goes_on_and_lists_what_failed(config: Path, command: Commands) -> None:
@@ -214,13 +214,13 @@ def test_a_sweep_goes_on_and_lists_what_failed(config: Path, command: Commands) 
 
 def test_a_sweep_that_was_interrupted_goes_on(config: Path, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text(STREAM + "seed: [0, 1, 2]\n")
-    seeds = fake(monkeypatch, {"value": 1}, KeyboardInterrupt(), {"value": 3})
+    ran = fake(monkeypatch, {"value": 1}, KeyboardInterrupt(), {"value": 3})
     assert command("sweep", config, *options(config.parent)) == INTERRUPTED
     told = "what is finished stays, and the same command goes on with the rest"
     assert command.err == f"llmcache: interrupted; {told}\n"
     assert [metrics_of(folder)["value"] for folder in folders(config)] == [1]
     assert command("sweep", config, *options(config.parent)) == 0
-    assert seeds == [0, 1, 1, 2]
+    assert [experiment.seed for experiment in ran] == [0, 1, 1, 2]
     assert command.out.count("  kept, ") == 1 and command.out.count("  measured, ") == 2
 
 

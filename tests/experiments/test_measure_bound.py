@@ -9,7 +9,7 @@ from experiments.measures import bound
 from experiments.measures.base import Outcome
 from tests.experiments.measuring import LEARN, N, learning, measured, told
 
-VALUES = learning("bound", max_drops=[0.05, 0.2], parts=2, draws=5)
+VALUES = learning("bound", max_drops=[0.05, 0.2], parts=2, draws=3)
 
 
 def check_rows(outcome: Outcome) -> None:
@@ -27,7 +27,7 @@ def test_there_is_a_row_a_draw_and_claim() -> None:
     outcome = measured(VALUES)
     check_rows(outcome)
     named = [(row["part"], row["draw"], row["max_drop"]) for row in outcome.rows]
-    assert named == [(part, draw, drop) for part in range(2) for draw in range(5) for drop in (0.05, 0.2)]
+    assert named == [(part, draw, drop) for part in range(2) for draw in range(3) for drop in (0.05, 0.2)]
     metrics = outcome.metrics
     sizes = [claim["n_tested"] for claim in metrics["claims"]]
     assert all(size == pytest.approx(100, abs=10) for size in sizes)
@@ -39,7 +39,7 @@ def test_there_is_a_row_a_draw_and_claim() -> None:
     strict, loose = metrics["claims"]
     assert (strict["max_drop"], loose["max_drop"]) == (0.05, 0.2)
     assert strict["hit_rate_median"] <= loose["hit_rate_median"]
-    assert strict["n_calibrations"] == loose["n_calibrations"] == 10
+    assert strict["n_calibrations"] == loose["n_calibrations"] == 6
     assert told(VALUES, outcome).count("| support_desk | 0 |") == 2
     again = measured(VALUES, parts=1, draws=2)  # the same seed, the same draws
     assert list(again.rows) == [row for row in outcome.rows if row["part"] == 0 and row["draw"] < 2]

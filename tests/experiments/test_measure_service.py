@@ -15,7 +15,7 @@ from experiments.support.files import Folders
 from experiments.tasks import build
 from tests.experiments.measuring import LEARN, TASK, learning, measured, told
 
-N = 260
+N = 250
 VALUES = learning("service", task=TASK | {"limit": N}, max_drops=[0.3], threads=1, rounds=2)
 
 

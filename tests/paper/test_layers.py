@@ -102,8 +102,13 @@ def test_of_several_banks_the_deepest_that_hits_serves() -> None:
         assert cache.stats().hits_by_layer == layers
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
-@pytest.mark.parametrize("payload", ["cls", "last", "mean", "sequence"])
+@pytest.mark.parametrize(
+    ("family", "payload"),
+    [
+        *(("bert", payload) for payload in ("cls", "last", "mean", "sequence")),
+        *(("gpt2", "last"), ("llama", "mean"), ("t5", "cls"), ("t5", "sequence")),
+    ],
+)
 def test_what_an_entry_keeps_fits_any_length_if_it_is_one_vector(family: str, payload: str) -> None:
     cache = wrapped(BARE[family], tau=-1.0, layers="last", payload=payload)
     first, other = padded([6, 6]), padded([5, 3], seed=9)
@@ -176,8 +181,7 @@ def test_a_layer_that_is_run_several_times(layers: Any) -> None:
 KV = {"gpt2": GENERATORS["gpt2"], "llama": GENERATORS["llama"]}
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("layers", ["all", "last", [1]], ids=str)
+@pytest.mark.parametrize(("layers", "left"), [("all", False), ("all", True), ("last", False), ([1], True)], ids=str)
 @pytest.mark.parametrize("family", KV)
 def test_kv_of_skipped_layers_is_that_of_the_request_that_was_stored(family: str, layers: Any, left: bool) -> None:
     cache, alone = wrapped(KV[family], layers=layers, **NEAR), build(KV[family])

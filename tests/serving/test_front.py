@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,19 @@ def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     return path, {name: f"Bearer {key}" for name, key in made.items()}
 
 
+LIMITS: dict[str, Any] = {"max_concurrent_requests": 2, "payload_limit": 1_000_000, "body_timeout_s": 0.5}
+
+
 @pytest.fixture
 def server(models: Path) -> Server:
-    return make_server(models / "classifier", max_concurrent_requests=2, payload_limit=1_000_000, body_timeout_s=0.5)
+    return make_server(models / "classifier", **LIMITS)
+
+
+@pytest.fixture(scope="module")
+def shared(models: Path) -> Iterator[TestClient]:
+    """A client of one server, for tests that leave nothing behind in it."""
+    with client_of(make_server(models / "classifier", **LIMITS)) as made:
+        yield made
 
 
 def routes_of(client: Any) -> set[tuple[str, str]]:
@@ -115,18 +125,18 @@ def test_a_key_decides_the_namespace_and_public_is_read_by_all(models: Path, key
         ({"Sec-Fetch-Site": "same-origin", "Host": "evil.example:8080"}, 403),
     ],
 )
-def test_pages_of_other_origins_change_nothing(client: TestClient, headers: dict[str, str], status: int) -> None:
+def test_pages_of_other_origins_change_nothing(shared: TestClient, headers: dict[str, str], status: int) -> None:
     before = {"Host": "127.0.0.1:8080"}
     for path in ("/admin/disable", "/admin/enable"):
-        assert client.post(path, headers=before | headers).status_code == status
+        assert shared.post(path, headers=before | headers).status_code == status
     if "Host" not in headers:
-        assert client.post("/predict", json={"inputs": "my"}, headers=before | headers).status_code == status
-    assert client.get("/admin/stats", headers=before | headers).status_code == 200
+        assert shared.post("/predict", json={"inputs": "my"}, headers=before | headers).status_code == status
+    assert shared.get("/admin/stats", headers=before | headers).status_code == 200
 
 
 @pytest.mark.parametrize("given", ["abc-1.2_3", "a" * 128, "a" * 129, "a b", "", "\xe4"])
-def test_ids_of_requests(client: TestClient, given: str) -> None:
-    answer = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
+def test_ids_of_requests(shared: TestClient, given: str) -> None:
+    answer = shared.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
     (found,) = answer.headers.get_list("x-request-id")
     is_fit = re.fullmatch(r"[A-Za-z0-9._-]{1,128}", given) is not None
     assert (found == given) == is_fit and (is_fit or len(found) == 32)
@@ -153,19 +163,19 @@ def test_ids_of_requests(client: TestClient, given: str) -> None:
     ids=lambda one: f"{one[:16]!r} of {len(one)}",
 )
 def test_hostile_bodies_are_refused_in_the_routes_dialect(
-    client: TestClient, path: str, body: bytes, told: str
+    shared: TestClient, path: str, body: bytes, told: str
 ) -> None:
     if path == "/v1/classify":
         body, told = body.replace(b'"inputs"', b'"input"'), told.replace("inputs", "input")
-    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    answer = shared.post(path, content=body, headers={"Content-Type": "application/json"})
     assert 400 <= answer.status_code < 500, answer.text
     error = answer.json()["error"]
     text = error if path == "/predict" else error["message"]
     assert re.search(told, text) and "aaaa" not in text and "Mildred" not in text and len(text) < 500
-    assert client.get("/health").status_code == 200
+    assert shared.get("/health").status_code == 200
 
 
-def test_other_refusals_have_the_routes_dialect(client: TestClient) -> None:
+def test_other_refusals_have_the_routes_dialect(shared: TestClient) -> None:
     for path, method, status in (
         ("/nothing", "GET", 404),
         ("/v1/nothing", "GET", 404),
@@ -173,10 +183,10 @@ def test_other_refusals_have_the_routes_dialect(client: TestClient) -> None:
         ("/embed", "POST", 424),
         ("/v1/embeddings", "POST", 400),
     ):
-        answer = client.request(method, path, json={"inputs": "a", "input": "a"} if method == "POST" else None)
+        answer = shared.request(method, path, json={"inputs": "a", "input": "a"} if method == "POST" else None)
         assert answer.status_code == status
         assert isinstance(answer.json()["error"], dict if path.startswith("/v1") else str)
-    wrong = client.post("/predict", content=b"inputs=a")
+    wrong = shared.post("/predict", content=b"inputs=a")
     assert wrong.status_code == 422 and "Content-Type: application/json" in wrong.text
 
 

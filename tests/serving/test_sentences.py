@@ -61,10 +61,8 @@ def _check(folder: Path, *, is_normal: bool = True) -> None:
     ("mode", "default"),
     [
         ("mean", None),
-        ("mean", "document"),
         ("cls", "document"),
         ("max", None),
-        ("lasttoken", "document"),
         ("weightedmean", None),
         (("cls", "mean"), "document"),
     ],
@@ -84,9 +82,7 @@ def test_prompts_that_pooling_leaves_out(models: Path, tmp_path: Path, mode: Any
         ({"do_lower_case": True}, True),
         ({"max_seq_length": 6}, True),
         ({"max_seq_length": 6}, False),
-        ({"truncate_dim": 5}, True),
         ({"truncate_dim": 500}, False),
-        ({}, False),
     ],
     ids=str,
 )

@@ -1,74 +1,34 @@
 """`llmcache serve` as a process: it becomes ready, saves on SIGTERM, and starts from the save."""
 
-import json
 import logging
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.commands import run_main
-from tests.serving.served import write
+from tests.contract.servers import Commands
 
 pytestmark = pytest.mark.slow
 
 
-@contextmanager
-def _running(*args: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """Start a server on a free port; yield process and address when it is ready."""
-    command = [sys.executable, "-m", "llmcache", "serve", "--port", "0", "--warmup-tokens", "8", *args]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    try:
-        assert process.stderr is not None
-        log = []
-        for line in process.stderr:
-            log.append(line)
-            if found := re.search(r"http://\S+", line):
-                yield process, found.group()
-                break
-        else:
-            raise AssertionError("".join(log))
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
-
-
-def _predict(url: str, text: str) -> tuple[Any, str]:
-    request = urllib.request.Request(
-        f"{url}/predict", json.dumps({"inputs": text}).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer), answer.headers["X-Cache"]
-
-
-def test_a_stop_saves_and_the_next_start_serves_what_was_saved(tmp_path: Path) -> None:
+def test_a_stop_saves_and_the_next_start_serves_what_was_saved(models: Path, tmp_path: Path) -> None:
     """If the save fails, the exit status is 1."""
-    model, save = write(tmp_path, "classifier"), tmp_path / "saved"
-    args = ("--model", str(model), "--save", str(save), "--reveal-hits")
-    with _running(*args) as (process, url):
-        computed, how = _predict(url, "lost my card")
-        assert how == "MISS"
-        assert urllib.request.urlopen(f"{url}/health").status == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    with _running(*args) as (process, url):
-        assert _predict(url, "lost my card") == (computed, "HIT")
+    save, commands, body = tmp_path / "saved", Commands(tmp_path), {"inputs": "lost my card"}
+    try:
+        options = ("--save", str(save), "--reveal-hits")
+        server = commands.serve(models / "classifier", *options)
+        computed = server.ask("/predict", body)
+        assert computed.headers["X-Cache"] == "MISS" and server.ask("/health").status == 200
+        assert server.stop() == 0
+        server = commands.serve(models / "classifier", *options)
+        served = server.ask("/predict", body)
+        assert (served.json, served.headers["X-Cache"]) == (computed.json, "HIT")
         shutil.rmtree(save)
         save.write_text("no folder any more")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 1
+        assert server.stop() == 1
+    finally:
+        commands.close()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,13 @@
 """Kills a process at random moments while it writes to a disk store, then checks the folder.
 
-    python -m tests.stores.killing FOLDER TIMES
-
 Each writer puts values of all sizes in batches, purges now and then, and reports calls that returned. After the kill,
 the folder is opened again: every value must be right, none may predate a purge that returned, and, where all values
-fit, none may be missing. Counts go to standard output as JSON.
+fit, none may be missing.
 """
 
-import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -106,12 +102,12 @@ def look(place: Place) -> dict[str, int]:
     return counts | {"found": len(found), "missing": n_missing, "miscounted": not is_counted}
 
 
-if __name__ == "__main__":
-    root, times = Path(sys.argv[1]), int(sys.argv[2])
+def check(root: Path, times: int) -> Counter[str]:
+    """Kill this many writers; return the counts of all looks."""
     places = [Place(root / "roomy", 1 << 30), Place(root / "tight", 4 << 20)]
     draw, totals = random.Random(0), Counter[str]()
     torch.set_num_threads(1)
     for number in range(times):
         kill(places[number % 2], draw.randrange(2**32), draw.expovariate(1 / 0.02))
         totals.update(look(places[number % 2]))
-    sys.stdout.write(json.dumps(totals))
+    return totals

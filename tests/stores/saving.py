@@ -1,16 +1,10 @@
-"""Saves to one folder from several processes at once, and kills some; `test_save` runs it.
-
-Prints the number of killed processes, and how many of them left files behind.
-"""
+"""Saves to one folder from several processes at once, and kills some; `test_save` runs it."""
 
 import multiprocessing
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
@@ -80,8 +74,8 @@ def kill(folder: Path) -> tuple[int, int]:
     return n_killed, n_left
 
 
-if __name__ == "__main__":
+def check(folder: Path) -> tuple[int, int]:
+    """Save from several processes, then kill some; return what `kill` does."""
     torch.set_num_threads(1)
-    where = Path(sys.argv[1])
-    overlap(where)
-    sys.stdout.write("{} {}".format(*kill(where)))
+    overlap(folder)
+    return kill(folder)

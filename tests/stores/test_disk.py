@@ -1,14 +1,11 @@
 """The disk store: budget, damaged files, killed and concurrent processes, refused folders, a full disk."""
 
-import json
 import multiprocessing
 import os
 import random
 import resource
 import sqlite3
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,9 +21,10 @@ from llmcache.stores import STORES, Put, StoreKey, disk
 from llmcache.stores.base import FORMAT
 from llmcache.stores.disk import LARGE_BYTES, DiskStore
 from llmcache.testing import check_store
+from tests.forks import in_child, needs_fork
+from tests.stores import killing
 from tests.stores.readers import check_readers
 
-ROOT = Path(__file__).parents[2]
 SMALL, LARGE = 1_000, LARGE_BYTES + 1
 
 
@@ -153,10 +151,11 @@ def work(folder: str, number: int, n: int) -> None:
 
 
 @pytest.mark.slow
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_several_processes_write_at_once(store: DiskStore, folder: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    workers = [context.Process(target=work, args=(str(folder), number, 20)) for number in range(3)]
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=work, args=(str(folder), number, 20)) for number in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -170,7 +169,7 @@ def test_several_processes_write_at_once(store: DiskStore, folder: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@needs_fork
 def test_a_process_that_is_forked_while_a_write_does_not_end_has_no_store(store: DiskStore) -> None:
     put(store, "a")
     begun, may_end = threading.Event(), threading.Event()
@@ -183,30 +182,23 @@ def test_a_process_that_is_forked_while_a_write_does_not_end_has_no_store(store:
     writer = threading.Thread(target=write)
     writer.start()
     begun.wait(20)
-    listen, say = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
+
+    def refused() -> str:
+        with pytest.raises(StoreError) as caught:
             held(store, "a")
-        except StoreError as error:
-            os.write(say, f"{error}".encode())
-        finally:
-            os._exit(0)
+        return str(caught.value)
+
+    told = in_child(refused)
     may_end.set()
     writer.join()
-    os.close(say)
-    os.waitpid(child, 0)
-    assert b"in use while the process was forked" in os.read(listen, 1000)
+    assert "in use while the process was forked" in told
     put(store, "b")
     assert held(store, "a", "b") == ["a", "b"]
-    os.close(listen)
 
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_it_whole(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.stores.killing", str(tmp_path), "24"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    seen = in_child(killing.check, tmp_path, 24, patience_s=300)
     assert seen.pop("found") > 24
     assert seen == {"wrong": 0, "purged": 0, "missing": 0, "miscounted": 0}
 
@@ -254,37 +246,27 @@ def test_wrong_options_are_refused(folder: Path, options: dict[str, Any]) -> Non
         opened(folder, **options)
 
 
-LIMITED = """
-import resource, signal, sys, time
-from pathlib import Path
-from tests.stores.test_disk import *
-store = DiskStore(sys.argv[1])
-put(store, "a")
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-for size in (300_000, 30_000):  # a file, and what goes to the index until that is full
-    for i in range(30):
+def fill(folder: Path) -> list[object]:
+    """Put values until files, then the index, reach a limit; return what failed and what is held, then and after."""
+    seen: list[object] = []
+    store = DiskStore(str(folder))
+    put(store, "a")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    for size in (300_000, 30_000):  # a file, and what goes to the index until that is full
         try:
-            put(store, f"{size}.{i}", size=size)
-        except StoreError as error:
-            print("StoreError", size)
-            break
-print(held(store, "a", "300000.0"), [path.suffix for path in files(Path(sys.argv[1]))])
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-put(store, "b")
-print(held(store, "a", "b"))
-"""
+            for i in range(30):
+                put(store, f"{size}.{i}", size=size)
+        except StoreError:
+            seen.append(size)
+    seen += [held(store, "a", "300000.0"), [path.suffix for path in files(folder)]]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    put(store, "b")
+    return [*seen, held(store, "a", "b")]
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_an_error_that_is_told_and_what_is_held_stays(folder: Path) -> None:
-    command = [sys.executable, "-c", LIMITED, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.stdout.splitlines() == [
-        "StoreError 300000",
-        "StoreError 30000",
-        "['a'] ['']",
-        "['a', 'b']",
-    ], done.stderr
+    assert in_child(fill, folder) == [300_000, 30_000, ["a"], [""], ["a", "b"]]
 
 
 def test_a_thousand_values_need_no_file_descriptors(store: DiskStore) -> None:

@@ -1,9 +1,6 @@
 """Saving and loading: hits survive a restart; a save that does not fit is refused."""
 
-import copy
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,9 @@ from torch import nn
 
 from llmcache import BankFileError, CacheConfig, ConfigError, LLMCache, StoreError, UnfitBankError, __version__, save
 from tests.contract.judge import check_same
+from tests.forks import in_child
 from tests.saves import accept, edit_manifest, read_manifest
+from tests.stores import saving
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -103,18 +102,6 @@ def test_another_tokenizer_or_payload_is_refused(tmp_path: Path) -> None:
         put(tmp_path, payload=saved)
         edit_manifest(tmp_path, config=read_manifest(tmp_path)["config"] | {"payload": now})
         refused(tmp_path, rf"saved with payload '{saved}'.* served by '{now}'")
-
-
-def test_entries_of_earlier_weights_are_not_saved(tmp_path: Path) -> None:
-    model: Any = build(BARE["bert"])
-    with LLMCache.wrap(model) as cache:
-        cache(**padded([5]))
-        with torch.no_grad():
-            model.embeddings.word_embeddings.weight.add_(1.0)
-        cache(**padded([6]))
-        cache.save(tmp_path)
-    with LLMCache.load(copy.deepcopy(model), tmp_path) as again:
-        assert again.stats().n_stored == 1
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -243,10 +230,6 @@ def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
 @pytest.mark.slow
 def test_processes_that_save_at_once_or_are_killed_leave_a_whole_save(tmp_path: Path) -> None:
     """In a process that forks: two processes save while one loads, then savers are killed."""
-    script = Path(__file__).with_name("saving.py")
-    command = [sys.executable, "-W", "ignore", script, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    n_killed, n_left = map(int, done.stdout.split())
+    n_killed, n_left = in_child(saving.check, tmp_path, patience_s=300)
     assert n_killed >= 6 and n_left >= 1  # else no process was killed while it wrote
     assert len(list(tmp_path.iterdir())) == 3
