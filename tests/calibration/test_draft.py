@@ -20,8 +20,8 @@ from llmcache.draft import Draft
 from llmcache.errors import UnfitBankError
 from tests.contract.models import fresh
 from tests.contract.streams import ask, batched, classifier, requests
-from tests.contract.test_forks import in_child
-from tests.tiny_models import batch
+from tests.forks import in_child
+from tests.tiny_models import batch, tokenizer
 
 BOTH = {"semantic": 0.5, "draft": 1.0}
 
@@ -377,3 +377,31 @@ def test_caches_with_and_without_a_draft_share_no_calibration(
                 other.drain()
                 found = other.calibration
                 assert (found is not None and found.is_of(made)) == is_adopted
+
+
+def test_a_classifier_of_sentence_transformers_has_a_draft_and_an_audit(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward takes one dict, and is replaced twice."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    fitted = classifier()
+    fitted.bert.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    head = Dense(32, 5, activation_function=torch.nn.Identity())
+    model = SentenceTransformer(modules=[Transformer(str(tmp_path)), Pooling(32, "mean"), head], device="cpu").eval()
+    with torch.no_grad():
+        head.linear.weight.copy_(fitted.classifier.weight)
+    monkeypatch.setattr(training, "choose_shares", lambda *given: {"draft": 1.0})
+    with wrap(home, model, answer="class", answer_of=lambda output: output["sentence_embedding"], audit=1.0) as cache:
+        assert cache.calibrate(batched(requests(400)[0])).shares == {"draft": 1.0}
+        rungs = []
+        for row in requests(40, seed=5)[0]:
+            cache({"input_ids": row[None], "attention_mask": torch.ones_like(row[None])})
+            rungs.append(cache.last[0].rung)
+        cache.drain()
+        audit = cache.stats().audit
+        assert "draft" in rungs and audit is not None and audit.n_recomputed > 0
+        assert cache.stats().errors == 0

@@ -16,7 +16,7 @@ from llmcache import ConfigError, LLMCache
 from llmcache.calibration import training
 from llmcache.errors import UnfitBankError
 from tests.contract.streams import ask, batched, classifier, requests
-from tests.contract.test_forks import in_child
+from tests.forks import in_child
 from tests.tiny_models import VOCABULARY, batch, build
 
 BOTH = {"semantic": 0.3, "draft": 1.0}
