@@ -235,7 +235,7 @@ class Calibrator:
         """Return what drafts with the present weights; a graph made before is kept if it is of these."""
         if other is not None:
             check_model(other, self._model, self._trunk, read)
-            return ModelDrafter(other, self._trunk, self._forward.arguments)
+            return ModelDrafter(other, self._model, self._trunk, self._forward.arguments)
         graph = before.engine if isinstance(before, GraphDrafter) else None
         if graph is None or not (graph.n_graphs and graph.is_of(self._weights.digest())):
             graph = make_graph()
@@ -262,7 +262,11 @@ class Calibrator:
         """
         try:
             replicas = make_replicas(self._model)
-        except ConfigError:  # this model has no faithful twin
+        except ConfigError as error:  # this model has no faithful twin
+            if is_eager:
+                raise CalibrationError(
+                    f"what the engine changes cannot be measured, as {error}: remove that, or use engine='eager'"
+                ) from error
             return self._model
         trunk = self._trunk
         for part in {trunk.module, *trunk.layers}:

@@ -93,6 +93,12 @@ class DraftOptions(_Settings):
     min_cosine: float = Field(default=0.98, ge=-1.0, le=1.0)
     model: Any = Field(default=None, exclude=True, repr=False)  # of the engine `model`; saves leave it out
 
+    @model_validator(mode="after")
+    def _model_drafts_alone(self) -> Self:
+        if self.model is not None and self.engine != "model":
+            raise ValueError(f"a model drafts by itself: leave engine={self.engine!r} out")
+        return self
+
 
 class CacheConfig(_Settings):
     """The settings of one cache. With the defaults, only lossless rungs serve.
@@ -387,4 +393,4 @@ def _unknown(key: str, known: list[str]) -> str:
 def _shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxlevel, short.maxdict, short.maxstring, short.maxlong, short.maxother = 4, 12, 200, 60, 200
-    return short.repr(value)
+    return " ".join(short.repr(value).split())  # a module's has several lines

@@ -218,6 +218,8 @@ class Draft:
             for number, hit in call.hits.items():
                 if hit.logits is not None:
                     logits[number] = torch.from_numpy(hit.logits).to(logits)
+        if tried.has_failed and self.drafter is not None:
+            self.drafter.close()  # else each such call runs twice
         return not tried.has_failed
 
     def _propose(self, call: Call, row: Row) -> Proposal | None:

@@ -21,8 +21,9 @@ from llmcache.engines.onnx import OnnxTrunk
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.adapters import Trunk, device_of, locate
 from llmcache.models.arguments import Arguments, names_of
-from llmcache.models.hooks import listener_of
+from llmcache.models.hooks import are_hooked, listener_of, parts_of
 from llmcache.models.packing import Payload
+from llmcache.models.packing import parts_of as fields_of
 from llmcache.models.twin import make_replicas
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
@@ -127,12 +128,13 @@ class ModelDrafter:
 
     makes_states = False
 
-    def __init__(self, draft: nn.Module, trunk: Trunk, arguments: Arguments) -> None:
+    def __init__(self, draft: nn.Module, model: nn.Module, trunk: Trunk, arguments: Arguments) -> None:
         """Take a model that `check_model` accepted.
 
         Args:
             draft: The model.
-            trunk: Of the wrapped model.
+            model: The wrapped model.
+            trunk: Its trunk.
             arguments: Of that trunk's forward.
 
         Raises:
@@ -140,6 +142,8 @@ class ModelDrafter:
         """
         self._draft, self._trunk, self._arguments = draft, trunk, arguments
         self._weights, self._longest, self._is_open = Weights(draft), _longest(draft), True
+        #: Parts of the wrapped model whose hooks would see the placeholders of drafted rows.
+        self._readers = [part for part in model.modules() if part is not model and part not in parts_of(trunk.module)]
         self._weights.digest()
         if reason := self._weights.unreadable:
             raise ValueError(CURES[reason])
@@ -151,7 +155,7 @@ class ModelDrafter:
     def covers(self, call: "Call", row: "Row") -> bool:
         if call.prefill is not None or self._weights.is_training or row.n_valid > self._longest:
             return False
-        if call.arguments["input_ids"].device != device_of(self._draft):
+        if call.arguments["input_ids"].device != device_of(self._draft) or are_hooked(self._readers):
             return False
         return find_reason(self._trunk, self._arguments, call.arguments) is None
 
@@ -213,7 +217,33 @@ def _find_problem(draft: nn.Module, model: nn.Module, trunk: Trunk) -> str | Non
         return f"it does not answer a request: {error}"
     if logits.shape != (1, n := getattr(ours, "num_labels", logits.shape[-1])):
         return f"it answers with logits of shape {tuple(logits.shape)}, where the model has (1, {n})"
-    return None if bool(logits.isfinite().all()) else "it answers with NaN or infinite numbers"
+    if not bool(logits.isfinite().all()):
+        return "it answers with NaN or infinite numbers"
+    try:
+        if model is trunk.module or not _mixes_rows(model, trunk):  # a trunk alone is refused by the calibration
+            return None
+    except Exception as error:  # a head may raise anything
+        return f"the head of the wrapped model does not take rows without states: {error}"
+    return "the head of the wrapped model mixes rows, and drafted rows have no states: use draft='int8'"
+
+
+@torch.inference_mode()
+def _mixes_rows(model: nn.Module, trunk: Trunk) -> bool:
+    """Whether a row's logits depend on the states of the row before it, by a trial with NaN there."""
+    replicas = make_replicas(model)
+    twin = replicas[trunk.module]
+    run, ids = twin.forward, torch.ones(2, 4, dtype=torch.int64, device=device_of(trunk.module))
+
+    def spoilt(*args: Any, **kwargs: Any) -> Any:
+        output = run(*args, **kwargs)
+        for value in fields_of(output).values():
+            if isinstance(value, Tensor) and value.is_floating_point() and len(value) == len(ids):
+                value[0] = torch.nan
+        return output
+
+    whole = _answer(replicas[model], {"input_ids": ids, "attention_mask": ids})[1]
+    twin.forward = spoilt
+    return not torch.allclose(_answer(replicas[model], {"input_ids": ids, "attention_mask": ids})[1], whole, atol=1e-4)
 
 
 def _answer(draft: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -36,7 +36,7 @@ _SAME, _CLOSE = 1e-5, 1e-4  # largest difference in calls of the same, and of an
 _READ = ("_token_id", "max_position_embeddings")  # endings of names in a config
 _NOT_WITH = ("tau", "draft", "engine", "adapter", "payload")
 #: In an ONNX file, before the name of another file that holds weights: a field `location`, then the name's length.
-_OUTSIDE = re.compile(rb"\n\x08location\x12([\x01-\x7f])", re.DOTALL)
+_OUTSIDE = re.compile(rb"\n\x08location\x12([\x80-\xff]?)([\x01-\x7f])", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,7 @@ class Function:
         whole = None if structure is None else structure.take_apart(output, *rows.shape)
         if structure is None or whole is None or not _can_build(structure, whole):
             return
+        whole = tuple(one.clone() for one in whole)  # the callable may fill the same memory again
         self.structure = structure
         self.coupling = self._find_coupling(whole, ids, n_rows)
         with suppress(Exception):  # it may take no mask, or one length only
@@ -245,7 +246,7 @@ class Function:
         parts = self.structure.take_apart(self._run(rows, mask), *rows.shape)
         if parts is None:
             raise TypeError("it returned another kind of output than before")
-        return [part[number] for part in parts]
+        return [part[number].clone() for part in parts]
 
     def _find_coupling(self, whole: Sequence[Tensor], ids: Tensor, n_rows: int) -> str:
         if n_rows == 1:
@@ -294,7 +295,15 @@ class CallableTrunk(nn.Module):
         of_output = 1 if structure is None else max((1, *structure.parts[0].shape))
         #: D: those of tokens and those of outputs, padded with zeros, have the same width.
         self.width = max(of_tokens, of_output)
-        self.eval()
+
+    @property
+    def training(self) -> bool:
+        """Whether the callable is a module in training mode."""
+        return bool(getattr(self.function.given, "training", False))
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        """Ignore it: the callable is in the mode that its owner chose."""
 
     @property
     def config(self) -> Config:
@@ -461,7 +470,10 @@ def _digest_of(given: Any) -> str:
             "digest='...', a text that names all that decides answers"
         )
     made = hashlib.sha256(content := Path(path).read_bytes())
-    names = {content[one.end() : one.end() + one[1][0]].decode(errors="replace") for one in _OUTSIDE.finditer(content)}
+    names = set()
+    for one in _OUTSIDE.finditer(content):
+        n_bytes = one[2][0] if not one[1] else (one[1][0] & 0x7F) + (one[2][0] << 7)  # a varint
+        names.add(content[one.end() : one.end() + n_bytes].decode(errors="replace"))
     for outside in (Path(path).parent / name for name in sorted(names)):
         with outside.open("rb") as file:
             made.update(hashlib.file_digest(file, "sha256").digest())

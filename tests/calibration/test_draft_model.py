@@ -152,6 +152,7 @@ def test_outputs_that_logits_cannot_be_put_into_are_computed(
         (lambda: {"engine": "model"}, "needs the model"),
         (lambda: {"engine": "onnxruntime", "precision": "int4"}, "should be 'int8'"),
         (lambda: {"engines": "onnxruntime"}, "did you mean 'engine'"),
+        (lambda: {"engine": "onnxruntime", "model": make()}, "drafts by itself: leave engine='onnxruntime' out"),
     ],
 )
 def test_models_that_cannot_draft_are_refused_in_a_line(model: Any, says: str) -> None:
@@ -172,6 +173,30 @@ def test_the_model_itself_and_models_with_a_cache_do_not_draft() -> None:
     cache = LLMCache.wrap(model.bert, draft=make(), payload="mean")
     with pytest.raises(ConfigError, match="vectors cannot take the place"):
         cache.calibrate(batched(requests(100)[0]))
+
+
+def test_a_head_that_mixes_rows_has_no_other_model_as_draft() -> None:
+    """Its logits of a computed row would depend on the placeholder states of a drafted row."""
+
+    class Centred(nn.Linear):
+        def forward(self, states: Tensor) -> Tensor:
+            made = super().forward(states)
+            return made - 0.1 * made.mean(dim=0)
+
+    model = classifier()
+    model.classifier = Centred(32, 5)
+    with pytest.raises(ConfigError, match="mixes rows"):
+        LLMCache.wrap(model.eval(), draft=student())
+
+
+def test_hooks_that_would_see_placeholders_end_drafting(cache: LLMCache) -> None:
+    rows = drafted(cache)
+    seen: list[Tensor] = []
+    handle = cache.model.dropout.register_forward_hook(lambda *given: seen.append(given[2]))
+    assert "draft" not in [rung for row in rows for rung in ask(cache, row)]
+    assert len(seen) == len(rows) and all(one.isfinite().all() for one in seen)
+    handle.remove()
+    assert drafted(cache, n=1, seed=4)
 
 
 def test_another_draft_needs_a_calibration(saved: Path, caplog: pytest.LogCaptureFixture) -> None:

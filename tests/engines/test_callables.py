@@ -515,3 +515,38 @@ def test_sentence_transformers_on_onnx_keep_one_vector_per_text(tmp_path: Path) 
     with pytest.raises(ConfigError, match="draft"):
         LLMCache.wrap(model, draft="int8")
     assert parts[0].model is ort
+
+
+def test_a_callable_that_fills_the_same_memory_again_is_tried_on_copies() -> None:
+    """Else a trial compares an output with itself, and neither padding nor the rows beside seem to matter."""
+    held = torch.zeros(64, 5)
+
+    def fill(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        made = CLASSIFY(input_ids=input_ids).logits  # heeds no mask
+        held[: len(made)] = made
+        return held[: len(made)]
+
+    cache = LLMCache.wrap(fill, digest="one", tokenizer=tokenizer())
+    short = tokens(1, 6, 1)
+    padded_row = torch.cat([short, torch.zeros(1, 2, dtype=torch.int64)], dim=1)
+    mask = torch.tensor([[1] * 6 + [0] * 2])
+    with torch.inference_mode():
+        cache(input_ids=short, attention_mask=torch.ones_like(short))
+        made = cache(input_ids=padded_row, attention_mask=mask).clone()
+        torch.testing.assert_close(made, CLASSIFY(input_ids=padded_row).logits)
+
+
+def test_a_module_in_training_mode_is_computed() -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            made: Tensor = CLASSIFY(input_ids=input_ids).logits
+            return made
+
+    model = Model().eval()
+    cache = LLMCache.wrap(model, digest="one", tokenizer=tokenizer())
+    for _ in range(2):
+        cache(input_ids=tokens(1, 6, 1))
+    assert rungs(cache) == ["exact"]
+    model.train()
+    cache(input_ids=tokens(1, 6, 1))
+    assert rungs(cache) == [None] and cache.stats().bypassed == {"training": 1}

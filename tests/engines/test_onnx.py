@@ -1,5 +1,6 @@
 """`engine="onnxruntime"`: graphs that are exported, kept and compared, and calls that they do not cover."""
 
+import functools
 import logging
 import os
 import pickle
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmcache import CacheConfig, ConfigError, LLMCache, WrapError
+from llmcache import CacheConfig, CalibrationError, ConfigError, LLMCache, WrapError
 from llmcache.engines import onnx
 from tests.contract.models import fresh, plain
 from tests.contract.streams import ask, batched, classifier, requests
@@ -331,6 +332,15 @@ def test_answers_that_the_engine_changes_count_in_the_bound(tmp_path: Path, monk
     monkeypatch.setattr(onnx.OnnxTrunk, "compute", lambda self, arguments: [-one for one in compute(self, arguments)])
     made = cache.calibrate(batched(requests(300, seed=2)[0]))
     assert made.chosen is None and made.curve[0].loss > 0.5 > made.curve[0].hit_rate
+
+
+def test_what_an_engine_changes_is_measured_or_nothing_is_claimed(tmp_path: Path) -> None:
+    """A replaced forward leaves no twin, so the model itself cannot be computed beside its engine."""
+    model = classifier()
+    model.classifier.forward = functools.partial(nn.Linear.forward, model.classifier)
+    cache = LLMCache.wrap(model, engine={"name": "onnxruntime", "folder": tmp_path}, max_drop=0.2)
+    with pytest.raises(CalibrationError, match="cannot be measured"):
+        cache.calibrate(batched(requests(300)[0]))
 
 
 def test_a_row_of_a_batch_serves_the_row_alone(wrap: Any) -> None:
