@@ -131,7 +131,7 @@ def test_hits_are_those_between_two_looks() -> None:
 
 
 TINY = learning("serve_load", task=TASK | {"limit": LEARN + LEAST, "data": {"path": "support_desk", "limit": 900}})
-SERVERS = {"cache": f"{STUB} --ms 1 --label order_status", "no_cache": f"{STUB} --ms 25 --silent"}
+SERVERS = {"cache": f"{STUB} --ms 3 --label order_status", "no_cache": f"{STUB} --ms 40 --silent"}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_the_folder_holds_the_fitted_classifier_and_its_calibrated_cache(folders
 
 
 def test_goodput_of_servers_in_turns(folders: Folders, tmp_path: Path) -> None:
-    values = TINY | {"servers": SERVERS, "hold_s": 0.5, "slo_ms": 400, "precision": 1.0, "rounds": 1, "first_rate": 120}
+    values = TINY | {"servers": SERVERS, "hold_s": 0.5, "slo_ms": 100, "precision": 1.0, "rounds": 1, "first_rate": 50}
     outcome = measured(values, folders)
     cache, plain = outcome.metrics["points"]
     assert (cache["server"], plain["server"]) == ("cache", "no_cache") and cache["goodput"] > plain["goodput"]
@@ -178,12 +178,12 @@ def test_goodput_of_servers_in_turns(folders: Folders, tmp_path: Path) -> None:
     settings = make_experiment(values).to_dict()
     write_figures(tmp_path / "serve_load" / "run", settings, {}, json.loads(json.dumps(outcome.metrics)))
     assert len(serving.serve_load(tmp_path).splitlines()) == 2 + 2
-    held = measured(values, folders, rates=[160], arrivals=["fixed", "poisson"], servers={"cache": SERVERS["cache"]})
+    held = measured(values, folders, rates=[40], arrivals=["fixed", "poisson"], servers={"cache": SERVERS["cache"]})
     assert [(row["arrivals"], row["rate"], row["is_cut"]) for row in held.rows] == [
-        ("fixed", 160, False),
-        ("poisson", 160, False),
+        ("fixed", 40, False),
+        ("poisson", 40, False),
     ]
-    assert "| 160 |" in told(values, held)
+    assert "| 40 |" in told(values, held)
 
 
 def test_a_server_that_answers_nothing_is_told(folders: Folders) -> None:
