@@ -108,9 +108,12 @@ class GraphDrafter:
             return made, _to_host(kept.float().mean(dim=0))
         self._given.states = self.engine.twin.pack(made, {})
         if self._takes_dict:
-            return made, _to_host(self._read(self._head(dict(inputs)))[0])
-        takes = {name: one for name, one in inputs.items() if self._names is None or name in self._names}
-        return made, _to_host(self._read(self._head(**takes))[0])
+            output = self._head(dict(inputs))
+        else:
+            output = self._head(
+                **{name: one for name, one in inputs.items() if self._names is None or name in self._names}
+            )
+        return made, _to_host(self._read(output)[0])
 
     def states(self, made: Sequence[Tensor], arguments: Mapping[str, Any]) -> Any:
         return self.engine.twin.pack(made, arguments)
