@@ -83,9 +83,9 @@ class Classes(Answers):
     def margins(self, output: Floats) -> Floats:
         """Return the lead over the second class, its logarithm, and the log-odds of the first."""
         ordered = np.sort(output, axis=1)
-        rest = ordered[:, -1:] - ordered[:, :-1]  # (N, C - 1); over 0
-        odds: Floats = -np.log(np.exp(-rest).sum(axis=1) + 1e-6)
-        return np.column_stack([_with_log(rest[:, -1]), odds])
+        behind = ordered[:, :-1] - ordered[:, -1:]  # (N, C - 1); under 0
+        odds = -np.log(np.add.reduce(np.exp(behind), axis=1) + 1e-6)
+        return np.concatenate([_with_log(-behind[:, -1]), odds[:, None]], axis=1)
 
 
 class Labels(Answers):
@@ -171,7 +171,7 @@ class Embeddings(Answers):
 
 def _with_log(lead: Floats) -> Floats:
     """Return leads (N,) and their logarithms (N, 2)."""
-    return np.stack([lead, np.log(lead + 1e-2)], axis=1)
+    return np.concatenate([lead[:, None], np.log(lead + 1e-2)[:, None]], axis=1)
 
 
 ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, Labels, Scores, Embeddings)}

@@ -411,9 +411,9 @@ class CachedForward(Swap, Switches):
 
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
-        assert call.scope is not None and call.state is not None
+        assert call.scope is not None and call.state is not None and call.engine is not None
         prefix, waits = self.prefix, call.may_skip_check and self._observer is None and self._weights.is_steady
-        if not waits and not self._are_unchanged(call):
+        if not (waits or call.engine.holds_weights or self._are_unchanged(call)):
             return "weights_changed"
         if call.prefill is None and prefix and not self._forms.returns_kv and CACHE in parts_of(output):
             self._forms.notice_kv(call.state)

@@ -160,13 +160,12 @@ class Draft:
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         """Run the draft on rows, and add a hit for each whose risk is within the limit."""
         assert call.scope is not None
-        made, packing, drafter = self._serving(call.scope.weights), self._packings.get(call.kind), self.drafter
+        made = call.made or self._serving(call.scope.weights)
+        packing, drafter = self._packings.get(call.kind), self.drafter
         limit = None if made is None else made.limits.get(self.name)
         if made is None or limit is None or packing is None or drafter is None or made.draft != drafter.name:
             return
         if not (drafter.makes_states or self._takes_logits.get()):  # a loss is computed, or the trunk is called alone
-            return
-        if call.made is not None and call.made is not made:  # sources of another calibration were searched
             return
         if self._answers.reads_payload and chance(self._weights, [0.0]) > limit:  # the risk of all requests
             return

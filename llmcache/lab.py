@@ -27,6 +27,8 @@ _NAMES = {
     "request.prefill": ("Link",),
     "paper.fingerprints": ("ShingleMinHash",),
     "index.lsh": ("share_equal",),
+    # Engines: what else runs the model exports it alike.
+    "engines.onnx": ("untransposed",),
     # Fit and choose: calibrations, step by step.
     "calibration.calibrated_reuse": ("CalibratedReuse",),
     "calibration.observer": ("outputs", "targets"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.models.loading import Inputs
+from llmcache.lab import untransposed
 
 
 class OnnxModel(nn.Module):
@@ -45,18 +46,20 @@ def export(module: nn.Module, inputs: Inputs, path: Path) -> Path:
     """Write a model with one output as a graph with any number of rows and tokens; return its path."""
     two = {name: value.repeat(2, 1) for name, value in inputs.items()}  # 1 row would be taken for a constant
     sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
+    config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
     with _quiet(), torch.no_grad():
-        torch.onnx.export(
+        program = torch.onnx.export(
             _ByPosition(module, list(two)).eval(),
             tuple(two.values()),
-            path,
             dynamo=True,
             input_names=list(two),
             dynamic_shapes=((sizes,) * len(two),),
-            external_data=False,
             opset_version=23,
             verbose=False,
         )
+        assert program is not None
+        program.model = untransposed(program.model, config)
+        program.save(path)
     return path
 
 

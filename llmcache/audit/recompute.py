@@ -75,8 +75,9 @@ class RecomputeQueue:
             taken = self._waiting[:1]
             if taken and self._width:
                 kind = self._kind(taken[0])
-                n_most = min(self._max_batch, max(1, _MOST_TOKENS // taken[0].inputs["input_ids"].shape[1]))
-                taken = [task for task in self._waiting if self._kind(task) == kind][:n_most]
+                n_most = min(self._max_batch, max(1, _MOST_TOKENS // _length(taken[0])))
+                alike = [task for task in self._waiting if self._kind(task) == kind]
+                taken = sorted(alike, key=lambda task: abs(_length(task) - _length(taken[0])))[:n_most]  # less padding
                 self._max_batch = min(2 * self._max_batch, _MAX_BATCH)
             self._waiting = [task for task in self._waiting if not any(task is one for one in taken)]
             return taken
@@ -119,7 +120,7 @@ class RecomputeQueue:
 
     def inputs(self, tasks: Sequence[Recompute], is_trial: bool = False) -> dict[str, Tensor]:
         """Return arguments for a batch: tensors (L, T), padded to the longest row; in a masked trial, by one more."""
-        longest = max(task.inputs["input_ids"].shape[1] for task in tasks)
+        longest = max(map(_length, tasks))
         longest += is_trial and self._width_of(tasks[0]) > 1
         fill = {"input_ids": self._pad_id}
         return {
@@ -131,7 +132,7 @@ class RecomputeQueue:
     def _kind(self, task: Recompute) -> Hashable:
         """Return the kind of a row; rows of one kind can share a batch."""
         width = self._width_of(task)
-        n_tokens = task.inputs["input_ids"].shape[1]
+        n_tokens = _length(task)
         return task.namespace, task.engine, task.origin, task.autocast, tuple(task.inputs), (n_tokens - 1) // width
 
     def _width_of(self, task: Recompute) -> int:
@@ -140,6 +141,10 @@ class RecomputeQueue:
 
     def _takes(self, name: str) -> bool:
         return self._names is None or name in self._names
+
+
+def _length(task: Recompute) -> int:
+    return task.inputs["input_ids"].shape[1]
 
 
 def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:

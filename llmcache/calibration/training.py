@@ -8,6 +8,7 @@ these lookups; then the fingerprint is fitted once more, to all requests.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from llmcache.draft import Draft
 
 N_TURNS = 5
+N_TIMED = 32  # look-ups
+_N_BULK = 1 << 20  # numbers, 8 MB: more than the caches of one core hold
 
 
 class Found(NamedTuple):
@@ -77,19 +80,29 @@ class CalibrationFitter:
         """
         self.chooser.learn(cases)
         self.tokens.frame(cases[0].row, cases[0].tokens)
-        lookups, order, search_s = [], list[Observation](), 0.0
+        lookups, order = [], list[Observation]()
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
-            started = perf_counter()
             lookups += [self.chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
-            order, search_s = [*order, *cases[turn::N_TURNS]], search_s + perf_counter() - started
+            order += cases[turn::N_TURNS]
         found = HoldoutOutcome(*self.chooser.fit(lookups))
         self.shares = {SEMANTIC: 1.0}
         if self.draft is not None and claim is not None:
-            found = self._choose_rungs(order, found, search_s / len(order), claim)
+            found = self._choose_rungs(order, found, self._search_s(order), claim)
         self.refit(cases)
         limits = candidate_limits(found.dial)
         return limits[limits <= MAX_RISK]
+
+    def _search_s(self, cases: Sequence[Observation]) -> float:
+        """Return the median seconds of a look-up in service, where a forward has just filled the processor's caches."""
+        times, bulk = [], np.ones(_N_BULK)
+        for case in cases[-N_TIMED:]:  # of the last turn, whose tokens the fingerprint knows
+            self._forecasts.pop(case.row.key, None)
+            bulk.sum()
+            started = perf_counter()
+            self.chooser.look(case, *self._forecast(case))
+            times.append(perf_counter() - started)
+        return median(times)
 
     def _choose_rungs(
         self, cases: Sequence[Observation], found: HoldoutOutcome, search_s: float, claim: RiskTarget

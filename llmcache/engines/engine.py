@@ -16,6 +16,11 @@ class Engine(Protocol):
         """Part of the scope of computed rows, so that outputs of two engines are never mixed."""
         ...
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether it computes with a copy of the weights: then no edit during a call changes what it returns."""
+        ...
+
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> "Engine":
         """Return the engine for a call: itself, or another engine for calls that it does not cover.
 
@@ -35,6 +40,8 @@ class Engine(Protocol):
 
 class Eager:
     """The engine that runs the trunk's own forward."""
+
+    holds_weights = False
 
     def __init__(self, swap: Swap, name: str = "") -> None:
         """Remember the swap, whose replaced forward is run."""

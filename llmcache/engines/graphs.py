@@ -21,6 +21,7 @@ from llmcache.models.adapters import Trunk, device_of, vocabulary_size
 from llmcache.models.arguments import Arguments
 from llmcache.models.coupling import Coupling
 from llmcache.models.model_config import setting
+from llmcache.models.packing import make_output
 from llmcache.models.rope import changes_with_length
 from llmcache.models.twin import make_twin
 from llmcache.models.weights import Mark, Weights
@@ -88,7 +89,7 @@ class GraphTwin:
         """Return the trunk's output for a call, of the tensors of a graph: a `ModelOutput`, or a tuple if asked for."""
         asked = arguments.get("return_dict")
         has_names = setting(self.trunk.config, "return_dict") if asked is None else asked
-        return tuple(made) if has_names is False else self._kind(**dict(zip(self.names, made, strict=True)))
+        return tuple(made) if has_names is False else make_output(self._kind, dict(zip(self.names, made, strict=True)))
 
     def tokens(self, n_rows: int, n_tokens: int) -> Tensor:
         """Return token ids (B, T) to try a graph on, the same each time."""
@@ -125,6 +126,7 @@ class GraphEngine:
     """Computes by graphs. Calls that no graph covers run eagerly, under the scope of the trunk itself. Thread-safe."""
 
     name: str
+    holds_weights = False
 
     def __init__(self, twin: GraphTwin, eager: Eager, arguments: Arguments, weights: Weights) -> None:
         """Take the twin that the graphs are made of, and what runs and reads other calls."""
@@ -211,6 +213,7 @@ class EagerCall:
     engine: GraphEngine
     reason: str
     name: str = ""
+    holds_weights: bool = False
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
         """Return itself."""

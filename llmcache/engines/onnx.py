@@ -30,6 +30,7 @@ from llmcache.engines.engine import Eager
 from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
 from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
+from llmcache.models.model_config import setting
 from llmcache.models.weights import Weights
 from llmcache.request.rows import Row
 from llmcache.threads import forkable
@@ -37,7 +38,7 @@ from llmcache.threads import forkable
 logger = logging.getLogger("llmcache")
 
 HOME = "LLMCACHE_HOME"  # environment variable: the folder of kept graphs; default: llmcache in the user's cache folder
-_FORMAT = 2  # of kept graphs; rises when the export changes
+_FORMAT = 3  # of kept graphs; rises when the export changes
 _OPSET, _OPSET_OF_ROPE = 23, 18  # 23 has attention as one operator, and a RoPE that takes one row only
 _FILE, _DIGEST = "model.onnx", "sha256"  # of a kept graph
 Precision = Literal["float32", "int8"]
@@ -113,6 +114,11 @@ class OnnxTrunk(GraphEngine):
     def n_graphs(self) -> int:
         """1, or 0 after the graph failed or was closed."""
         return int(self._is_open)
+
+    @property
+    def holds_weights(self) -> bool:  # type: ignore[override]
+        """True, until the graph fails: then a call was computed with the model's own."""
+        return self._is_open
 
     def close(self) -> None:
         """Run all calls eagerly from now on, and free the graph."""
@@ -253,18 +259,47 @@ def _export(twin: GraphTwin, path: Path) -> None:
     has_rope = any("rope_type" in vars(part) for part in twin.module.modules())
     sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
     with _quiet("torch.onnx"), torch.inference_mode(False), torch.no_grad():
-        torch.onnx.export(
+        program = torch.onnx.export(
             _Exported(twin).eval(),
             tuple(inputs.values()),
-            path,
             dynamo=True,
             input_names=list(inputs),
             output_names=list(twin.names),
             dynamic_shapes=(sizes,) * len(inputs),
-            external_data=True,  # one file holds at most 2 GB
             opset_version=_OPSET_OF_ROPE if has_rope else _OPSET,
             verbose=False,
         )
+        assert program is not None
+        program.model = untransposed(program.model, twin.trunk.config)
+        program.save(path, external_data=True)  # one file holds at most 2 GB
+
+
+def untransposed(graph: Any, config: Any) -> Any:
+    """Return an exported graph whose attention reads and makes states (B, T, D), of all heads: nothing is transposed.
+
+    Args:
+        graph: An `onnx_ir.Model`; it is changed.
+        config: The trunk's, which has the number of heads; without it the graph stays as it is.
+    """
+    from onnxscript.rewriter import pattern, rewrite
+
+    if (n_heads := setting(config, "num_attention_heads")) is None:
+        return graph
+
+    def apart(op: Any, query: Any, key: Any, value: Any, mask: Any, a: Any, b: Any, c: Any, whole: Any) -> Any:
+        inputs = ((query, a), (key, b), (value, c))
+        heads = (op.Transpose(op.Reshape(states, shape), perm=[0, 2, 1, 3]) for states, shape in inputs)
+        made = op.Attention(*heads, mask, _outputs=["made"], _allow_other_attributes=True)
+        return op.Reshape(op.Transpose(made, perm=[0, 2, 1, 3]), whole)
+
+    def together(op: Any, query: Any, key: Any, value: Any, mask: Any, made: Any, whole: Any, **shapes: Any) -> Any:
+        heads = {"q_num_heads": n_heads, "kv_num_heads": n_heads}
+        return op.Reshape(op.Attention(query, key, value, mask, **made.producer().attributes, **heads), whole)
+
+    def have_rows(context: Any, query: Any, key: Any, value: Any, **others: Any) -> bool:
+        return all(one.shape is not None and one.shape.rank() == 3 for one in (query, key, value))
+
+    return rewrite(graph, [pattern.RewriteRule(apart, together, have_rows)])
 
 
 def _quantise(folder: Path) -> None:
