@@ -13,13 +13,14 @@ from llmcache.answers import Reading, read_logits
 from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.inputs import Requests
+from llmcache.calibration.inputs import Requests, encoded, is_text
 from llmcache.calibration.risk_target import Metric
 from llmcache.calibrator import make_claim
 from llmcache.config import CacheConfig
 from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
-from llmcache.found import Found, look_up
+from llmcache.found import Explanation, Found, explain, look_up
+from llmcache.models.arguments import takes_dict
 from llmcache.models.callables import CallableModel, enclosed, refuse_settings, release
 from llmcache.paper.build import build as build_layerwise
 from llmcache.paper.layerwise import Layerwise
@@ -130,6 +131,7 @@ class LLMCache:
         digest: str | None = None,
         embeddings: Any = None,
         draft: nn.Module | None = None,
+        **settings: Any,
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
@@ -146,6 +148,7 @@ class LLMCache:
             digest: As for `wrap`.
             embeddings: As for `wrap`.
             draft: The model that drafts, if the cache was wrapped with one; `save` does not write it.
+            **settings: Single settings, which override those of `config`.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
@@ -154,14 +157,14 @@ class LLMCache:
             ConfigError: The saved cache cannot be used with `config`.
             WrapError: The model is wrapped already.
         """
-        given = None if config is None else CacheConfig.make(config)
+        given = CacheConfig.make(config, **settings) if config is not None or settings else None
         with enclosed(model, digest, embeddings, tokenizer) as module:
             saved = Saved(folder, module, tokenizer)
             try:
-                settings = saved.settings(given)
+                chosen = saved.settings(given)
                 if draft is not None:
-                    settings = settings.with_draft(draft)
-                cache = cls(module, settings, tokenizer, answer_of, rungs)
+                    chosen = chosen.with_draft(draft)
+                cache = cls(module, chosen, tokenizer, answer_of, rungs)
             except ConfigError as error:
                 if given is not None:
                     raise
@@ -330,7 +333,19 @@ class LLMCache:
         self.unwrap()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model in inference mode, in which the cache can serve."""
+        """Call the model in inference mode, in which the cache can serve.
+
+        Args:
+            *args: The model's arguments; or one text or list of texts, if `wrap` was given the tokenizer. Texts are
+                padded, and cut at the longest input of the tokenizer.
+            **kwargs: The model's arguments.
+
+        Raises:
+            ConfigError: A text, without the tokenizer.
+        """
+        if len(args) == 1 and is_text(args[0]):
+            inputs = encoded(args[0], self._tokenizer, self._way.trunk)
+            args, kwargs = ((inputs,), kwargs) if takes_dict(self.model) else ((), {**inputs, **kwargs})
         with torch.inference_mode():
             return self.model(*args, **kwargs)
 
@@ -444,6 +459,21 @@ class LLMCache:
             Exception: Any error that the model raises before its layers run.
         """
         return look_up(self.model, self._core.forward, batch)
+
+    def explain(self, *args: Any, **kwargs: Any) -> tuple[Explanation, ...]:
+        """Tell what the cache would do with a call, and why, without running the model. Takes the model's arguments.
+
+        Nothing is counted or stored. The call is looked up as `model(...)` would be here: outside of
+        `torch.inference_mode()` it bypasses the cache, for instance.
+
+        Returns:
+            An `Explanation` for each row, in order; `print` shows it as a sentence.
+
+        Raises:
+            ConfigError: The cache has `tau`, or the model does not reach its trunk with these arguments.
+            Exception: Any error that the model raises before its layers run.
+        """
+        return explain(self._core.forward, lambda: self.model(*args, **kwargs))
 
     @contextmanager
     def only_if_cached(self) -> Iterator[Self]:

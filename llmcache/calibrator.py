@@ -39,7 +39,7 @@ from llmcache.errors import CalibrationError, ConfigError, WrapError
 from llmcache.fingerprint import Learned
 from llmcache.index import AutoIndex
 from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
-from llmcache.models.arguments import names_of
+from llmcache.models.arguments import names_of, takes_dict
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, ModelForward
@@ -85,7 +85,7 @@ class Calibrator:
             ConfigError: A setting or the model rules out a calibration.
             UnsafeReuseError: The head answers token by token.
         """
-        self._model, self._trunk, self._head, self._forward = model, trunk, head, forward
+        self._model, self._trunk, self._forward = model, trunk, forward
         self._installed, self._tokenizer = installed, tokenizer
         # Reentrant: the given iterable of requests may itself call `observe`.
         self._lock: AbstractContextManager[Any] = forkable(threading.RLock(), is_waited_for=False)
@@ -246,10 +246,10 @@ class Calibrator:
             raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
 
     def _compute(self, inputs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
-        """Return the model's output for tokenised inputs, which sentence-transformers takes as one dict."""
+        """Return the model's output for tokenised inputs."""
         model = self._model if model is None else model
         with torch.inference_mode():
-            return model(dict(inputs)) if self._head.name == "sentence embedding" else model(**inputs)
+            return model(dict(inputs)) if takes_dict(model) else model(**inputs)
 
     def _compute_again(self, namespace: str, engine: str, inputs: Mapping[str, Any], is_eager: bool = False) -> Any:
         with setting(self._forward.namespace, namespace):

@@ -399,7 +399,7 @@ class CachedForward(Swap, Switches):
                 self._local.last = (Outcome(bypassed=call.reason),) * n_rows
             return
         if not call.is_collected:
-            self._local.last = outcomes = tuple(map(self._outcome, repeat(call), call.rows))
+            self._local.last = outcomes = tuple(map(self.outcome, repeat(call), call.rows))
             n_prompt = 0 if prefill is None else sum(r.n_valid for r in call.rows if r.number not in prefill.whole)
             self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
             if call.audited and self._audit is not None:
@@ -453,7 +453,8 @@ class CachedForward(Swap, Switches):
                 self._stored.tier.computed(call, len(call.computed) * n_tokens)
         return None
 
-    def _outcome(self, call: Call, row: Row) -> Outcome:
+    def outcome(self, call: Call, row: Row) -> Outcome:
+        """Return the outcome of a row of a call that was looked up."""
         if row.bypass_reason:
             return Outcome(row.key, bypassed=row.bypass_reason)
         if call.prefill is not None:

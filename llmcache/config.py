@@ -10,13 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from llmcache.errors import ConfigError
 from llmcache.registry import Component
 from llmcache.yaml_file import read_yaml
 
 GIB = 1024**3
+_BYTES = TypeAdapter(ByteSize)
 
 # Fingerprints with their own similarity, each computed by one index that serves no other fingerprint.
 _OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
@@ -172,11 +182,11 @@ class CacheConfig(_Settings):
             save. One call in 64 is still searched, so that searching resumes once it pays. The log states the numbers.
             Exact repeats and prefixes are always looked up, and misses always stored.
         max_entries: Most entries of the bank, with `tau` of each bank; None: no limit. Blocks are not counted.
-        max_bytes: Budget of all states, in bytes. Without `tau`, a namespace that holds less than an equal share of it
-            loses no entry to another. A decoder's requests are kept in blocks, which may fill what the bank leaves;
-            the bank takes at most one half, and blocks are evicted for it. With `tau` each bank has an equal share.
-            Fingerprints and bookkeeping are not included: 4 bytes per dimension, some 1 kB per request and some 2 kB
-            per block.
+        max_bytes: Budget of all states, in bytes, or a text such as `500MB` or `2GiB`. Without `tau`, a namespace that
+            holds less than an equal share of it loses no entry to another. A decoder's requests are kept in blocks,
+            which may fill what the bank leaves; the bank takes at most one half, and blocks are evicted for it. With
+            `tau` each bank has an equal share. Fingerprints and bookkeeping are not included: 4 bytes per dimension,
+            some 1 kB per request and some 2 kB per block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         engine: What computes the trunk for rows without a hit: `eager`, the model itself; `onnxruntime`, a graph of the
             trunk in float32, exported once and kept by the digest of the weights; or `auto`, the one that takes less
@@ -222,6 +232,16 @@ class CacheConfig(_Settings):
     @classmethod
     def _on_or_off(cls, value: Any) -> Any:
         return (PrefixOptions() if value else None) if isinstance(value, bool) else value
+
+    @field_validator("max_bytes", mode="before")
+    @classmethod
+    def _bytes_of_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return int(_BYTES.validate_python(value))
+        except ValidationError as error:
+            raise ValueError("give a number of bytes, or a text such as '500MB' or '2GiB'") from error
 
     @field_validator("audit", mode="before")
     @classmethod

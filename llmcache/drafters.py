@@ -20,7 +20,7 @@ from llmcache.engines.graphs import find_reason
 from llmcache.engines.onnx import OnnxTrunk
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.adapters import Trunk, device_of, locate
-from llmcache.models.arguments import Arguments, names_of
+from llmcache.models.arguments import Arguments, names_of, takes_dict
 from llmcache.models.hooks import are_hooked, listener_of, parts_of
 from llmcache.models.packing import Payload
 from llmcache.models.packing import parts_of as fields_of
@@ -88,7 +88,7 @@ class GraphDrafter:
             replicas[trunk.module].forward = self._give_states
             self._head = replicas[model]
             self._names = names_of(model.forward)
-            self._takes_dict = isinstance(model, nn.Sequential)  # sentence-transformers
+            self._takes_dict = takes_dict(model)
         ids = engine.twin.tokens(1, 4)
         self.run({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 

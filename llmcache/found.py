@@ -6,7 +6,7 @@ model is run on them.
 Sizes: B rows, T tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from llmcache.call import CachedForward
 from llmcache.errors import ConfigError
-from llmcache.models.arguments import DECIDING
+from llmcache.models.arguments import DECIDING, count_rows, takes_dict
+from llmcache.request.bypass import CURES
 from llmcache.request.call import Call
+from llmcache.request.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,53 @@ class Found:
     missing: Part | None
 
 
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would happen to a row of a call that is not made, and why.
+
+    Attributes:
+        outcome: As `cache.last` would hold it, unless the audit took the hit back.
+        limit: The calibration's limit of risk for the rung that serves it or was searched; None without a search.
+        cure: What to change where the call bypasses the cache; None where it does not.
+    """
+
+    outcome: Outcome
+    limit: float | None = None
+    cure: str | None = None
+
+    def __str__(self) -> str:
+        """Return one sentence."""
+        one, risk = self.outcome, ""
+        if one.bypassed:
+            return f"bypassed ({one.bypassed}): {self.cure}"
+        if one.risk is not None and self.limit is not None:
+            near = "" if one.similarity is None else f"similarity {one.similarity:.3f} to the chosen source, "
+            risk = f"{near}risk {one.risk:.3g}, limit {self.limit:.3g}"
+        if one.rung == "prefix":
+            return f"served by prefix: the first {one.n_prefix:,} tokens; the rest is computed"
+        if one.rung is not None:
+            return f"served by {one.rung}" + (f": {risk}" if risk else "")
+        return "computed: no stored request has these tokens" + (f"; {risk}" if risk else "")
+
+
+def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanation, ...]:
+    """Return what would happen to each row of the call that `run` makes; see `LLMCache.explain`."""
+    call = forward.prepared.look_up(run)
+    if call is None:
+        raise ConfigError("explain: the model's trunk was not called with these arguments")
+    if call.reason is not None:
+        n_rows = count_rows(call.arguments or forward.arguments.bind(call.args, call.kwargs))
+        return (Explanation(Outcome(bypassed=call.reason), cure=CURES[call.reason]),) * n_rows
+    limits = {} if call.made is None else call.made.limits
+    found = []
+    for row in call.rows:
+        one = forward.outcome(call, row)
+        # A computed row was refused by the last rung that was asked.
+        rung = one.rung or next(reversed([*limits]), None) if one.risk is not None else None
+        found.append(Explanation(one, None if rung is None else limits.get(rung), CURES.get(one.bypassed or "")))
+    return tuple(found)
+
+
 def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str, Any]) -> Found:
     """Return the hits of a batch; see `LLMCache.look_up`. Without `forward`, all rows are missing."""
     ids = batch.get("input_ids")
@@ -57,7 +106,7 @@ def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str,
     every = range(len(ids))
     if forward is None:
         return Found(None, Part(tuple(every), dict(batch)))
-    run = partial(model, dict(batch)) if isinstance(model, nn.Sequential) else partial(model, **batch)
+    run = partial(model, dict(batch)) if takes_dict(model) else partial(model, **batch)
     with torch.inference_mode():
         call = forward.prepared.look_up(run)
     if call is not None and not _can_resume(call, batch):

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -126,6 +127,7 @@ class Component(BaseModel):
             ConfigError: The name is unknown, or an option does not fit the constructor in name, type or value.
         """
         make, kind = registry.find(self.name), registry.kind
+        self._check_options(make, kind, len(args))
         hints: dict[str, Any] = {}
         with suppress(NameError):  # annotations imported for type checkers only
             hints = get_type_hints(make.__init__)
@@ -143,6 +145,26 @@ class Component(BaseModel):
             raise ConfigError(
                 f"{kind}: {self.name} does not accept {_shown(self.options)}: {error}; its options: {takes}"
             ) from error
+
+    def _check_options(self, make: type, kind: str, n_given: int) -> None:
+        """Refuse options that a constructor does not take, and a lack of those that it needs."""
+        try:
+            parameters = list(inspect.signature(make).parameters.values())[n_given:]
+        except ValueError:  # written in C, without a signature
+            return
+        named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        takes = f"its options: {', '.join(named) or 'none'}"
+        if unknown := [] if takes_any else [option for option in self.options if option not in named]:
+            near = get_close_matches(unknown[0], named, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{kind}: {self.name}: unknown option {unknown[0]!r}; {hint}{takes}")
+        needed = [name for name, one in named.items() if one.default is one.empty and name not in self.options]
+        if needed:
+            example = ", ".join(f"{name}: ..." for name in needed)
+            raise ConfigError(
+                f"{kind}: {self.name} needs {' and '.join(needed)}: {{name: {self.name}, {example}}}; {takes}"
+            )
 
 
 def _shown(value: Any) -> str:

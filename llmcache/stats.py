@@ -1,5 +1,6 @@
 """Counts, times and health of a cache, as plain values with the unit in the name."""
 
+import html
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -267,6 +268,21 @@ class Stats:
         data = {one.name: getattr(self, one.name) for one in fields(self)} | {"hit_rate": self.hit_rate}
         shown = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in data.items() if value)
         return "\n".join(f"{name}: {value}" for name, value in shown)
+
+    def _repr_html_(self) -> str:
+        """Return a table of requests by what served them, with bars, for notebooks."""
+        served = {**self.hits, "computed": self.n_misses, **{f"bypassed: {why}": n for why, n in self.bypassed.items()}}
+        shares = [(html.escape(name), n, n / max(1, self.n_requests)) for name, n in served.items()]
+        bar = '<div style="background:#4c78a8;height:1em;width:{:.0f}px"></div>'
+        rows = "".join(
+            f"<tr><td>{name}</td><td>{n:,}</td><td>{share:.1%}</td><td>{bar.format(200 * share)}</td></tr>"
+            for name, n, share in shares
+        )
+        audit = "" if self.audit is None else f"<br>{html.escape(str(self.audit))}"
+        return (
+            f"<p>{self.n_requests:,} requests, {self.hit_rate:.1%} hits, {self.held_nbytes / 1e6:,.1f} MB{audit}</p>"
+            f"<table><tr><th>served by</th><th>requests</th><th>share</th><th></th></tr>{rows}</table>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, `n_hits` and `hit_rate` included."""

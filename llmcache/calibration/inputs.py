@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache.answers import Answers
-from llmcache.errors import CalibrationError
+from llmcache.errors import CalibrationError, ConfigError
 from llmcache.models.adapters import Trunk, device_of
 
 Requests = Iterable[Mapping[str, Any] | str]
@@ -64,6 +64,35 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
             longest = most_of_text
         _check_ids(number, inputs, longest, getattr(trunk.config, "vocab_size", None))
         yield inputs
+
+
+def is_text(given: Any) -> bool:
+    """Whether an argument is a text or a list of texts."""
+    return isinstance(given, str) or (
+        isinstance(given, list) and bool(given) and all(isinstance(t, str) for t in given)
+    )
+
+
+def encoded(texts: str | list[str], tokenizer: Any, trunk: Trunk) -> dict[str, Tensor]:
+    """Return the model's inputs for texts: padded to the longest, and cut at the most tokens that the model takes.
+
+    Raises:
+        ConfigError: There is no tokenizer.
+    """
+    if tokenizer is None:
+        raise ConfigError(
+            "a text needs the tokenizer: give it to wrap(), tokenizer=..., or call the cache with tokenised inputs, "
+            "cache(**tokenizer(text, return_tensors='pt'))"
+        )
+    longest = longest_input(trunk, tokenizer)
+    made = tokenizer(
+        [texts] if isinstance(texts, str) else texts,
+        return_tensors="pt",
+        padding=not isinstance(texts, str),
+        truncation=longest is not None,
+        max_length=longest,
+    )
+    return {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
 
 
 def _check_ids(number: int, inputs: Mapping[str, Any], longest: int | None, n_words: int | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Layer arguments with one row per request. The size cannot tell: a table shared by all rows may have B rows, too.
 _BY_ROW = frozenset(
@@ -28,6 +28,11 @@ def names_of(forward: Callable[..., Any]) -> set[str] | None:
     parameters = inspect.signature(forward).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return None if takes_all else {parameter.name for parameter in parameters}
+
+
+def takes_dict(model: nn.Module) -> bool:
+    """Whether a model takes its inputs as one dict, as sentence-transformers' do."""
+    return isinstance(model, nn.Sequential)
 
 
 def take_row(value: Tensor, number: int, end: int) -> Tensor:

@@ -410,6 +410,10 @@ def enclosed(model: Any, digest: str | None, embeddings: Any, tokenizer: Any) ->
     if holder is not None:  # sentence-transformers with the backend onnx
         part, name = holder
         setattr(part, name, CallableModel(vars(part)[name], digest, embeddings, tokenizer))
+    elif is_pipeline(model):
+        raise ConfigError(
+            f"a {type(model).__name__} is wrapped by its model: LLMCache.wrap(pipeline.model), and call it as before"
+        )
     elif digest is not None or not isinstance(model, nn.Module):
         made = CallableModel(model, digest, embeddings, tokenizer)
     elif embeddings is not None:
@@ -442,6 +446,11 @@ def refuse_settings(model: nn.Module, config: CacheConfig) -> None:
             f"{', '.join(given)}: not with a callable or a session, which shows no layers, states or weights; leave "
             "it out"
         )
+
+
+def is_pipeline(model: Any) -> bool:
+    """Whether a value is one of transformers' pipelines, which takes texts and holds a model."""
+    return isinstance(getattr(model, "model", None), nn.Module) and hasattr(model, "preprocess")
 
 
 def _holder_of(model: nn.Module) -> tuple[nn.Module, str] | None:

@@ -313,7 +313,11 @@ async def _respond(
     body.check()
     most, decoder, namespace = server.settings.max_client_batch_size, server.decoder, request.state.tenant.namespace
     if len(prompts) * (body.n or 1) > most:
-        raise Refusal("too_large", f"prompts and their answers (n) are at most {most} together", param="n")
+        raise Refusal(
+            "too_large",
+            f"prompts and their answers (n) are at most {most} together (--max-client-batch-size)",
+            param="n",
+        )
     assert decoder is not None
     ids = [await decoder.encode(prompt, namespace) for prompt in prompts]
     asked = _Answers(server, body, shape(server, body))

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
@@ -61,7 +61,7 @@ class GenerationRequest(BaseModel):
 
     model: StrictStr | None = None
     max_tokens: _Count | None = None
-    temperature: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] | None = None
+    temperature: Annotated[StrictFloat, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[StrictFloat, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[StrictInt, Field(ge=-1)] | None = None
     seed: Annotated[StrictInt, Field(ge=-_SEED_RANGE, lt=_SEED_RANGE)] | None = None
@@ -174,7 +174,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    role: Annotated[StrictStr, Field(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[Any] | None = None
 

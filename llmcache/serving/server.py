@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from time import time
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcache.cache import LLMCache
+from llmcache.models.arguments import takes_dict
 from llmcache.serving.decoder import Decoder
 from llmcache.serving.encoder import Encoder
 from llmcache.serving.history import History
@@ -91,7 +92,7 @@ class Server:
 
         def work() -> int:
             with self.cache.namespace(namespace):
-                if isinstance(self.model, nn.Sequential):  # sentence-transformers: takes one dict
+                if takes_dict(self.model):
                     return self.cache.forget(dict(inputs))
                 return self.cache.forget(**inputs)
 

@@ -271,7 +271,7 @@ def check_number(server: Server, n: int, field: str = "inputs") -> None:
     if n == 0:
         raise Refusal("empty", f"`{field}` cannot be empty", param=field)
     if n > most:
-        raise Refusal("too_large", f"batch size {n} > maximum allowed batch size {most}")
+        raise Refusal("too_large", f"batch size {n} > maximum allowed batch size {most} (--max-client-batch-size)")
 
 
 def truncates(server: Server, asked: bool | None) -> bool:

@@ -16,13 +16,13 @@ from tests.tiny_models import VOCABULARY, build, tokenizer
 PROMPTS = {"query": "w1 w2 w3 ", "document": "w4 ", "none": ""}
 TEXTS = ["w10 w11 w12", "w20", "w1 w2 w3 w10 w11 w12", "w7 w8 w9 w10 w11 w12 w13 w14 w15"]
 BROKEN = "w80"  # a word whose embedding is not finite
-#: By role: `odd` raises, `short` reads a missing message, `unsafe` breaks the sandbox, `wrong` divides by zero.
+#: By first word: `odd` raises, `short` reads a missing message, `unsafe` breaks the sandbox, `wrong` divides by zero.
 TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m['role'] == 'odd' %}{{ raise_exception('no ' + m['content']) }}{% endif %}"
-    "{% if m['role'] == 'short' %}{{ messages[9]['content'] }}{% endif %}"
-    "{% if m['role'] == 'unsafe' %}{{ m['content'].__class__.__mro__ }}{% endif %}"
-    "{% if m['role'] == 'wrong' %}{{ 1 // 0 }}{% endif %}"
+    "{% if m['content'].startswith('odd') %}{{ raise_exception('no ' + m['content']) }}{% endif %}"
+    "{% if m['content'].startswith('short') %}{{ messages[9]['content'] }}{% endif %}"
+    "{% if m['content'].startswith('unsafe') %}{{ m['content'].__class__.__mro__ }}{% endif %}"
+    "{% if m['content'].startswith('wrong') %}{{ 1 // 0 }}{% endif %}"
     "{{ m['content'] }} {% endfor %}"
 )
 CHAT = [{"role": "user", "content": "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19"}]
@@ -146,22 +146,24 @@ def test_an_input_on_which_the_model_fails_is_logged_and_counted(servers: dict[s
     assert server.ask("/embed", {"inputs": "w40 w41"}).status == 200
 
 
-@pytest.mark.parametrize("role", ["unsafe", "wrong"])
-def test_a_chat_template_that_fails_is_the_servers_failure(servers: dict[str, Command], role: str) -> None:
+@pytest.mark.parametrize("word", ["unsafe", "wrong"])
+def test_a_chat_template_that_fails_is_the_servers_failure(servers: dict[str, Command], word: str) -> None:
     """If the template breaks the sandbox or fails, the response and the log name the error."""
     server = servers["decoder"]
-    failed = server.ask("/v1/chat/completions", {"messages": [{"role": role, "content": "w50 w51"}]})
+    failed = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": f"{word} w50 w51"}]})
     assert failed.status == 500
-    error = {"unsafe": "SecurityError", "wrong": "ZeroDivisionError"}[role]
+    error = {"unsafe": "SecurityError", "wrong": "ZeroDivisionError"}[word]
     assert "chat template" in failed.json["error"]["message"] and error in failed.json["error"]["message"]
     assert "order" not in failed.text
     assert f"chat template failed: {error}" in server.output and "w50" not in server.output + failed.text
 
 
-@pytest.mark.parametrize("role", ["odd", "short"])
-def test_messages_that_a_chat_template_does_not_take_are_the_clients(servers: dict[str, Command], role: str) -> None:
+@pytest.mark.parametrize("word", ["odd", "short"])
+def test_messages_that_a_chat_template_does_not_take_are_the_clients(servers: dict[str, Command], word: str) -> None:
     """If the template refuses messages, or reads a missing one, the request is refused with 400."""
-    failed = servers["decoder"].ask("/v1/chat/completions", {"messages": [{"role": role, "content": "w52 w53"}]})
+    failed = servers["decoder"].ask(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": f"{word} w52 w53"}]}
+    )
     assert failed.status == 400
     assert "another order" in failed.json["error"]["message"] and "w52" not in failed.text
 

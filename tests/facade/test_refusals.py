@@ -77,6 +77,12 @@ def test_bare_models_take_any_payload(bert: nn.Module, payload: str) -> None:
         ({"policy": {"name": "staleness", "half_life_s": 0}}, ["policy", "half_life_s", "0.001", "got 0"]),
         ({"policy": {"name": "divergence", "check_rate": 1.5}}, ["policy", "check_rate=1.5", "0 to 1"]),
         ({"policy": {"ttl_s": 3}}, ["policy", "name"]),
+        ({"store": "disk"}, ["store: disk needs folder: {name: disk, folder: ...}", "its options: folder"]),
+        (
+            {"store": {"name": "redis", "urll": "redis://h"}},
+            ["store: redis: unknown option 'urll'", "did you mean 'url'"],
+        ),
+        ({"max_bytes": "1 elephant"}, ["max_bytes", "'500MB'", "'1 elephant'"]),
         ({"policy": 7}, ["policy", "7"]),
         ({"fingerprint": "minhash", "index": "flat", "tau": 0.5}, ["minhash", "'lsh'", "'flat'", "'auto'"]),
         ({"fingerprint": "mean", "index": "lsh", "tau": 0.5}, ["minhash", "'lsh'", "'mean'", "'auto'"]),

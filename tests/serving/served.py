@@ -25,7 +25,8 @@ SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 CONTEXT = 256  # of the decoder
 END = "<|end|>"
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'odd' %}{{ raise_exception('no ' + m['content']) }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m['content'].startswith('odd') %}{{ raise_exception('no ' + m['content']) }}{% endif %}"
     "{{ m['role'] }}: {{ m['content'] }}" + END + "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _TEXT = ["the card was lost, and the cash is there", "where is my card? it costs 5 € and a naïve 🙂 more"]

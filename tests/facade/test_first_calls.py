@@ -1,0 +1,81 @@
+"""What a new user tries first: texts, sizes in words, a pipeline; and what the cache says of a call."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from llmcache import ConfigError, LLMCache
+from tests.tiny_models import BARE, CLASSIFIERS, build, tokenizer
+
+TEXTS = ["w5 w6 w7 w8", "w9 w10"]
+
+
+def test_texts_are_tokenised_with_the_tokenizer_that_was_given() -> None:
+    model, words = build(CLASSIFIERS["bert"]), tokenizer()
+    with torch.inference_mode():
+        expected = model(**words(TEXTS, return_tensors="pt", padding=True)).logits
+        alone = model(**words(TEXTS[1], return_tensors="pt")).logits
+    with LLMCache.wrap(model, tokenizer=words) as cache:
+        for _ in range(2):
+            torch.testing.assert_close(cache(TEXTS).logits, expected)
+        torch.testing.assert_close(cache(TEXTS[1]).logits, alone)
+        assert cache.last[0].rung == "exact"
+
+
+def test_a_text_longer_than_the_model_takes_is_cut() -> None:
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), tokenizer=tokenizer()) as cache:
+        assert cache("w5 " * 500).logits.isfinite().all()
+
+
+def test_a_text_without_a_tokenizer_is_refused() -> None:
+    with LLMCache.wrap(build(BARE["bert"])) as cache, pytest.raises(ConfigError, match=r"tokenizer.*return_tensors"):
+        cache("w5 w6")
+
+
+def test_a_pipeline_is_wrapped_by_its_model() -> None:
+    pipeline = tf.pipeline("text-classification", model=build(CLASSIFIERS["bert"]), tokenizer=tokenizer())
+    with pytest.raises(ConfigError, match=r"wrap\(pipeline.model\)"):
+        LLMCache.wrap(pipeline)
+    expected = pipeline(TEXTS[0])
+    with LLMCache.wrap(pipeline.model) as cache:
+        assert pipeline(TEXTS[0]) == pipeline(TEXTS[0]) == expected
+        assert cache.stats().hits == {"exact": 1}
+
+
+def test_a_budget_is_given_in_words() -> None:
+    for text, n in (("500MB", 500_000_000), ("2GiB", 2 << 30), ("1024", 1024)):
+        with LLMCache.wrap(build(BARE["bert"]), max_bytes=text) as cache:
+            assert cache.config.max_bytes == n
+
+
+def test_a_save_is_loaded_with_single_settings(tmp_path: Path) -> None:
+    with LLMCache.wrap(build(BARE["bert"])) as cache:
+        cache.save(tmp_path)
+    with LLMCache.load(build(BARE["bert"]), tmp_path, auto_bypass=False) as cache:
+        assert not cache.config.auto_bypass
+
+
+def test_explain_says_what_would_happen_and_changes_nothing() -> None:
+    words = tokenizer()
+    inputs = words(TEXTS, return_tensors="pt", padding=True)
+    with LLMCache.wrap(build(CLASSIFIERS["bert"])) as cache:
+        with torch.inference_mode():
+            assert [str(one) for one in cache.explain(**inputs)] == ["computed: no stored request has these tokens"] * 2
+            assert cache.stats().n_requests == 0
+            cache(**words(TEXTS[0], return_tensors="pt"))
+            first, second = cache.explain(**inputs)
+            assert (str(first), first.outcome.rung, second.outcome.rung) == ("served by exact", "exact", None)
+        bypassed = cache.explain(**inputs)
+        assert len(bypassed) == 2
+        assert bypassed[0].outcome.bypassed == "gradients" and "inference_mode" in str(bypassed[0])
+
+
+def test_stats_are_a_table_in_a_notebook() -> None:
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), tokenizer=tokenizer()) as cache:
+        for text in (TEXTS[0], TEXTS[0], TEXTS[1]):
+            cache(text)
+        shown = cache.stats()._repr_html_()
+    assert "3 requests, 33.3% hits" in shown
+    assert "<td>exact</td><td>1</td><td>33.3%</td>" in shown and "<td>computed</td><td>2</td>" in shown
