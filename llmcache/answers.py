@@ -83,7 +83,7 @@ class Classes(Answers):
     def margins(self, output: Floats) -> Floats:
         """Return the lead over the second class, its logarithm, and the log-odds of the first."""
         ordered = np.sort(output, axis=1)
-        behind = ordered[:, :-1] - ordered[:, -1:]  # (N, C - 1); under 0
+        behind = ordered[:, :-1] - ordered[:, -1:]  # (N, C - 1); at most 0
         odds = -np.log(np.add.reduce(np.exp(behind), axis=1) + 1e-6)
         return np.concatenate([_with_log(-behind[:, -1]), odds[:, None]], axis=1)
 

@@ -20,7 +20,7 @@ from llmcache.config import CacheConfig
 from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
 from llmcache.found import Explanation, Found, explain, look_up
-from llmcache.models.arguments import takes_dict
+from llmcache.models.arguments import takes_dict, takes_tokens
 from llmcache.models.callables import CallableModel, enclosed, refuse_settings, release
 from llmcache.paper.build import build as build_layerwise
 from llmcache.paper.layerwise import Layerwise
@@ -140,15 +140,15 @@ class LLMCache:
         Args:
             model: As for `wrap`.
             folder: A folder that `save` wrote.
-            config: Settings that replace the saved ones, as for `wrap`. Only `policy`, `auto_bypass` and budgets may
-                differ; budgets of a calibrated cache may only be raised.
+            config: Settings that replace all saved ones, as for `wrap`. Only `policy`, `auto_bypass`, `engine` and
+                budgets may differ; budgets of a calibrated cache may only be raised.
             tokenizer: As for `wrap`.
             answer_of: As for `wrap`.
             rungs: As for `wrap`; `save` does not write them.
             digest: As for `wrap`.
             embeddings: As for `wrap`.
             draft: The model that drafts, if the cache was wrapped with one; `save` does not write it.
-            **settings: Single settings, which override those of `config`.
+            **settings: Single settings, which override those of `config`, or else of the save.
 
         Raises:
             UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
@@ -157,10 +157,12 @@ class LLMCache:
             ConfigError: The saved cache cannot be used with `config`.
             WrapError: The model is wrapped already.
         """
-        given = CacheConfig.make(config, **settings) if config is not None or settings else None
+        given = None if config is None else CacheConfig.make(config, **settings)
         with enclosed(model, digest, embeddings, tokenizer) as module:
             saved = Saved(folder, module, tokenizer)
             try:
+                if config is None and settings:
+                    given = CacheConfig.make(saved.manifest.config, **settings)
                 chosen = saved.settings(given)
                 if draft is not None:
                     chosen = chosen.with_draft(draft)
@@ -337,17 +339,22 @@ class LLMCache:
 
         Args:
             *args: The model's arguments; or one text or list of texts, if `wrap` was given the tokenizer. Texts are
-                padded, and cut at the longest input of the tokenizer.
+                padded, and cut at the most tokens that the model takes.
             **kwargs: The model's arguments.
 
         Raises:
             ConfigError: A text, without the tokenizer.
         """
-        if len(args) == 1 and is_text(args[0]):
-            inputs = encoded(args[0], self._tokenizer, self._way.trunk)
-            args, kwargs = ((inputs,), kwargs) if takes_dict(self.model) else ((), {**inputs, **kwargs})
+        args, kwargs = self._arguments(args, kwargs)
         with torch.inference_mode():
             return self.model(*args, **kwargs)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call, with texts tokenised unless the model's forward takes them itself."""
+        if not (len(args) == 1 and is_text(args[0]) and takes_tokens(self.model)):
+            return args, kwargs
+        inputs = encoded(args[0], self._tokenizer, self._way.trunk)
+        return ((inputs,), kwargs) if takes_dict(self.model) else ((), {**inputs, **kwargs})
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""
@@ -461,19 +468,21 @@ class LLMCache:
         return look_up(self.model, self._core.forward, batch)
 
     def explain(self, *args: Any, **kwargs: Any) -> tuple[Explanation, ...]:
-        """Tell what the cache would do with a call, and why, without running the model. Takes the model's arguments.
+        """Tell what `cache(...)` would do with a call, and why; the model does not run. Takes what `cache(...)` takes.
 
-        Nothing is counted or stored. The call is looked up as `model(...)` would be here: outside of
-        `torch.inference_mode()` it bypasses the cache, for instance.
+        Nothing is counted in `stats` or stored; a draft runs. `last` is empty afterwards.
 
         Returns:
-            An `Explanation` for each row, in order; `print` shows it as a sentence.
+            An `Explanation` for each row, in order; `str` makes a sentence of it.
 
         Raises:
-            ConfigError: The cache has `tau`, or the model does not reach its trunk with these arguments.
+            ConfigError: The cache has `tau`; a text, without the tokenizer; or the model does not reach its trunk.
+            WrapError: The cache was unwrapped.
             Exception: Any error that the model raises before its layers run.
         """
-        return explain(self._core.forward, lambda: self.model(*args, **kwargs))
+        if self._core.installed.is_empty:
+            raise WrapError("the cache was unwrapped: wrap the model again")
+        return explain(self._core.forward, lambda: self(*args, **kwargs))
 
     @contextmanager
     def only_if_cached(self) -> Iterator[Self]:

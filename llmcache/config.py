@@ -5,6 +5,7 @@ codec) are given as a name, or as `{name: ..., option: value}`.
 """
 
 import difflib
+import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -239,8 +240,10 @@ class CacheConfig(_Settings):
         if not isinstance(value, str):
             return value
         try:
+            if not re.fullmatch(r"\s*\d*\.?\d+\s*\w*\s*", value):  # pydantic reads '1,000MB' as 1
+                raise ValueError(value)
             return int(_BYTES.validate_python(value))
-        except ValidationError as error:
+        except ValueError as error:  # pydantic's errors are of this kind
             raise ValueError("give a number of bytes, or a text such as '500MB' or '2GiB'") from error
 
     @field_validator("audit", mode="before")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmcache.calibration.calibration import DRAFT, SEMANTIC
 from llmcache.call import CachedForward
 from llmcache.errors import ConfigError
 from llmcache.models.arguments import DECIDING, count_rows, takes_dict
@@ -56,8 +57,8 @@ class Explanation:
     """What would happen to a row of a call that is not made, and why.
 
     Attributes:
-        outcome: As `cache.last` would hold it, unless the audit took the hit back.
-        limit: The calibration's limit of risk for the rung that serves it or was searched; None without a search.
+        outcome: As `cache.last` would hold it, unless the audit withdrew the hit.
+        limit: The calibration's limit for the risk in `outcome`; None without a risk.
         cure: What to change where the call bypasses the cache; None where it does not.
     """
 
@@ -77,7 +78,7 @@ class Explanation:
             return f"served by prefix: the first {one.n_prefix:,} tokens; the rest is computed"
         if one.rung is not None:
             return f"served by {one.rung}" + (f": {risk}" if risk else "")
-        return "computed: no stored request has these tokens" + (f"; {risk}" if risk else "")
+        return "computed: nothing stored serves it" + (f"; {risk}" if risk else "")
 
 
 def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanation, ...]:
@@ -92,9 +93,8 @@ def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanat
     found = []
     for row in call.rows:
         one = forward.outcome(call, row)
-        # A computed row was refused by the last rung that was asked.
-        rung = one.rung or next(reversed([*limits]), None) if one.risk is not None else None
-        found.append(Explanation(one, None if rung is None else limits.get(rung), CURES.get(one.bypassed or "")))
+        rung = one.rung or (DRAFT if one.similarity is None else SEMANTIC)  # a source's risk comes with a similarity
+        found.append(Explanation(one, limits.get(rung), CURES.get(one.bypassed or "")))
     return tuple(found)
 
 

@@ -27,7 +27,7 @@ _NAMES = {
     "request.prefill": ("Link",),
     "paper.fingerprints": ("ShingleMinHash",),
     "index.lsh": ("share_equal",),
-    # Engines: what else runs the model exports it alike.
+    # Engines: experiments export models in the same way.
     "engines.onnx": ("untransposed",),
     # Fit and choose: calibrations, step by step.
     "calibration.calibrated_reuse": ("CalibratedReuse",),

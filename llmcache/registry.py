@@ -127,7 +127,7 @@ class Component(BaseModel):
             ConfigError: The name is unknown, or an option does not fit the constructor in name, type or value.
         """
         make, kind = registry.find(self.name), registry.kind
-        self._check_options(make, kind, len(args))
+        self._check_options(make, kind, args)
         hints: dict[str, Any] = {}
         with suppress(NameError):  # annotations imported for type checkers only
             hints = get_type_hints(make.__init__)
@@ -146,13 +146,16 @@ class Component(BaseModel):
                 f"{kind}: {self.name} does not accept {_shown(self.options)}: {error}; its options: {takes}"
             ) from error
 
-    def _check_options(self, make: type, kind: str, n_given: int) -> None:
+    def _check_options(self, make: type, kind: str, args: Sequence[Any]) -> None:
         """Refuse options that a constructor does not take, and a lack of those that it needs."""
         try:
-            parameters = list(inspect.signature(make).parameters.values())[n_given:]
+            signature = inspect.signature(make)
         except ValueError:  # written in C, without a signature
             return
-        named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+        parameters = list(signature.parameters.values())
+        given = signature.bind_partial(*args).arguments
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = {one.name: one for one in parameters if one.kind in kinds and one.name not in given}
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
         takes = f"its options: {', '.join(named) or 'none'}"
         if unknown := [] if takes_any else [option for option in self.options if option not in named]:

@@ -271,7 +271,8 @@ class Stats:
 
     def _repr_html_(self) -> str:
         """Return a table of requests by what served them, with bars, for notebooks."""
-        served = {**self.hits, "computed": self.n_misses, **{f"bypassed: {why}": n for why, n in self.bypassed.items()}}
+        bypassed = {f"bypassed: {why}": n for why, n in self.bypassed.items() if why != "decode"}  # parts of requests
+        served = {**self.hits, "computed": self.n_misses, **bypassed}
         shares = [(html.escape(name), n, n / max(1, self.n_requests)) for name, n in served.items()]
         bar = '<div style="background:#4c78a8;height:1em;width:{:.0f}px"></div>'
         rows = "".join(

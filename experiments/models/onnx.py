@@ -46,7 +46,6 @@ def export(module: nn.Module, inputs: Inputs, path: Path) -> Path:
     """Write a model with one output as a graph with any number of rows and tokens; return its path."""
     two = {name: value.repeat(2, 1) for name, value in inputs.items()}  # 1 row would be taken for a constant
     sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
-    config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             _ByPosition(module, list(two)).eval(),
@@ -58,7 +57,7 @@ def export(module: nn.Module, inputs: Inputs, path: Path) -> Path:
             verbose=False,
         )
         assert program is not None
-        program.model = untransposed(program.model, config)
+        program.model = untransposed(program.model)
         program.save(path)
     return path
 

@@ -70,7 +70,7 @@ class RecomputeQueue:
             self._waiting.append(task)
 
     def take(self) -> list[Recompute]:
-        """Remove and return the oldest row, with others that can share its batch."""
+        """Remove and return the oldest row, with those of nearest length that can share its batch."""
         with self._lock:
             taken = self._waiting[:1]
             if taken and self._width:

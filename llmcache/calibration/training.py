@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from llmcache.draft import Draft
 
 N_TURNS = 5
-N_TIMED = 32  # look-ups
-_N_BULK = 1 << 20  # numbers, 8 MB: more than the caches of one core hold
+_N_TIMED = 32  # look-ups
+_N_BULK = 1 << 20  # numbers, 8 MB: more than the level-2 cache of a core
 
 
 class Found(NamedTuple):
@@ -96,11 +96,11 @@ class CalibrationFitter:
     def _search_s(self, cases: Sequence[Observation]) -> float:
         """Return the median seconds of a look-up in service, where a forward has just filled the processor's caches."""
         times, bulk = [], np.ones(_N_BULK)
-        for case in cases[-N_TIMED:]:  # of the last turn, whose tokens the fingerprint knows
+        for case in cases[-_N_TIMED:]:  # of the last turn, whose tokens the fingerprint knows
             self._forecasts.pop(case.row.key, None)
             bulk.sum()
             started = perf_counter()
-            self.chooser.look(case, *self._forecast(case))
+            self._choose(case)
             times.append(perf_counter() - started)
         return median(times)
 

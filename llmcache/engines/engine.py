@@ -18,7 +18,7 @@ class Engine(Protocol):
 
     @property
     def holds_weights(self) -> bool:
-        """Whether it computes with a copy of the weights: then no edit during a call changes what it returns."""
+        """Whether it has a copy of the weights of the digest given to `choose`, so that later edits change nothing."""
         ...
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> "Engine":

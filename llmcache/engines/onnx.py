@@ -30,7 +30,6 @@ from llmcache.engines.engine import Eager
 from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
 from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
-from llmcache.models.model_config import setting
 from llmcache.models.weights import Weights
 from llmcache.request.rows import Row
 from llmcache.threads import forkable
@@ -117,7 +116,7 @@ class OnnxTrunk(GraphEngine):
 
     @property
     def holds_weights(self) -> bool:  # type: ignore[override]
-        """True, until the graph fails: then a call was computed with the model's own."""
+        """False after the graph failed: calls then run with the model's own weights."""
         return self._is_open
 
     def close(self) -> None:
@@ -270,21 +269,16 @@ def _export(twin: GraphTwin, path: Path) -> None:
             verbose=False,
         )
         assert program is not None
-        program.model = untransposed(program.model, twin.trunk.config)
+        program.model = untransposed(program.model)
         program.save(path, external_data=True)  # one file holds at most 2 GB
 
 
-def untransposed(graph: Any, config: Any) -> Any:
-    """Return an exported graph whose attention reads and makes states (B, T, D), of all heads: nothing is transposed.
+def untransposed(graph: Any) -> Any:
+    """Return an exported graph, an `onnx_ir.Model`, in which attention takes states (B, T, D) of all heads at once.
 
-    Args:
-        graph: An `onnx_ir.Model`; it is changed.
-        config: The trunk's, which has the number of heads; without it the graph stays as it is.
+    ONNX Runtime then transposes nothing. The graph given is changed.
     """
     from onnxscript.rewriter import pattern, rewrite
-
-    if (n_heads := setting(config, "num_attention_heads")) is None:
-        return graph
 
     def apart(op: Any, query: Any, key: Any, value: Any, mask: Any, a: Any, b: Any, c: Any, whole: Any) -> Any:
         inputs = ((query, a), (key, b), (value, c))
@@ -293,13 +287,17 @@ def untransposed(graph: Any, config: Any) -> Any:
         return op.Reshape(op.Transpose(made, perm=[0, 2, 1, 3]), whole)
 
     def together(op: Any, query: Any, key: Any, value: Any, mask: Any, made: Any, whole: Any, **shapes: Any) -> Any:
-        heads = {"q_num_heads": n_heads, "kv_num_heads": n_heads}
+        heads = dict(zip(("q_num_heads", "kv_num_heads"), n_heads(made), strict=True))
         return op.Reshape(op.Attention(query, key, value, mask, **made.producer().attributes, **heads), whole)
 
-    def have_rows(context: Any, query: Any, key: Any, value: Any, **others: Any) -> bool:
-        return all(one.shape is not None and one.shape.rank() == 3 for one in (query, key, value))
+    def n_heads(made: Any) -> list[Any]:
+        return [None if one.shape is None else one.shape[1] for one in made.producer().inputs[:2]]  # of (B, H, T, d)
 
-    return rewrite(graph, [pattern.RewriteRule(apart, together, have_rows)])
+    def is_known(context: Any, query: Any, key: Any, value: Any, made: Any, **others: Any) -> bool:
+        have_rows = all(one.shape is not None and one.shape.rank() == 3 for one in (query, key, value))
+        return have_rows and all(isinstance(n, int) for n in n_heads(made))
+
+    return rewrite(graph, [pattern.RewriteRule(apart, together, is_known)])
 
 
 def _quantise(folder: Path) -> None:

@@ -35,6 +35,12 @@ def takes_dict(model: nn.Module) -> bool:
     return isinstance(model, nn.Sequential)
 
 
+def takes_tokens(model: nn.Module) -> bool:
+    """Whether a model may take token ids: as `input_ids`, in a dict, or by `**kwargs`."""
+    names = names_of(type(model).forward)
+    return takes_dict(model) or names is None or "input_ids" in names
+
+
 def take_row(value: Tensor, number: int, end: int) -> Tensor:
     """Return a row's part (1, end) of an argument (B, T), or of one (1, T) that all rows share; a view."""
     return value[number if len(value) > 1 else 0][None, :end]

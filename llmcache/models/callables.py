@@ -410,9 +410,9 @@ def enclosed(model: Any, digest: str | None, embeddings: Any, tokenizer: Any) ->
     if holder is not None:  # sentence-transformers with the backend onnx
         part, name = holder
         setattr(part, name, CallableModel(vars(part)[name], digest, embeddings, tokenizer))
-    elif is_pipeline(model):
+    elif _is_pipeline(model):
         raise ConfigError(
-            f"a {type(model).__name__} is wrapped by its model: LLMCache.wrap(pipeline.model), and call it as before"
+            "wrap the pipeline's model instead, LLMCache.wrap(pipeline.model); then call the pipeline as before"
         )
     elif digest is not None or not isinstance(model, nn.Module):
         made = CallableModel(model, digest, embeddings, tokenizer)
@@ -448,9 +448,11 @@ def refuse_settings(model: nn.Module, config: CacheConfig) -> None:
         )
 
 
-def is_pipeline(model: Any) -> bool:
-    """Whether a value is one of transformers' pipelines, which takes texts and holds a model."""
-    return isinstance(getattr(model, "model", None), nn.Module) and hasattr(model, "preprocess")
+def _is_pipeline(given: Any) -> bool:
+    """Whether a value is one of transformers' pipelines, which take texts and hold a model."""
+    return any(
+        kind.__name__ == "Pipeline" and kind.__module__.startswith("transformers.") for kind in type(given).__mro__
+    )
 
 
 def _holder_of(model: nn.Module) -> tuple[nn.Module, str] | None:

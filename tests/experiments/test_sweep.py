@@ -122,7 +122,7 @@ def test_a_sweep_has_a_point_for_every_threshold() -> None:
         ({"methods": ["llmcache", "no"]}, r"^methods\.1: .*'llmcache', 'doccache' or 'semantic_response' .*'no'"),
         ({"fingerprints": ["mean", "median"]}, "^fingerprint: unknown name 'median'; known: attention, mean"),
         ({"fingerprints": [{"name": "median", "bits": 64}]}, "^fingerprint: unknown name 'median'; known: "),
-        ({"fingerprints": [{"name": "pca", "dims": 8}]}, "^fingerprint: pca does not accept {'dims': 8}"),
+        ({"fingerprints": [{"name": "pca", "dims": 8}]}, "^fingerprint: pca: unknown option 'dims'"),
         ({"cache": {"max_entrys": 8}}, "^cache.max_entrys: unknown setting; did you mean 'max_entries'"),
         ({"live_taus": [1.5]}, r"^cache.tau: .*got 1.5"),
         (OBSERVE | {"cache": {"policy": "newest"}}, "^policy: unknown name 'newest'; known: divergence, fifo"),

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from torch import nn
 
-from llmcache import ConfigError, LLMCache
-from tests.tiny_models import BARE, CLASSIFIERS, build, tokenizer
+from llmcache import ConfigError, LLMCache, WrapError
+from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10"]
 
@@ -51,25 +52,35 @@ def test_a_budget_is_given_in_words() -> None:
 
 
 def test_a_save_is_loaded_with_single_settings(tmp_path: Path) -> None:
-    with LLMCache.wrap(build(BARE["bert"])) as cache:
+    with LLMCache.wrap(build(BARE["bert"]), policy="lfu", payload="cls") as cache:
         cache.save(tmp_path)
     with LLMCache.load(build(BARE["bert"]), tmp_path, auto_bypass=False) as cache:
         assert not cache.config.auto_bypass
+        assert (cache.config.policy.name, cache.payload) == ("lfu", "cls")  # as saved
 
 
 def test_explain_says_what_would_happen_and_changes_nothing() -> None:
-    words = tokenizer()
-    inputs = words(TEXTS, return_tensors="pt", padding=True)
-    with LLMCache.wrap(build(CLASSIFIERS["bert"])) as cache:
-        with torch.inference_mode():
-            assert [str(one) for one in cache.explain(**inputs)] == ["computed: no stored request has these tokens"] * 2
-            assert cache.stats().n_requests == 0
-            cache(**words(TEXTS[0], return_tensors="pt"))
-            first, second = cache.explain(**inputs)
-            assert (str(first), first.outcome.rung, second.outcome.rung) == ("served by exact", "exact", None)
-        bypassed = cache.explain(**inputs)
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), tokenizer=tokenizer()) as cache:
+        assert [str(one) for one in cache.explain(TEXTS)] == ["computed: nothing stored serves it"] * 2
+        assert cache.stats().n_requests == 0
+        cache(TEXTS[0])
+        first, second = cache.explain(TEXTS)
+        assert (str(first), first.outcome.rung, second.outcome.rung) == ("served by exact", "exact", None)
+        bypassed = cache.explain(TEXTS, output_attentions=True)
         assert len(bypassed) == 2
-        assert bypassed[0].outcome.bypassed == "gradients" and "inference_mode" in str(bypassed[0])
+        assert bypassed[0].outcome.bypassed == "output_attentions" and "turn output_attentions off" in str(bypassed[0])
+    with pytest.raises(WrapError):
+        cache.explain(TEXTS)
+
+
+def test_explain_names_the_prefix_of_a_prompt() -> None:
+    with LLMCache.wrap(build(TOKEN_HEADS["causal"]), tokenizer=tokenizer()) as cache:
+        prompt = " ".join(f"w{i}" for i in range(5, 23))
+        cache(prompt)
+        (found,) = cache.explain(f"{prompt} w50")
+    assert found.outcome.n_prefix >= 16 and str(found).startswith(
+        f"served by prefix: the first {found.outcome.n_prefix}"
+    )
 
 
 def test_stats_are_a_table_in_a_notebook() -> None:
@@ -79,3 +90,18 @@ def test_stats_are_a_table_in_a_notebook() -> None:
         shown = cache.stats()._repr_html_()
     assert "3 requests, 33.3% hits" in shown
     assert "<td>exact</td><td>1</td><td>33.3%</td>" in shown and "<td>computed</td><td>2</td>" in shown
+
+
+def test_a_model_that_takes_texts_itself_gets_them() -> None:
+    class OfTexts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.words = build(CLASSIFIERS["bert"]), tokenizer()
+
+        def forward(self, texts: list[str]) -> torch.Tensor:
+            logits: torch.Tensor = self.model(**self.words(texts, return_tensors="pt", padding=True)).logits
+            return logits
+
+    with LLMCache.wrap(OfTexts(), audit=0) as cache:
+        torch.testing.assert_close(cache(TEXTS), cache(TEXTS))
+        assert cache.stats().hits == {"exact": 2}

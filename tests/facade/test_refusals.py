@@ -82,6 +82,7 @@ def test_bare_models_take_any_payload(bert: nn.Module, payload: str) -> None:
             {"store": {"name": "redis", "urll": "redis://h"}},
             ["store: redis: unknown option 'urll'", "did you mean 'url'"],
         ),
+        ({"max_bytes": "1,000MB"}, ["max_bytes", "'500MB'", "'1,000MB'"]),
         ({"max_bytes": "1 elephant"}, ["max_bytes", "'500MB'", "'1 elephant'"]),
         ({"policy": 7}, ["policy", "7"]),
         ({"fingerprint": "minhash", "index": "flat", "tau": 0.5}, ["minhash", "'lsh'", "'flat'", "'auto'"]),

@@ -201,7 +201,7 @@ def test_wrong_inputs_are_told(classifier: TestClient, inputs: Any) -> None:
 def test_no_inputs_and_too_many_have_statuses_of_their_own(classifier: TestClient) -> None:
     assert _post(classifier, "/predict", 400, inputs=[]) == {"error": "`inputs` cannot be empty", "error_type": "Empty"}
     refused = _post(classifier, "/predict", 413, inputs=[["a"]] * 5)
-    assert refused["error"] == "batch size 5 > maximum allowed batch size 4"
+    assert refused["error"] == "batch size 5 > maximum allowed batch size 4 (--max-client-batch-size)"
 
 
 @pytest.mark.hostile("fields of the dialects")
