@@ -72,6 +72,12 @@ class LLMCache:
             raise ConfigError(f"not with tau={self.config.tau}: the paper's cache decides at each layer; leave tau out")
         return self._way
 
+    @property
+    def _installed_core(self) -> Core:
+        if self._core.installed.is_empty:
+            raise WrapError("the cache was unwrapped: wrap the model again")
+        return self._core
+
     @classmethod
     def wrap(
         cls,
@@ -290,9 +296,7 @@ class LLMCache:
                 only some buckets fail, the failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
-        if self._core.installed.is_empty:
-            raise WrapError("the cache was unwrapped: wrap the model again")
-        self._core.compile(lengths, rows, mode, backend, max_padding)
+        self._installed_core.compile(lengths, rows, mode, backend, max_padding)
 
     def build_engine(self) -> None:
         """Make the graph of the setting `engine` anew for the present weights, after an edit; some seconds or more.
@@ -303,9 +307,7 @@ class LLMCache:
             ConfigError: The cache has `tau`, or a package of the extra `onnx` is not installed.
             WrapError: The cache was unwrapped.
         """
-        if self._core.installed.is_empty:
-            raise WrapError("the cache was unwrapped: wrap the model again")
-        self._core.build_engine()
+        self._installed_core.build_engine()
 
     def unwrap(self) -> Any:
         """Remove the cache, restoring the model exactly, and return what was wrapped. A second call does nothing.
@@ -480,9 +482,7 @@ class LLMCache:
             WrapError: The cache was unwrapped.
             Exception: Any error that the model raises before its layers run.
         """
-        if self._core.installed.is_empty:
-            raise WrapError("the cache was unwrapped: wrap the model again")
-        return explain(self._core.forward, lambda: self(*args, **kwargs))
+        return explain(self._installed_core.forward, lambda: self(*args, **kwargs))
 
     @contextmanager
     def only_if_cached(self) -> Iterator[Self]:
