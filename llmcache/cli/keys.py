@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from llmcache.cli.table import show_table
+from llmcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from llmcache.serving.keys import Scope
@@ -23,6 +24,7 @@ def add(
     admin: Annotated[
         bool, typer.Option("--admin", help="May also see metrics and the page, purge, disable and drain.")
     ] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="May see metrics and the page, and nothing else.")] = False,
     max_concurrent: Annotated[int | None, typer.Option(min=1, help="Maximum concurrent requests.")] = None,
 ) -> None:
     """Make a key and print it once: the file holds only its hash. A running server accepts it within a second.
@@ -31,7 +33,9 @@ def add(
     """
     from llmcache.serving.keys import add_key
 
-    scopes: list[Scope] = ["infer", "admin"] if admin else ["infer"]
+    if admin and metrics:
+        raise ConfigError("give --admin or --metrics: an admin may see metrics as well")
+    scopes: list[Scope] = ["metrics"] if metrics else ["infer", "admin"] if admin else ["infer"]
     typer.echo(add_key(file, name, namespace, scopes, max_concurrent))
 
 

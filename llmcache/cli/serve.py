@@ -78,6 +78,13 @@ def command(
             help="Reveal hits and times in headers and usage. Clients can then find out what was asked before."
         ),
     ] = False,
+    cors_allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may send requests, such as https://example.org, or *. May be repeated."),
+    ] = None,
+    access_log: Annotated[
+        bool, typer.Option(help="Log each request: route, status, time, key; never its text.")
+    ] = False,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Address for OpenTelemetry traces; needs extra otel.")
     ] = None,
@@ -97,7 +104,7 @@ def command(
     import torch
 
     from llmcache.config import CacheConfig
-    from llmcache.serving.loading import load_served
+    from llmcache.serving.loading import NAMES, load_served
     from llmcache.serving.saving import Saves
     from llmcache.serving.server import Server
     from llmcache.serving.settings import ServerSettings
@@ -105,12 +112,17 @@ def command(
     logging.basicConfig(level=logging.WARNING, format=_LOG)
     logging.getLogger("llmcache").setLevel(logging.INFO)
     # Options have the names of the settings.
-    named = {name: value for name, value in context.params.items() if name in ServerSettings.model_fields}
+    given = context.params | {"cors_allow_origin": tuple(cors_allow_origin or ())}
+    named = {name: value for name, value in given.items() if name in ServerSettings.model_fields}
     settings = ServerSettings(**{**named, "model": served_name or model})
-    given = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
-    cache_config = CacheConfig.make(config, **given) if config or given else None
+    computed_by = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
+    cache_config = CacheConfig.make(config, **computed_by) if config or computed_by else None
     saves = Saves(save)
+    log = logging.getLogger("llmcache.serving")
+    log.info("loading %s", model)
     served = load_served(model, models_dir, device=device, dtype=dtype, revision=revision, pooling=pooling)
+    weights = next(served.model.parameters())
+    log.info("loaded %s, %s on %s", NAMES[served.kind], str(weights.dtype).removeprefix("torch."), weights.device)
     if threads is None and served.kind != "decoder":
         # Leave a core for hits, which are served during a batch: a thread that shares its core delays all others.
         threads = max(1, torch.get_num_threads() - 1)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, StrictStr
 
 from llmcache.errors import LLMCacheError
 from llmcache.serving.fields import Fields
-from llmcache.serving.keys import PUBLIC
+from llmcache.serving.keys import ANYONE, PUBLIC
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tei import Classified, Input, classified_of, items_of, with_prompt
@@ -57,9 +57,11 @@ router = APIRouter(prefix="/admin", tags=["admin"])
 
 @router.post("/purge", response_model_exclude_none=True)
 async def purge(asked: Purge, request: Request) -> Purged:
-    """Purge all entries of a namespace; return the number of requests they held."""
-    server = _log_action(request, "purges a namespace")
+    """Purge all entries of a namespace; return the number of requests they held. 404 if it had none and has no key."""
+    server, keys = _log_action(request, "purges a namespace"), request.app.state.keys
     n_requests = await _wait_for(server.purge(asked.namespace))
+    if not n_requests and asked.namespace not in ({ANYONE.namespace} if keys is None else keys.namespaces):
+        raise Refusal("not_found", "no key has this namespace, and it held nothing: see `llmcache keys list`")
     has_copies = asked.namespace == PUBLIC and server.decoder is not None and server.settings.keys is not None
     return Purged(purged=n_requests, note=_COPIES_NOTE if has_copies else None)
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.routing import iter_route_contexts
 
@@ -41,15 +42,17 @@ def create_app(server: Server) -> FastAPI:
 
     path = server.settings.keys
     keys = None if path is None else Keys(path, server.metrics.key_file_failures.inc)
-    app = FastAPI(
-        title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
-    app.state.server = server
+    app = FastAPI(title="llmcache", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False)
+    app.state.server, app.state.keys = server, keys
     for router in (*(part.router for part in (tei, openai_encoders, openai_decoders, metrics, admin, page)), _alive):
         app.router.routes.extend(router.routes)  # include_router() would match routes twice per request
     install_handlers(app)
     templates = [route.path for route in iter_route_contexts(app.routes)]
     app.add_middleware(Front, server=server, keys=keys, templates=templates)
+    if origins := server.settings.cors_allow_origin:  # outside of `Front`: a preflight has no key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=3600
+        )
     if server.settings.otlp_endpoint is not None:
         instrument(app, server.settings.otlp_endpoint)
     return app

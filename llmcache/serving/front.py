@@ -1,6 +1,6 @@
 """Middleware before the routes: authentication, limits, error responses, counting.
 
-    request id -> key and scope -> whole body -> concurrency slot -> route
+    CORS -> request id -> key and scope -> whole body -> concurrency slot -> route
 
 The whole body is read before the request takes a slot, so that slow clients occupy none. Only inference requests need
 slots: metrics and operator routes work when all are taken.
@@ -32,13 +32,17 @@ from llmcache.serving.refusals import Refusal, described, dialect_of, overloaded
 from llmcache.serving.server import Server
 
 logger = logging.getLogger("llmcache")
+access = logging.getLogger("llmcache.serving.access")
 
 _T = TypeVar("_T")
 
 #: Methods and paths that need no key.
 OPEN: Final = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/health", "/healthz"))
+#: Paths whose figures the scope `metrics` may read.
+_FIGURES: Final = frozenset(("/", "/metrics", "/admin/figures", "/admin/stats"))
 #: Template under which requests without a route are counted.
 UNKNOWN: Final = "unknown"
+_SWAGGER: Final = frozenset(("/docs", "/openapi.json"))
 #: Limit of memory for partly received bodies, in bodies of `payload_limit` bytes.
 N_BODIES: Final = 64
 
@@ -95,11 +99,16 @@ class Front:
             if status != _CLIENT_GONE:  # the response has begun: uvicorn closes the connection as it stays incomplete
                 status = refusal.status(dialect_of(path))
             else:
-                is_login = refusal.kind == "unauthorised" and scope_of(scope["method"], path) == "admin"
+                is_login = refusal.kind == "unauthorised" and (path in _FIGURES or path in _SWAGGER)
                 await _send_refusal(refusal, scope, receive, sent, is_login)
         finally:
             self._metrics.n_under_way -= is_inference
-            self._metrics.answered(route, status, perf_counter() - started, is_inference)
+            took_s = perf_counter() - started
+            self._metrics.answered(route, status, took_s, is_inference)
+            if self._server.settings.access_log:
+                tenant = scope["state"].get("tenant")
+                who, method = "-" if tenant is None else tenant.name, scope["method"]
+                access.info("%s %s %d %.1f ms, %s, %s", method, route, status, 1e3 * took_s, who, request_id.decode())
 
     def _route(self, path: str) -> str:
         """Return the template of a path: the first that matches, as in starlette."""
@@ -147,7 +156,8 @@ class Front:
         is_bearer, is_basic = scheme.lower() == b"bearer", scheme.lower() == b"basic"
         if not is_bearer and scope["method"] not in _READ_METHODS:
             # A browser sends its saved password, or needs none, for requests that any web page makes it send (CSRF).
-            _check_origin(scope, self._keys is not None or needed != "admin")
+            allowed = () if needed == "admin" else self._server.settings.cors_allow_origin
+            _check_origin(scope, self._keys is not None or needed != "admin", allowed)
         if self._keys is None:
             return ANYONE
         if len(given) > 1:
@@ -159,7 +169,7 @@ class Front:
             raise Refusal("unauthorised", "this server needs a key: send the header Authorization: Bearer KEY")
         if (tenant := self._keys.find(credentials.strip())) is None:
             raise Refusal("unauthorised", "this key is not known here")
-        if needed not in tenant.scopes:
+        if not tenant.may(needed):
             raise Refusal("forbidden", f"this key lacks the scope {needed!r}")
         return tenant
 
@@ -199,7 +209,9 @@ def scope_of(method: str, path: str) -> keys_of.Scope | None:
     """Return the scope that a request's key needs, or None if it needs no key. Paths without a route need one."""
     if (method, path) in OPEN:
         return None
-    return "admin" if path in ("/", "/metrics") or path.startswith("/admin") else "infer"
+    if method in _READ_METHODS and path in _FIGURES:
+        return "metrics"
+    return "admin" if path.startswith("/admin") else "infer"
 
 
 def route_path(scope: Scope) -> str:
@@ -275,14 +287,16 @@ async def _send_refusal(refusal: Refusal, scope: Scope, receive: Receive, send: 
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _check_origin(scope: Scope, is_name_allowed: bool) -> None:
-    """Refuse browser requests from pages of another origin (CSRF); other clients send neither header.
+def _check_origin(scope: Scope, is_name_allowed: bool, allowed: Sequence[str]) -> None:
+    """Refuse browser requests from pages of another origin (CSRF), unless it is `allowed`; other clients name none.
 
     Unless `is_name_allowed`, the Host must be an IP address or localhost: the owner of another name can point it to
     this server, and their page then has the same origin (DNS rebinding).
     """
     site, origin, host = (_headers(scope, name) for name in (b"sec-fetch-site", b"origin", b"host"))
     if not site and not origin:
+        return
+    if origin and ("*" in allowed or origin[0].decode("latin-1") in allowed):
         return
     is_same = bool(origin) and [origin[0].partition(b"://")[2].lower()] == [one.lower() for one in host]
     if not (site[0] in (b"same-origin", b"none") if site else is_same):

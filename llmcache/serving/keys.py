@@ -5,7 +5,7 @@ The file is YAML: a list of
     - name: search              # for logs and metrics; never the key
       hash: 5e884898da28...     # SHA-256 of the key, in hexadecimal digits
       namespace: search         # where its requests are stored and looked up
-      scopes: [infer]           # `admin` allows metrics, the page, purging and draining
+      scopes: [infer]           # `metrics`: see metrics and the page; `admin`: also purge, disable and drain
       max_concurrent: 8         # limit of concurrent requests; optional
 
 A key has 256 random bits, so a plain hash is enough. Salts and slow hashes protect secrets that can be guessed, such as
@@ -34,7 +34,7 @@ from llmcache.yaml_file import parse_yaml
 
 logger = logging.getLogger("llmcache")
 
-Scope = Literal["infer", "admin"]
+Scope = Literal["infer", "metrics", "admin"]
 
 #: Namespace that all keys read. Its entries answer every tenant, so only keys of it with the scope `admin` write it.
 PUBLIC: Final = "public"
@@ -48,7 +48,7 @@ _EXPECTED: Final = {
     "name": "1 to 64 characters of A-Z, a-z, 0-9, '.', '_' and '-', in quotes if it looks like a number",
     "hash": "64 hexadecimal digits, the SHA-256 of the key: `llmcache keys add` writes them",
     "namespace": "1 to 64 of the same characters; every key needs one, as there is no default namespace",
-    "scopes": "a list of `infer`, `admin` or both",
+    "scopes": "a list of `infer`, `metrics` and `admin`, or some of them",
     "max_concurrent": "a whole number from 1",
 }
 
@@ -62,6 +62,10 @@ class Tenant(BaseModel):
     namespace: Annotated[str, Field(pattern=_NAME)]  # of all its requests; they cannot choose another
     scopes: Annotated[list[Scope], Field(min_length=1)]
     max_concurrent: Annotated[int | None, Field(ge=1)] = None  # concurrent requests; None: the server's limit
+
+    def may(self, scope: Scope) -> bool:
+        """Whether a request that needs this scope is allowed; `admin` includes `metrics`."""
+        return scope in self.scopes or (scope == "metrics" and "admin" in self.scopes)
 
 
 #: Every client of a server without keys. By default such a server listens on the loopback address only.
@@ -142,6 +146,11 @@ class Keys:
         self._seen = _file_state(path)
         self._known = read_keys(path)
         self._log_warnings()
+
+    @property
+    def namespaces(self) -> set[str]:
+        """Namespaces of all keys, and the one that all of them read."""
+        return {PUBLIC, *(known.namespace for known in self._known)}
 
     def find(self, key: bytes) -> Tenant | None:
         """Return the holder of a key, or None if it is unknown. The time taken does not depend on the key."""

@@ -1,7 +1,10 @@
-"""OpenAI's `/v1/models` and `/v1/embeddings`, and vLLM's additions: classify, and rerank as by Jina and Cohere."""
+"""OpenAI's `/v1/models` and `/v1/embeddings`, and vLLM's additions: classify, and rerank as by Jina and Cohere.
+
+`/embeddings`, `/models` and `/rerank` are for clients of Infinity, which has no `/v1`; `/rerank` is also TEI's route.
+"""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import time
 from typing import Annotated, Any, Final, Literal
 from uuid import uuid4
@@ -9,9 +12,10 @@ from uuid import uuid4
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, StrictInt, StrictStr, Tag
 from pydantic_core import to_json
 
+from llmcache.serving import tei
 from llmcache.serving.bodies import BodyRoute
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
@@ -80,6 +84,26 @@ class RerankRequest(_Body):
     max_tokens_per_doc: StrictInt | None = None
 
 
+def _shape_of(given: Any) -> str | None:
+    """Return whose shape a body of `/rerank` has; None if it could be either's."""
+    has_texts, has_documents = ("texts" in given, "documents" in given) if isinstance(given, Mapping) else (True, False)
+    return None if has_texts and has_documents else "Jina" if has_documents else "TEI"
+
+
+class AnyRerankRequest(RootModel[tei.RerankRequest | RerankRequest]):
+    """Body of `/rerank`: `texts` as in TEI, or `documents` as in Jina and Infinity."""
+
+    root: Annotated[
+        Annotated[tei.RerankRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("Jina")],
+        Discriminator(
+            _shape_of,
+            custom_error_type="either",
+            custom_error_message="give `texts` (as TEI) or `documents` (as Jina), not both",
+        ),
+    ]
+
+
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(request: Request) -> JSONResponse:
     """List the served model."""
@@ -95,6 +119,7 @@ async def model(name: str, request: Request) -> JSONResponse:
     return JSONResponse(_model_object(server))
 
 
+@router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Return embeddings of norm 1 in OpenAI's format."""
@@ -157,6 +182,13 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     ]
     answer = {"id": f"rerank-{uuid4().hex}", "model": server.name, "usage": _usage(made), "results": results}
     return JSONResponse(answer, headers=headers(server, made))
+
+
+@router.post("/rerank")
+async def rerank_as_asked(body: AnyRerankRequest, request: Request) -> JSONResponse:
+    """Score texts by relevance to a query, best first, in the format of TEI or of Jina, as the request has it."""
+    asked = body.root
+    return await (tei.rerank(asked, request) if isinstance(asked, tei.RerankRequest) else rerank(asked, request))
 
 
 async def _run_model(

@@ -170,13 +170,15 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of a conversation."""
+    """A message of a conversation. Calls of tools and their results are for the chat template to write."""
 
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: list[Any] | None = None
+    name: StrictStr | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: StrictStr | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -204,17 +206,18 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise Refusal("invalid", "top_logprobs needs logprobs=true", param="top_logprobs")
         for number, message in enumerate(self.messages):
-            if message.tool_calls:
-                param = f"messages[{number}].tool_calls"
-                raise Refusal("invalid", f"{param}: this server does not support tools", param=param)
             if isinstance(message.content, list) and any(part.text is None for part in message.content):
                 param = f"messages[{number}].content"
                 raise Refusal("invalid", f"{param}: this server supports only parts of type `text`", param=param)
 
     @property
-    def chat(self) -> list[dict[str, str]]:
+    def chat(self) -> list[dict[str, Any]]:
         """Messages for the chat template; the text parts of a message are joined by newlines."""
-        return [{"role": one.role, "content": _text(one.content)} for one in self.messages]
+        return [
+            {"role": one.role, "content": _text(one.content)}
+            | one.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+            for one in self.messages
+        ]
 
     @property
     def n_logprobs(self) -> int | None:

@@ -74,7 +74,8 @@ router = APIRouter(include_in_schema=False)
 async def page(request: Request) -> HTMLResponse:
     server: Server = request.app.state.server
     nonce = secrets.token_urlsafe(16)
-    shown = {"nonce": nonce, "version": llmcache.__version__, "every_s": int(EVERY_S)}
+    may_operate = request.state.tenant.may("admin")
+    shown = {"nonce": nonce, "version": llmcache.__version__, "every_s": int(EVERY_S), "may_operate": may_operate}
     return _html(await asyncio.to_thread(_render, "page.html", server, shown), nonce)
 
 
@@ -127,6 +128,7 @@ def view(server: Server) -> dict[str, Any]:
         "memory": list(_memory(stats, config.max_bytes)),
         "routes": server.metrics.slowest()[:_MAX_ROUTES],
         "troubles": list(_troubles(server, stats)),
+        "by_operator": list(_by_operator(server)),
         "bypassed": sorted(stats.bypassed.items(), key=lambda one: -one[1]),
     }
 
@@ -187,10 +189,6 @@ def _memory_row(name: str, nbytes: int, max_bytes: int | None) -> dict[str, Any]
 
 def _troubles(server: Server, stats: Stats) -> Iterator[str]:
     """Yield one sentence for each problem that the operator should know of."""
-    if server.phase != "ready":
-        yield f"The server is {server.phase}."
-    if server.is_disabled:
-        yield "The cache is disabled: all requests are computed."
     if server.saves.is_kept:
         yield "Nothing is saved: the content of its folder is not used and is kept. The log says why."
     if server.saves.has_failed:
@@ -199,6 +197,14 @@ def _troubles(server: Server, stats: Stats) -> Iterator[str]:
         yield f"The cache is {stats.health}."
     if stats.audit is not None and stats.audit.status in ("drifted", "failing", "off", "other weights"):
         yield f"Nothing is reused approximately: {stats.audit.status}."
+
+
+def _by_operator(server: Server) -> Iterator[str]:
+    """Yield one sentence for each state that an operator chose."""
+    if server.phase != "ready":
+        yield f"The server is {server.phase}."
+    if server.is_disabled:
+        yield "The cache is disabled: all requests are computed."
 
 
 def _style(rung: str) -> str:

@@ -100,5 +100,5 @@ def overloaded(why: str, retry_after_s: int = 1) -> Refusal:
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a path: OpenAI's below `/v1/` and `/v2/`, else TEI's."""
-    return "openai" if path.startswith(("/v1/", "/v2/")) else "tei"
+    """Return the dialect of a path: OpenAI's below `/v1/` and `/v2/` and on Infinity's routes, else TEI's."""
+    return "openai" if path.startswith(("/v1/", "/v2/")) or path in ("/embeddings", "/models") else "tei"

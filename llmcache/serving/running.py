@@ -68,6 +68,8 @@ class Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests and finish running ones; a second Ctrl-C exits without waiting."""
+        n_running, name = self._server.metrics.n_under_way, signal.Signals(sig).name
+        logger.info("%s: new requests are refused, %d under way are finished", name, n_running)
         self._server.phase = "stopping"
         super().handle_exit(sig, frame)
 
@@ -80,6 +82,7 @@ class Uvicorn(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             cut.cancel()
+        logger.info("stopped")
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from time import perf_counter
 
 from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
@@ -46,12 +47,14 @@ class Saves:
         """Save the cache if `is_saving`. If this fails, the previous save stays intact."""
         if self.folder is None or self.is_kept:
             return
+        began = perf_counter()
         try:
             cache.save(self.folder)
         except BaseException:
             self.has_failed = True
             raise
         self.has_failed = False
+        logger.info("saved %d requests to %s in %.1f s", cache.stats().n_stored, self.folder, perf_counter() - began)
 
     def try_to_save(self, cache: LLMCache) -> None:
         """Save the cache; log a failure instead of raising it, so that later saves are still tried."""
@@ -71,10 +74,16 @@ class Saves:
             return None
         if not (folder / MANIFEST).is_file():
             return None
+        began = perf_counter()
         try:
-            return LLMCache.load(
+            cache = LLMCache.load(
                 served.model, folder, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of
             )
+            took = perf_counter() - began
+            logger.info("restored %d requests from %s in %.1f s", cache.stats().n_stored, folder, took)
+            if cache.calibration is not None:
+                logger.info("calibrated: %s", str(cache.calibration).partition("\n")[0])
+            return cache
         except UnfitBankError as error:
             self._keep_folder(error)
         except BankFileError as error:

@@ -2,8 +2,9 @@
 
 import asyncio
 import gc
+import logging
 from collections.abc import Mapping
-from time import time
+from time import perf_counter, time
 from typing import Literal
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from llmcache.serving.refusals import Refusal, stopping
 from llmcache.serving.saving import Saves
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Tokenizing
+
+logger = logging.getLogger("llmcache.serving")
 
 Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
 _WARM_UP = "llmcache warm-up"  # not a valid namespace of a key
@@ -147,7 +150,9 @@ class Server:
 
     async def start(self) -> None:
         """Warm up and become ready."""
+        began = perf_counter()
         await self.thread.run(self._warm_up)
+        logger.info("warmed up in %.1f s", perf_counter() - began)
         gc.collect()
         gc.freeze()  # exclude long-lived objects of the model and libraries: a collection over them takes 0.3 s
         if self.saves.is_saving and self.settings.save_every_s:

@@ -35,4 +35,6 @@ class ServerSettings(BaseModel):
     warmup_tokens: int = Field(default=128, ge=0)  # tokens of the longest warm-up input; 0: no warm-up
     # Reveal hits and times in headers and `usage`. Clients can then find out which requests their namespace has seen.
     reveal_hits: bool = False
+    cors_allow_origin: tuple[str, ...] = ()  # origins whose pages may send requests, or "*"; not below /admin
+    access_log: bool = False  # log method, route, status, time, key and id of each request
     otlp_endpoint: str | None = None  # address for OpenTelemetry traces (extra `otel`); None: no traces

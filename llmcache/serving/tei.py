@@ -1,17 +1,28 @@
 """Routes of text-embeddings-inference (TEI), with its fields, truncation and errors (OpenAPI document, version 1.9).
 
 Unknown fields are ignored, as in TEI. A route that needs another kind of model answers with an error that names it.
+One thing differs: `/predict` refuses a flat list of several texts: TEI takes two for a pair, many users for a batch.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
 
 from llmcache import __version__
 from llmcache.serving.bodies import BodyRoute, cache_headers, rendered
@@ -23,6 +34,8 @@ from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tokenizing import Item, Prompted
 
+_M = TypeVar("_M", bound=BaseModel)
+
 router = APIRouter(tags=["text-embeddings-inference"], route_class=BodyRoute)
 
 _FAST = Field(fail_fast=True)  # report only the first wrong item, however many there are
@@ -31,8 +44,11 @@ _Ids = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
 #: Input of the embedding routes: a text, token ids, or a list of either.
 Input = StrictStr | Texts | Annotated[list[_Ids], _FAST] | Annotated[list[StrictInt], _FAST]
 _Pair = Annotated[list[StrictStr], Field(min_length=1, max_length=2, fail_fast=True)]
-#: Input of `/predict`: a text, a list of one text or a pair of texts, or a list of such lists.
-Classified = StrictStr | Annotated[list[_Pair], _FAST] | _Pair
+#: Input of `/predict`: a text, or a list of lists that hold one text or a pair each.
+Classified = StrictStr | Annotated[list[_Pair], _FAST] | Texts
+_AMBIGUOUS: Final = (
+    '`inputs`: a flat list may be a pair or a batch: [["a", "b"]] is a pair, [["a"], ["b"]] are two texts'
+)
 _Direction = Annotated[
     Literal["left", "right"], BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 ]
@@ -63,11 +79,19 @@ class EmbedRequest(EmbedAllRequest):
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
+class HubParameters(_Body):
+    """Field `parameters` of a text classification, as `huggingface_hub.InferenceClient` sends it."""
+
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+    top_k: Annotated[StrictInt, Field(ge=1)] | None = None
+
+
 class PredictRequest(Cut):
-    """Body of `/predict`."""
+    """Body of `/predict`. With `parameters`, one text is answered with a list of one list, as on the hub."""
 
     inputs: Classified
     raw_scores: StrictBool = False
+    parameters: HubParameters | None = None
 
 
 class RerankRequest(Cut):
@@ -97,6 +121,12 @@ class SimilarityRequest(_Body):
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
+
+
+class AnyRequest(BaseModel):
+    """Body of `/`: that of `/embed`, `/similarity`, `/predict` or `/rerank`, whichever the served model takes."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class TokenizeRequest(_Body):
@@ -141,13 +171,18 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
 async def predict(body: PredictRequest, request: Request) -> Response:
     """Return all labels with scores, best first, for each input."""
     items, is_batch = classified_of(body.inputs)
+    asked = body.parameters or HubParameters()
     server, made = await computed(request, "classifier", items, body, Fields("inputs", is_batch))
-    found = [_ranked(server, one.values, body.raw_scores) for one in made]
+    function = "sigmoid" if server.served.is_multi_label else "softmax"
+    if asked.function_to_apply not in (None, "none", function):
+        raise Refusal("invalid", f"`parameters.function_to_apply`: this model has {function}; `none` gives raw scores")
+    is_raw = body.raw_scores or asked.function_to_apply == "none"
+    found = [_ranked(server, one.values, is_raw)[: asked.top_k] for one in made]
+    has_list = is_batch or body.parameters is not None
     n_labels = len(server.served.labels)
-    return await rendered(found if is_batch else found[0], n_labels * len(found), headers(server, made))
+    return await rendered(found if has_list else found[0], n_labels * len(found), headers(server, made))
 
 
-@router.post("/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """Score texts by relevance to a query, best first."""
     items = [(body.query, text) for text in body.texts]
@@ -171,6 +206,24 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     server, made = await computed(request, "embedding", texts, asked, fields, asked.prompt_name)
     source, *others = (embedding(server, one.values, True, None) for one in made)
     return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
+
+
+@router.post("/")
+@router.post("/invocations")
+async def main_route(body: AnyRequest, request: Request) -> Response:
+    """Answer as the main route of the served model does: `/embed` or `/similarity`, `/predict`, or `/rerank`."""
+    server: Server = request.app.state.server
+    given = body.model_extra or {}
+    match server.served.kind:
+        case "embedding" if isinstance(given.get("inputs"), Mapping):
+            return await similarity(_validated(SimilarityRequest, given), request)
+        case "embedding":
+            return await embed(_validated(EmbedRequest, given), request)
+        case "classifier":
+            return await predict(_validated(PredictRequest, given), request)
+        case "reranker":
+            return await rerank(_validated(RerankRequest, given), request)
+    raise Refusal("wrong_model", "this route is not of a causal language model: use /v1/chat/completions")
 
 
 @router.post("/tokenize")
@@ -279,6 +332,14 @@ def truncates(server: Server, asked: bool | None) -> bool:
     return server.settings.auto_truncate if asked is None else asked
 
 
+def _validated(model: type[_M], given: Mapping[str, Any]) -> _M:
+    """Return a body checked by the model of its route."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+
+
 def items_of(inputs: Any) -> list[Any]:
     return [inputs] if is_one(inputs) else list(inputs)
 
@@ -294,7 +355,9 @@ def classified_of(inputs: Any) -> tuple[list[Item], bool]:
         return [inputs], False
     if inputs and isinstance(inputs[0], list):
         return [_text_or_pair(one) for one in inputs], True
-    return [_text_or_pair(inputs)] if inputs else [], False
+    if len(inputs) > 1:
+        raise Refusal("invalid", _AMBIGUOUS, param="inputs")
+    return list(inputs), False
 
 
 def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:

@@ -37,6 +37,7 @@ def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
         "ann": add_key(path, "ann", "a", infer, max_concurrent=1),
         "bob": add_key(path, "bob", "b", infer),
         "boss": add_key(path, "boss", "public", (*infer, "admin")),
+        "meter": add_key(path, "meter", "a", ("metrics",)),
     }
     return path, {name: f"Bearer {key}" for name, key in made.items()}
 
@@ -108,6 +109,47 @@ def test_a_key_decides_the_namespace_and_public_is_read_by_all(models: Path, key
         assert figure(server, "http_requests_total", route="/predict", status="401") == 1
         with pytest.raises(WebSocketDisconnect, check=lambda error: error.code == 1008), client.websocket_connect("/"):
             pass
+
+
+def test_a_key_of_the_scope_metrics_sees_figures_and_changes_nothing(
+    models: Path, keys: tuple[Path, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, of = keys
+    caplog.set_level("INFO", "llmcache")
+    with client_of(make_server(models / "classifier", keys=path, access_log=True)) as client:
+        headers = {"Authorization": of["meter"]}
+        for name in ("/", "/metrics", "/admin/stats", "/admin/figures"):
+            assert client.get(name, headers=headers).status_code == 200
+        page, own = (client.get("/", headers={"Authorization": of[name]}).text for name in ("meter", "boss"))
+        assert 'data-action="purge"' in own and "<button" in own and 'data-action="purge"' not in page
+        posted = [name for method, name in routes_of(client) if method == "POST"]
+        assert len(posted) > 20
+        for name in posted:
+            assert client.post(name, headers=headers, json={"namespace": "a", "inputs": SECRET}).status_code == 403
+        seen = [one.getMessage() for one in caplog.records if one.name == "llmcache.serving.access"]
+        assert any(re.fullmatch(r"GET /metrics 200 [0-9.]+ ms, meter, [0-9a-f]{32}", one) for one in seen)
+        assert len(seen) == 6 + len(posted) and not any(SECRET in one for one in seen)
+
+
+def test_pages_of_allowed_origins_may_ask(models: Path) -> None:
+    ours, other = "https://shop.example", "https://evil.example"
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with client_of(make_server(models / "classifier", cors_allow_origin=(ours,))) as client:
+        for origin, status in ((ours, 200), (other, 400)):
+            before = client.options("/predict", headers={"Origin": origin, **asked})
+            assert before.status_code == status
+            assert ("access-control-allow-origin" in before.headers) == (origin == ours)
+        host = {"Host": "127.0.0.1:8080", "Sec-Fetch-Site": "cross-site"}
+        answer = client.post("/predict", json={"inputs": "my card"}, headers={"Origin": ours, **host})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ours)
+        assert client.post("/predict", json={"inputs": "my"}, headers={"Origin": other, **host}).status_code == 403
+        assert client.post("/admin/clear", headers={"Origin": ours, **host}).status_code == 403
+
+
+def test_swagger_documents_the_routes(shared: TestClient) -> None:
+    assert "swagger-ui" in shared.get("/docs").text
+    paths = shared.get("/openapi.json").json()["paths"]
+    assert {"/", "/rerank", "/v1/embeddings", "/v1/chat/completions", "/admin/purge"} <= paths.keys()
 
 
 @pytest.mark.hostile("keys, paths and origins")

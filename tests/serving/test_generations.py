@@ -224,6 +224,24 @@ def test_log_probabilities(client: TestClient, plain: Any) -> None:
 
 
 @pytest.mark.hostile("fields of the dialects")
+def test_calls_of_tools_are_written_by_the_chat_template(models: Path) -> None:
+    said = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": {"name": "find"}}]}]
+    server = make_server(models / "decoder")
+    server.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+        "{% for c in m.get('tool_calls', []) %}<{{ c['function']['name'] }}>{% endfor %}{% endfor %}"
+    )
+    with client_of(server) as client:
+
+        def n_prompt(*messages: dict[str, Any]) -> int:
+            answer = client.post("/v1/chat/completions", json={"messages": messages, **GREEDY})
+            return int(answer.raise_for_status().json()["usage"]["prompt_tokens"])
+
+        with_call, without = n_prompt(*said), n_prompt(*CHAT, {"role": "assistant", "content": None})
+        assert with_call == without + len(byte_tokenizer()("<find>")["input_ids"])
+        assert n_prompt(*said, {"role": "tool", "tool_call_id": "a", "content": "my card"}) > with_call
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -242,7 +260,8 @@ def test_log_probabilities(client: TestClient, plain: Any) -> None:
         *(({"messages": one}, "messages") for one in ([], [{"role": "user", "content": "odd secret"}])),
         *(({"messages": [{"content": "a", **one}]}, "messages[0].role") for one in ({}, {"role": "odd"})),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "user", "content": "card " * CONTEXT}]}, "messages"),
         ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),

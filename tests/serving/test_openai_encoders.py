@@ -106,11 +106,40 @@ def test_the_client_of_hugging_face(models: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it blocks local servers too
     with listening(make_server(models / "embedding")) as (_, url):
-        made = InferenceClient(base_url=f"{url}/embed").feature_extraction("lost my card")
+        client = InferenceClient(base_url=url)
+        made = client.feature_extraction("lost my card")
         assert np.linalg.norm(made) == pytest.approx(1, abs=1e-5)
+        assert InferenceClient(base_url=f"{url}/embed").feature_extraction("lost my card").tolist() == made.tolist()
+        near, far = client.sentence_similarity("lost my card", other_sentences=["lost my card", "cash"])
+        assert near == pytest.approx(1, abs=1e-5) and far < near
     with listening(make_server(models / "classifier")) as (_, url):
-        best: Any = InferenceClient(base_url=f"{url}/predict").text_classification("lost my card")
-        assert best.label in LABELS
+        best, second = InferenceClient(base_url=url).text_classification("lost my card", top_k=2)
+        assert best.label in LABELS and best.score >= second.score
+
+
+def test_infinity_has_its_routes_without_v1(embedding: TestClient) -> None:
+    asked = {"input": ["lost my card"], "model": "embedding"}
+    assert embedding.post("/embeddings", json=asked).json() == embedding.post("/v1/embeddings", json=asked).json()
+    assert embedding.get("/models").json() == embedding.get("/v1/models").json()
+    assert embedding.post("/embeddings", json={"input": []}).json()["error"]["type"] == "invalid_request_error"
+
+
+def test_rerank_takes_the_shape_of_tei_or_of_jina(models: Path) -> None:
+    asked = {"query": "my card", "documents": ["cash", {"text": "lost my card"}], "top_n": 1, "model": "reranker"}
+    with client_of(make_server(models / "reranker")) as client:
+        made, known = (client.post(path, json=asked).json() for path in ("/rerank", "/v1/rerank"))
+        assert made["results"] == known["results"] and len(made["results"]) == 1
+        ranks = client.post("/rerank", json={"query": "my card", "texts": ["cash", "lost my card"]}).json()
+        assert ranks[0]["score"] == pytest.approx(made["results"][0]["relevance_score"], abs=1e-5)
+        for wrong, told in (
+            (asked | {"texts": ["cash"]}, "not both"),
+            ({"query": "my card"}, "texts: Field required"),
+            (asked | {"documents": ["cash", 3]}, "documents[1]"),
+            (asked | {"documents": []}, "cannot be empty"),
+            ([1], "body"),
+        ):
+            answer = client.post("/rerank", json=wrong)
+            assert answer.status_code in (400, 422) and told in answer.json()["error"], answer.text
 
 
 @pytest.mark.slow

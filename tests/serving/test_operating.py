@@ -113,7 +113,8 @@ def test_a_namespace_is_purged_a_request_forgotten_and_the_rest_cleared(
     for text in ("my card", "my cash"):
         ask(client, text)
     assert done(client.post("/admin/forget", json={"inputs": "my card"})) == {"forgotten": 1}
-    assert done(client.post("/admin/purge", json={"namespace": "another"})) == {"purged": 0}
+    unknown = client.post("/admin/purge", json={"namespace": "another"})
+    assert (unknown.status_code, unknown.json()["error_type"]) == (404, "Validation")
     assert done(client.post("/admin/purge", json=NAMESPACE)) == {"purged": 1}
     ask(client)
     assert done(client.post("/admin/clear")) == {"cleared": True} and server.cache.stats().n_stored == 0
@@ -247,8 +248,9 @@ def test_the_page_shows_figures_of_the_cache(server: Server, client: TestClient)
     assert "/predict 4" in text and "Health good ready" in text and "Nothing is reused approximately" in text
     client.post("/admin/disable")
     server.phase = "draining"
-    assert "The cache is disabled: all requests are computed." in shown(client)
-    assert "The server is draining." in shown(client)
+    text = shown(client)
+    assert "The cache is disabled: all requests are computed." in text and "The server is draining." in text
+    assert "Health good draining, cache disabled" in text  # an operator chose both
 
 
 @pytest.mark.parametrize(
@@ -379,9 +381,14 @@ def test_in_a_browser(browser: Any, models: Path, tmp_path: Path) -> None:
             wait_until(lambda action=action: browser.shows(action))
             browser.press(action, "go")
             wait_until(lambda told=told: browser.told() == told)
-        browser.press("purge", "go", namespace="<b>another</b>")
-        wait_until(lambda: browser.told() == "Purged 0 requests of namespace <b>another</b>.")
+        browser.press("purge", "go", namespace="")  # a dialog without a name stays open
+        assert browser.run("return document.getElementById('confirm').open")
+        browser.run("document.getElementById('confirm').close('cancel')")
+        browser.press("purge", "go", namespace="public")
+        wait_until(lambda: browser.told() == "Purged 0 requests of namespace public.")
         assert browser.complaints() == []
+        browser.press("purge", "go", namespace="<b>another</b>")
+        wait_until(lambda: browser.told().startswith("Not done: no key has this namespace"))
 
 
 @pytest.mark.slow

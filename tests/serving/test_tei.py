@@ -50,13 +50,62 @@ def test_predict_ranks_labels_the_same_computed_or_served(classifier: TestClient
     assert shares.tolist() == pytest.approx(scores, abs=1e-5)
 
 
-def test_predict_takes_a_text_a_pair_and_batches(classifier: TestClient) -> None:
+def test_predict_takes_a_text_pairs_and_batches(classifier: TestClient) -> None:
     single = _post(classifier, "/predict", inputs="my card")
     assert _post(classifier, "/predict", inputs=["my card"]) == single
-    pair = _post(classifier, "/predict", inputs=["my card", "lost"])
+    (pair,) = _post(classifier, "/predict", inputs=[["my card", "lost"]])
     batch = _post(classifier, "/predict", inputs=[["my card"], ["my card", "lost"]])
     assert [one["label"] for one in batch[0]] == [one["label"] for one in single]
     assert [one["score"] for one in batch[1]] == pytest.approx([one["score"] for one in pair], abs=1e-5)
+    assert [one["score"] for one in pair] != pytest.approx([one["score"] for one in single], abs=1e-5)
+
+
+@pytest.mark.parametrize("texts", [["my card", "lost"], ["my", "lost", "card"]])
+def test_predict_refuses_what_may_be_a_pair_or_a_batch(classifier: TestClient, texts: list[str]) -> None:
+    told = _post(classifier, "/predict", 422, inputs=texts)
+    assert told["error_type"] == "Validation"
+    assert '[["a", "b"]] is a pair, [["a"], ["b"]] are two texts' in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "body"),
+    [
+        ("classifier", "/predict", {"inputs": "lost my card"}),
+        ("embedding", "/embed", {"inputs": ["lost my card", "cash"], "normalize": False}),
+        ("embedding", "/similarity", {"inputs": {"source_sentence": "my card", "sentences": ["cash"]}}),
+        ("reranker", "/rerank", {"query": "my card", "texts": ["cash", "lost my card"], "return_text": True}),
+    ],
+)
+def test_the_main_route_is_that_of_the_model(
+    clients: dict[str, TestClient], kind: str, path: str, body: dict[str, Any]
+) -> None:
+    known = _post(clients[kind], path, **body)
+    assert _post(clients[kind], "/", **body) == _post(clients[kind], "/invocations", **body) == known
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "named"),
+    [
+        ("classifier", {"inputs": 3}, "inputs"),
+        ("classifier", {}, "inputs: Field required"),
+        ("embedding", {"inputs": {"source_sentence": "my card"}}, "inputs.sentences: Field required"),
+        ("embedding", {"inputs": {}}, "inputs.source_sentence: Field required"),
+        ("reranker", {"inputs": "my card"}, "query: Field required; texts: Field required"),
+        ("classifier", {"inputs": "my", "parameters": {"top_k": 0}}, "parameters.top_k"),
+        ("classifier", {"inputs": "my", "parameters": {"function_to_apply": "sigmoid"}}, "has softmax"),
+    ],
+)
+def test_the_main_route_names_what_is_wrong(
+    clients: dict[str, TestClient], kind: str, body: dict[str, Any], named: str
+) -> None:
+    assert named in _post(clients[kind], "/", 422, **body)["error"]
+
+
+def test_a_classification_of_the_hub_has_parameters(classifier: TestClient) -> None:
+    known = _post(classifier, "/predict", inputs="lost my card")
+    assert _post(classifier, "/", inputs="lost my card", parameters={}) == [known]
+    (two,) = _post(classifier, "/", inputs="lost my card", parameters={"top_k": 2, "function_to_apply": "none"})
+    assert two == _post(classifier, "/predict", inputs="lost my card", raw_scores=True)[:2]
 
 
 def test_embeddings_are_of_norm_1_unless_they_are_not_to_be(embedding: TestClient) -> None:
