@@ -40,7 +40,7 @@ LIBRARY = (
     ("found",),
     ("cache",),
     ("testing",),
-    ("generation",),
+    ("generation", "sklearn"),
     ("serving",),
     ("lab",),
     ("cli",),

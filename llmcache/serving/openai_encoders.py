@@ -4,7 +4,7 @@
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import time
 from typing import Annotated, Any, Final, Literal
 from uuid import uuid4
@@ -55,7 +55,7 @@ class EmbeddingsRequest(_Body):
     """Body of `/v1/embeddings`."""
 
     input: Input
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None  # LiteLLM sends null
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
     user: StrictStr | None = None
 
@@ -80,25 +80,25 @@ class RerankRequest(_Body):
     query: StrictStr
     documents: Annotated[list[StrictStr | RerankDocument], Field(fail_fast=True)]
     top_n: Annotated[StrictInt, Field(ge=0)] | None = None
-    return_documents: bool = True
+    return_documents: bool | None = None
     max_tokens_per_doc: StrictInt | None = None
 
 
 def _shape_of(given: Any) -> str | None:
     """Return whose shape a body of `/rerank` has; None if it could be either's."""
     has_texts, has_documents = ("texts" in given, "documents" in given) if isinstance(given, Mapping) else (True, False)
-    return None if has_texts and has_documents else "Jina" if has_documents else "TEI"
+    return None if has_texts and has_documents else "Infinity" if has_documents else "TEI"
 
 
 class AnyRerankRequest(RootModel[tei.RerankRequest | RerankRequest]):
-    """Body of `/rerank`: `texts` as in TEI, or `documents` as in Jina and Infinity."""
+    """Body of `/rerank`: `texts` as in TEI, or `documents` as in Infinity, whose documents are returned as strings."""
 
     root: Annotated[
-        Annotated[tei.RerankRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("Jina")],
+        Annotated[tei.RerankRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("Infinity")],
         Discriminator(
             _shape_of,
             custom_error_type="either",
-            custom_error_message="give `texts` (as TEI) or `documents` (as Jina), not both",
+            custom_error_message="give `texts` (as TEI) or `documents` (as Infinity), not both",
         ),
     ]
 
@@ -169,15 +169,19 @@ async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
 @router.post("/v2/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """Score documents by relevance to a query, best first, in the format of Jina and Cohere."""
+    return await _reranked(body, request, body.return_documents is not False, lambda text: {"text": text})
+
+
+async def _reranked(
+    body: RerankRequest, request: Request, shows_documents: bool, shown: Callable[[str], Any]
+) -> JSONResponse:
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     fields = Fields("documents", True, beside="query", cut=_CUT)
     server, made = await _run_model(body, request, "reranker", [(body.query, text) for text in texts], fields)
     scores = [sigmoid(one.values[0]) for one in made]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results = [
-        {"index": i}
-        | ({"document": {"text": texts[i]}} if body.return_documents else {})
-        | {"relevance_score": scores[i]}
+        {"index": i} | ({"document": shown(texts[i])} if shows_documents else {}) | {"relevance_score": scores[i]}
         for i in order
     ]
     answer = {"id": f"rerank-{uuid4().hex}", "model": server.name, "usage": _usage(made), "results": results}
@@ -186,9 +190,11 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
 
 @router.post("/rerank")
 async def rerank_as_asked(body: AnyRerankRequest, request: Request) -> JSONResponse:
-    """Score texts by relevance to a query, best first, in the format of TEI or of Jina, as the request has it."""
+    """Score texts by relevance to a query, best first, in the format of TEI or of Infinity, as the request has it."""
     asked = body.root
-    return await (tei.rerank(asked, request) if isinstance(asked, tei.RerankRequest) else rerank(asked, request))
+    if isinstance(asked, tei.RerankRequest):
+        return await tei.rerank(asked, request)
+    return await _reranked(asked, request, bool(asked.return_documents), str)
 
 
 async def _run_model(

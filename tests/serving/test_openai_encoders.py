@@ -124,11 +124,14 @@ def test_infinity_has_its_routes_without_v1(embedding: TestClient) -> None:
     assert embedding.post("/embeddings", json={"input": []}).json()["error"]["type"] == "invalid_request_error"
 
 
-def test_rerank_takes_the_shape_of_tei_or_of_jina(models: Path) -> None:
+def test_rerank_takes_the_shape_of_tei_or_of_infinity(models: Path) -> None:
     asked = {"query": "my card", "documents": ["cash", {"text": "lost my card"}], "top_n": 1, "model": "reranker"}
     with client_of(make_server(models / "reranker")) as client:
         made, known = (client.post(path, json=asked).json() for path in ("/rerank", "/v1/rerank"))
+        assert [one.pop("document") for one in known["results"]] == [{"text": "lost my card"}]
         assert made["results"] == known["results"] and len(made["results"]) == 1
+        told = client.post("/rerank", json=asked | {"return_documents": True}).json()["results"]
+        assert [one["document"] for one in told] == ["lost my card"]
         ranks = client.post("/rerank", json={"query": "my card", "texts": ["cash", "lost my card"]}).json()
         assert ranks[0]["score"] == pytest.approx(made["results"][0]["relevance_score"], abs=1e-5)
         for wrong, told in (

@@ -1,0 +1,37 @@
+"""Examples of the pages in docs/, and tiny models under the names that these load."""
+
+import re
+from pathlib import Path
+
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokenizer
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the page's Python examples in order."""
+    return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+def save_models(folder: Path, words: list[str]) -> None:
+    """Save tiny models under the names that the examples load."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    made = {
+        "distilbert/distilbert-base-uncased-finetuned-sst-2-english": CLASSIFIERS["distilbert"],
+        "HuggingFaceTB/SmolLM2-135M-Instruct": GENERATORS["llama"],
+        "bare": BARE["bert"],
+    }
+    known = tokenizer(words=words)
+    known.model_max_length, known.model_input_names = 48, ["input_ids", "attention_mask"]
+    for name, make in made.items():
+        build(make).save_pretrained(folder / name)
+        known.save_pretrained(folder / name)
+    parts = [modules.Transformer(str(folder / "bare")), modules.Pooling(32, pooling_mode="mean")]
+    SentenceTransformer(modules=parts, device="cpu").save(str(folder / "sentence-transformers/all-MiniLM-L6-v2"))
