@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from llmcache.models.adapters import ADAPTERS
 from tests.examples import DOCS, ROOT, blocks, save_models, text_of
 from tests.tiny_models import CLASSIFIERS, build, tokens
 
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = {"cli.md", "settings.md"}
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENERATED)]
 REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, CODECS, ADAPTERS]
@@ -137,7 +138,7 @@ def test_every_page_is_in_the_navigation() -> None:
             (value,) = entry.values()
             yield from [value] if isinstance(value, str) else pages(value)
 
-    assert sorted(pages(config["nav"])) == [page.name for page in PAGES]
+    assert sorted(pages(config["nav"])) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
 
 
 def test_the_api_page_has_every_public_name() -> None:
@@ -149,8 +150,13 @@ def test_the_api_page_has_every_public_name() -> None:
 
 
 def test_the_site_carries_configurations_and_names_other_files() -> None:
-    text = "[a](../configs/a.yaml), [results/R.md](../results/R.md), [this](../Makefile) and [b](b.md#c)"
-    assert site.on_page_markdown(text) == "[a](configs/a.yaml), `results/R.md`, this (`Makefile`) and [b](b.md#c)"
+    for source, up in (("a.md", ""), ("results/a.md", "../")):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=source))
+        outside = ("[a]({}configs/a.yaml)", "[results/R.md]({}results/R.md)", "[this]({}Makefile)")
+        text = ", ".join(one.format(f"{up}../") for one in outside) + f" and [b]({up}b.md#c)"
+        made = site.on_page_markdown(text, page)
+        assert made == f"[a]({up}configs/a.yaml), `results/R.md`, this (`Makefile`) and [b]({up}b.md#c)"
+        assert f'src="{up}worker.js"' in site.on_post_page('<script src="https://unpkg.com/iframe-worker/shim">', page)
 
 
 def test_how_late_an_alarm_comes_is_what_the_code_says() -> None:

@@ -1,4 +1,4 @@
-"""README.md and docs/results.md: table figures equal those in the files of `results/`."""
+"""README.md and docs/results/: table figures equal those in the files of `results/`."""
 
 import json
 import re
@@ -56,8 +56,8 @@ def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
 
 
 def test_links_of_a_page_reach_the_root() -> None:
-    lines = lines_of("parity", RESULTS, "../")
-    assert "](../configs/prefix_parity.yaml)" in lines and "](configs/" not in lines
+    lines = lines_of("parity", RESULTS, "../../")
+    assert "](../../configs/prefix_parity.yaml)" in lines and "](configs/" not in lines
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,23 @@
-"""MkDocs hook: pages link to files outside of docs/. The site includes configurations, and names other files."""
+"""MkDocs hooks: links to files outside of docs/, and a search that works from the disk without another host.
 
+The site includes configurations, and names other files.
+"""
+
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-_OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)\)")
+_SHIM = "https://unpkg.com/iframe-worker/shim"
+_OUTSIDE = r"\[([^\]]*)\]\({up}(?!\.\./)([^)#]+)\)"
+
+
+def on_config(config: Any) -> Any:
+    """Link to the repository that the environment names."""
+    if url := os.environ.get("LLMCACHE_REPOSITORY"):
+        config.repo_url, config.repo_name = url, "Source"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -17,13 +29,19 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Replace the script by which search works from the disk, of another host, by our own."""
+    return output.replace(_SHIM, "../" * page.file.src_uri.count("/") + "worker.js")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return a page without links that leave the site."""
-    return _OUTSIDE.sub(_inside, markdown)
+    up = "../" * page.file.src_uri.count("/")
 
+    def inside(found: re.Match[str]) -> str:
+        text, path = found[1], found[2]
+        if path.startswith("configs/"):
+            return f"[{text}]({up}{path})"
+        return f"`{path}`" if text == path else f"{text} (`{path}`)"
 
-def _inside(found: re.Match[str]) -> str:
-    text, path = found[1], found[2]
-    if path.startswith("configs/"):
-        return f"[{text}]({path})"
-    return f"`{path}`" if text == path else f"{text} (`{path}`)"
+    return re.sub(_OUTSIDE.format(up=re.escape(f"{up}../")), inside, markdown)

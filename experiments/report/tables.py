@@ -53,7 +53,7 @@ def _told(runs: Sequence[Run]) -> Iterator[str]:
         cells = ([_plain(row.get(name)) for name in names] for _, row in rows)
         heads = ("stream", "seed", *names)
         yield table(heads, [(run.task, run.config["seed"], *c) for (run, _), c in zip(rows, cells, strict=True)])
-    yield "Its figures stand in [docs/results.md](../docs/results.md)."
+    yield "Its figures stand in [docs/results](../docs/results/index.md)."
 
 
 def _plain(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/results.md, made from result files only.
+"""Tables of README.md and the pages in docs/results/, made from result files only.
 
 A table of figures is preceded by a mark, `<!-- table: NAME -->`; no page has figures in a table without one.
 `tests/test_readme.py` compares the pages with the files. After a measurement, write the tables again:
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from experiments.report.pages import claims, costs, engines, modes, policies, prompts, reuse, serving, ways
+from experiments.report.pages.pictures import PICTURES
 from llmcache import ConfigError
 
 #: Functions from the results folder to a table's lines, by the name in its mark.
@@ -49,7 +50,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "costs": costs.costs,
 }
 #: Pages with tables, by path in the checkout, and the relative path from the page to the root.
-PAGES: Mapping[str, str] = {"README.md": "", "docs/results.md": "../"}
+PAGES: Mapping[str, str] = {"README.md": "", **{f"docs/results/{name}.md": "../../" for name in ("index", *PICTURES)}}
 MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
 
 

@@ -9,6 +9,7 @@ from experiments.report.claims import judge
 from experiments.report.claims.evidence import PAPERS_CURVE
 from experiments.report.markdown import percent, points, ratio, table
 from experiments.report.pages.files import runs_of
+from experiments.report.verdict import Judgement, Verdict
 from experiments.runs.read import Run
 
 GROUPS = ("table1_latency", "table2_accuracy", "fig3_hit_rate_by_layer", "fig4_memory", "fig5_tau")
@@ -19,16 +20,35 @@ def verdicts(results_dir: Path) -> str:
     results = {group: runs_of(results_dir, group) for group in GROUPS}
     judged = judge(results, {})
     return table(
-        ("claim of LLMCache (Bansal 2025)", "measured", "verdict"),
+        ("claim of LLMCache (Bansal 2025)", "measured", "verdict", "why"),
         [
             (
                 f"[{claim.said}](configs/{claim.config}.yaml)",
-                shown(results[claim.config]),
-                f"{judgement.verdict} {judgement.condition}".rstrip(),
+                f"{shown(results[claim.config])}{_under(judgement)}",
+                WORDS[judgement.verdict],
+                f"{judgement.why.partition('. ')[0].rstrip('.')}.",
             )
             for (claim, judgement), shown in zip(judged, MEASURED, strict=True)
         ],
     ).replace("---:", "---")
+
+
+#: Verdicts in a word.
+WORDS: Mapping[Verdict, str] = {
+    Verdict.HOLDS: "holds",
+    Verdict.HOLDS_UNDER: "partly",
+    Verdict.DOES_NOT_HOLD: "fails",
+    Verdict.INCOMPLETE: "incomplete",
+    Verdict.NOT_MEASURED: "unmeasured",
+}
+
+
+def _under(judgement: Judgement) -> str:
+    """Return when a claim holds, or the note to its verdict, in brackets; "" without one."""
+    told = judgement.condition.removeprefix("(").removesuffix(")") if judgement.condition else ""
+    if not told:
+        return ""
+    return f" (holds under: {told})" if judgement.verdict is Verdict.HOLDS_UNDER else f" ({told})"
 
 
 def _calls(head: str) -> Callable[[Sequence[Run]], str]:
