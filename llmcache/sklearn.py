@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, TransformerMixin
 
 from llmcache.cache import LLMCache
-from llmcache.errors import RequestError
+from llmcache.errors import ConfigError, RequestError
 
 _loading = threading.Lock()
 
@@ -22,8 +22,8 @@ class Embedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Embeds texts by a sentence-transformers model behind a cache; for the first step of a pipeline.
 
     Clones share the model and its cache, so a cross-validation or a grid search computes each text once. Another
-    process (`n_jobs`) loads the model again; with `settings={"store": {"name": "disk", "folder": ...}}` processes share
-    the vectors.
+    process (`n_jobs`) loads the model again, so give its name or folder there. Processes share the vectors with
+    `settings={"store": {"name": "disk", "folder": ...}}`.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class Embedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         Raises:
             RequestError: `X` is not a list, array or series of texts.
         """
-        texts = [X] if isinstance(X, str) else list(X)
-        if isinstance(X, str) or not all(isinstance(one, str) for one in texts):
+        is_list = not isinstance(X, str | Mapping) and getattr(X, "ndim", 1) == 1  # a table iterates over its columns
+        if not (is_list and all(isinstance(one, str) for one in X)):
             raise RequestError("Embedder.transform: give a list, array or series of texts")
+        texts = list(X)
         model: Any = self.cache.model
         if not texts:
             return np.empty((0, model.get_embedding_dimension()), np.float32)
@@ -93,4 +94,6 @@ class Embedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the caches out: another process makes its own."""
+        if isinstance(self.model, LLMCache):
+            raise ConfigError("Embedder: a cache stays in its process; give the model's name or folder instead")
         return {**super().__getstate__(), "_caches": {}}

@@ -11,6 +11,8 @@ from collections import Counter
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["LLMCACHE_HOME"] = os.path.join(tempfile.gettempdir(), "llmcache-tests")  # exported graphs are kept there
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else an import asks the network; the others report who uses them
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext

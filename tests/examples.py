@@ -13,9 +13,14 @@ def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def blocks(page: Path) -> list[str]:
-    """Return the page's Python examples in order."""
-    return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+def blocks(page: Path, heading: str | None = None) -> list[str]:
+    """Return the Python examples of a page, or of the part below a heading of level 2 ("": before the first)."""
+    text = text_of(page)
+    if heading == "":
+        text = text.partition("\n## ")[0]
+    elif heading is not None:
+        (text,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def save_models(folder: Path, words: list[str]) -> None:

@@ -156,7 +156,6 @@ def test_the_site_carries_configurations_and_names_other_files() -> None:
         text = ", ".join(one.format(f"{up}../") for one in outside) + f" and [b]({up}b.md#c)"
         made = site.on_page_markdown(text, page)
         assert made == f"[a]({up}configs/a.yaml), `results/R.md`, this (`Makefile`) and [b]({up}b.md#c)"
-        assert f'src="{up}worker.js"' in site.on_post_page('<script src="https://unpkg.com/iframe-worker/shim">', page)
 
 
 def test_how_late_an_alarm_comes_is_what_the_code_says() -> None:

@@ -1,5 +1,6 @@
 """`llmcache prepare`: train or fetch the small models that the experiments use."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +42,16 @@ def command(
             figures, is_new = prepare(recipe, models_dir, data_dir, base=base, seed=seed, limit=limit, epochs=epochs)
         shown = {name: value for name, value in figures.items() if name not in ("recipe", "options", "environment")}
         show_table(recipe, [{"figure": name, "value": value} for name, value in _flatten(shown)], n_names=2)
-        typer.echo(f"{'made' if is_new else 'there already'}: {models_dir / recipe}")
+        folder = models_dir / recipe
+        typer.echo(f"{'made' if is_new else 'there already'}: {folder}; in Python: {_loading(folder)}")
+
+
+def _loading(folder: Path) -> str:
+    """Return the expression that loads a prepared model with its head."""
+    if (folder / "modules.json").is_file():
+        return f"SentenceTransformer({str(folder)!r})"
+    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    return f"transformers.{architecture}.from_pretrained({str(folder)!r})"
 
 
 def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

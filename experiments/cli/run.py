@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,12 +31,24 @@ def command(
     from experiments.runs.runner import load_all, run_one
     from experiments.support.files import Folders
 
-    runs = load_all(*told_apart(configs, changes))
+    configs, changes = told_apart(configs, changes)
+    runs = load_all(configs, changes)
     make_results_folder(results_dir)
+    finished = []
     for run in runs:
         done = run_one(run, results_dir, Folders(data_dir, models_dir), force)
+        finished.append(done.path)
         _show(done)
         typer.echo(f"{'measured' if done.is_new else 'kept from before'}: {done.path}\n")
+    for path in _draw(finished, is_whole=not changes):
+        typer.echo(f"drawn: {path}")
+
+
+def _draw(folders: Sequence[Path], is_whole: bool) -> list[Path]:
+    """Draw the pictures of finished runs, whatever --set changed; none without matplotlib."""
+    from experiments.report.plots import draw_all
+
+    return [] if find_spec("matplotlib") is None else draw_all(folders, is_whole)
 
 
 def _show(done: "Finished") -> None:

@@ -1,5 +1,6 @@
 """Plots of results. Each function reads one run's files and draws one figure."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,15 @@ from llmcache.cli.output import naming
 
 CURVES, LAYERS = "curves.png", "layers.png"  # in the folder of a run
 DPI = 80
+#: Titles of experiments and names of curves, in words; others are shown with spaces.
+_WORDS = {
+    "fig3_hit_rate_by_layer": "Figure 3: hits by layer",
+    "fig4_memory": "Figure 4: hits by memory",
+    "fig5_tau": "Figure 5: hits and loss by threshold",
+    "doccache": "DocCache",
+    "semantic_response": "semantic response cache",
+    "exact_response": "exact response cache",
+}
 
 
 def require_matplotlib() -> None:
@@ -55,55 +65,56 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: b
         figure.savefig(path, dpi=150)
 
 
-def draw_all(folders: Sequence[Path]) -> list[Path]:
-    """Draw every figure of finished runs into the folder of the run or of the experiment."""
+def draw_all(folders: Sequence[Path], is_whole: bool = True) -> list[Path]:
+    """Draw every figure of finished runs into the folder of the run, or of the experiment if that `is_whole`."""
     require_matplotlib()
     drawn = (runs for _, runs in groups(read_runs(folders)) if runs[0].measure in PLOTS)
-    return [path for runs in drawn for path in PLOTS[runs[0].measure](runs)]
+    return [path for runs in drawn for path in PLOTS[runs[0].measure](runs, is_whole)]
 
 
-def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
+def _sweep(runs: Sequence[Run], _: bool) -> Iterator[Path]:
     """Draw precision against hit rate for every curve; hits and loss against tau for the first curve."""
     for run in runs:
         figure, (left, right) = _panels(2)
-        names = curves(run.metrics["points"])
+        names, looks = curves(run.metrics["points"]), styles()
         for name in names:
             served = [point for point in of_curve(run.metrics["points"], name) if point["precision"] is not None]
             served.sort(key=lambda point: point["hit_rate"])
             x, y = ([100 * point[key] for point in served] for key in ("hit_rate", "precision"))
-            left.plot(x, y, marker=".", label=" ".join(part for part in name if part))
+            left.plot(x, y, label=_told(*name), **next(looks))
         _label(left, "hit rate (% of all requests)", "hits whose answer stays (%)")
         left.legend(fontsize=8)
         points = [point for point in of_curve(run.metrics["points"], names[0]) if point["tau"] is not None]
         tau = [point["tau"] for point in points]
         right.axvspan(*paper.TAUS, color="grey", alpha=0.2, label="the paper's best tau")
-        for key, what in (("hit_rate", "hit rate"), ("accuracy_drop", "drop"), ("changed_answers", "changed answers")):
-            right.plot(tau, [100 * point[key] for point in points], marker=".", label=what)
-        _label(right, f"tau ({' '.join(part for part in names[0] if part)})", "% of all requests; drop in points")
+        lines = (("hit_rate", "hit rate"), ("accuracy_drop", "accuracy lost"), ("changed_answers", "changed answers"))
+        for (key, what), look in zip(lines, styles(), strict=False):
+            right.plot(tau, [100 * point[key] for point in points], label=what, **look)
+        _label(right, f"threshold tau ({_told(*names[0])})", "% of all requests; accuracy in points")
         right.legend(fontsize=8)
         yield _save(figure, run, run.path / CURVES)
 
 
-def _layers(runs: Sequence[Run]) -> Iterator[Path]:
+def _layers(runs: Sequence[Run], _: bool) -> Iterator[Path]:
     """Draw hit rates and similarity of states for every layer."""
     lines = {
-        "hit_rate_as_written": "hits, as written",
-        "hit_rate_per_layer": "hits, a fingerprint a layer",
-        "hit_rate_own_tau": "hits, and a tau a layer",
-        "alike_by_layer": "states alike",
+        "hit_rate_as_written": "hits, as the paper writes it",
+        "hit_rate_per_layer": "hits, one fingerprint for each layer",
+        "hit_rate_own_tau": "hits, one threshold for each layer as well",
+        "alike_by_layer": "requests whose state is like the nearest one",
     }
     for run in runs:
         figure, (axes,) = _panels(1)
         rows = run.metrics["layers"]
-        for key, what in lines.items():
-            axes.plot([row["layer"] for row in rows], [100 * row[key] for row in rows], marker="o", label=what)
+        for (key, what), look in zip(lines.items(), styles(), strict=False):
+            axes.plot([row["layer"] for row in rows], [100 * row[key] for row in rows], label=what, **look)
         axes.set_ylim(-5, 105)
         _label(axes, "layer", "% of all requests")
-        axes.legend(fontsize=8)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=2)
         yield _save(figure, run, run.path / LAYERS)
 
 
-def _observe(runs: Sequence[Run]) -> Iterator[Path]:
+def _observe(runs: Sequence[Run], is_whole: bool) -> Iterator[Path]:
     """Draw hit rate against bytes if the cache size varies, else one bar per run."""
     names = varied([run.config for run in runs])
     size = ("cache", "max_entries")
@@ -113,9 +124,9 @@ def _observe(runs: Sequence[Run]) -> Iterator[Path]:
     for run in sorted(runs, key=lambda run: [by_size(at(run.config, name)) for name in names]):
         series.setdefault(" ".join(str(at(run.config, name)) for name in others), []).append(run)
     if size in names:
-        for what, members in series.items():
+        for (what, members), look in zip(series.items(), styles(), strict=False):
             kept = [run.metrics["bytes"] / 1e3 for run in members]
-            axes.plot(kept, [100 * run.metrics["hit_rate"] for run in members], marker="o", label=what)
+            axes.plot(kept, [100 * run.metrics["hit_rate"] for run in members], label=what, **look)
         axes.set_xscale("log", base=2)  # a cache twice as large is one step to the right
         axes.xaxis.set_major_formatter("{x:,.0f}")
         _label(axes, "entries in memory (kB)", "hit rate (% of all requests)")
@@ -125,7 +136,19 @@ def _observe(runs: Sequence[Run]) -> Iterator[Path]:
         rates = [100 * members[0].metrics["hit_rate"] for members in series.values()]
         axes.barh(list(series), rates)
         _label(axes, "hit rate (% of all requests)", ", ".join(map(label_of, others)))
-    yield _save(figure, runs[0], runs[0].path.parent / f"{runs[0].group}.png")
+    folder = runs[0].path.parent if is_whole else runs[0].path
+    yield _save(figure, runs[0], folder / f"{runs[0].group}.png")
+
+
+def styles() -> Iterator[dict[str, Any]]:
+    """Yield styles that keep curves apart where they lie on each other."""
+    for number, marker in itertools.cycle(enumerate("osvD^x*P")):
+        yield {"marker": marker, "markersize": 6 - 0.3 * number, "linewidth": 3.2 - 0.4 * number, "alpha": 0.8}
+
+
+def _told(*parts: str | None) -> str:
+    """Return a name in words."""
+    return " ".join(_WORDS.get(part, part.replace("_", " ")) for part in parts if part)
 
 
 def _panels(n: int) -> tuple[Any, Sequence[Any]]:
@@ -144,13 +167,13 @@ def _label(axes: Any, x: str, y: str) -> None:
 def _save(figure: Any, run: Run, path: Path) -> Path:
     """Save the figure, with a title that names the run."""
     metrics: Figures = run.metrics
-    figure.suptitle(f"{run.group}: {run.task}, {Path(metrics['model']).name}, n = {metrics['n']:,}")
+    figure.suptitle(f"{_told(run.group)}: {run.task}, {Path(metrics['model']).name}, {metrics['n']:,} requests")
     with naming(path):
         figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same figures give the same file
     return path
 
 
-PLOTS: Mapping[str, Callable[[Sequence[Run]], Iterator[Path]]] = {
+PLOTS: Mapping[str, Callable[[Sequence[Run], bool], Iterator[Path]]] = {
     "sweep": _sweep,
     "layers": _layers,
     "observe": _observe,

@@ -1,7 +1,4 @@
-"""MkDocs hooks: links to files outside of docs/, and a search that works from the disk without another host.
-
-The site includes configurations, and names other files.
-"""
+"""MkDocs hooks: pages link to files outside of docs/. The site includes configurations, and names other files."""
 
 import os
 import re
@@ -9,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-_SHIM = "https://unpkg.com/iframe-worker/shim"
 _OUTSIDE = r"\[([^\]]*)\]\({up}(?!\.\./)([^)#]+)\)"
 
 
@@ -27,11 +23,6 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         files.append(File.generated(config, f"configs/{path.name}", abs_src_path=str(path)))
     return files
-
-
-def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Replace the script by which search works from the disk, of another host, by our own."""
-    return output.replace(_SHIM, "../" * page.file.src_uri.count("/") + "worker.js")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

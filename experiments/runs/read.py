@@ -44,9 +44,9 @@ class Run:
         return str(self.metrics.get("task", ""))
 
 
-def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:
-    """Return the folders of the runs in YAML files, existing or not. Runs with other settings are left out."""
-    return [RunFolder(results_dir, run).path for run in load_all(configs)]
+def folders_of(configs: Sequence[Path], results_dir: Path, changes: Sequence[str] = ()) -> list[Path]:
+    """Return the folders of the runs in YAML files, changed as by `--set`, existing or not."""
+    return [RunFolder(results_dir, run).path for run in load_all(configs, changes)]
 
 
 def others_beside(folders: Sequence[Path]) -> list[Path]:

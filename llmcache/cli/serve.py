@@ -102,6 +102,7 @@ def command(
     except ImportError:
         raise ConfigError("llmcache serve needs the extra 'serve': pip install 'llmcache-torch[serve]'") from None
     import torch
+    from pydantic import ValidationError
 
     from llmcache.config import CacheConfig
     from llmcache.serving.loading import NAMES, load_served
@@ -114,7 +115,10 @@ def command(
     # Options have the names of the settings.
     given = context.params | {"cors_allow_origin": tuple(cors_allow_origin or ())}
     named = {name: value for name, value in given.items() if name in ServerSettings.model_fields}
-    settings = ServerSettings(**{**named, "model": served_name or model})
+    try:
+        settings = ServerSettings(**{**named, "model": served_name or model})
+    except ValidationError as error:  # of what typer does not check
+        raise ConfigError(str(error.errors()[0]["ctx"]["error"])) from None
     computed_by = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
     cache_config = CacheConfig.make(config, **computed_by) if config or computed_by else None
     saves = Saves(save)

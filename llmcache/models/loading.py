@@ -94,6 +94,8 @@ def load_pretrained(
                 source, output_loading_info=True, **given, **config
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if (Path(source) / "modules.json").is_file():
+            known = "it to SentenceTransformer(...) or to llmcache serve: it is a sentence-transformers model"
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)}); give {known}") from error
     body = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # "": a model without head
     missing = [key for key in sorted(report["missing_keys"]) if not may_lack_head or _is_needed(key, body)]

@@ -57,11 +57,15 @@ router = APIRouter(prefix="/admin", tags=["admin"])
 
 @router.post("/purge", response_model_exclude_none=True)
 async def purge(asked: Purge, request: Request) -> Purged:
-    """Purge all entries of a namespace; return the number of requests they held. 404 if it had none and has no key."""
+    """Purge all entries of a namespace; return the number of requests they held in memory.
+
+    Without a store, a namespace that no key has and of which nothing was stored is answered with 404.
+    """
     server, keys = _log_action(request, "purges a namespace"), request.app.state.keys
     n_requests = await _wait_for(server.purge(asked.namespace))
-    if not n_requests and asked.namespace not in ({ANYONE.namespace} if keys is None else keys.namespaces):
-        raise Refusal("not_found", "no key has this namespace, and it held nothing: see `llmcache keys list`")
+    is_known = asked.namespace in ({ANYONE.namespace} if keys is None else keys.namespaces)
+    if not (n_requests or is_known or server.cache.config.store.name != "memory"):
+        raise Refusal("not_found", "no key has this namespace, and nothing of it was stored: see `llmcache keys list`")
     has_copies = asked.namespace == PUBLIC and server.decoder is not None and server.settings.keys is not None
     return Purged(purged=n_requests, note=_COPIES_NOTE if has_copies else None)
 

@@ -7,14 +7,30 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.routing import iter_route_contexts
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from llmcache import __version__
 from llmcache.serving import admin, metrics, openai_decoders, openai_encoders, page, tei
 from llmcache.serving.failures import install_handlers
-from llmcache.serving.front import Front
+from llmcache.serving.front import Front, route_path, scope_of
 from llmcache.serving.keys import Keys
 from llmcache.serving.server import Server
 from llmcache.serving.telemetry import instrument
+
+
+class _Cors(CORSMiddleware):
+    """CORS for inference: pages of other origins never read figures, nor reach the operator's routes."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers, method = Headers(scope=scope), scope["method"]
+            asked = headers.get("access-control-request-method", method) if method == "OPTIONS" else method
+            if scope_of(asked, route_path(scope)) not in (None, "infer"):
+                await self.app(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
 
 _alive = APIRouter(tags=["health"])
 
@@ -42,7 +58,9 @@ def create_app(server: Server) -> FastAPI:
 
     path = server.settings.keys
     keys = None if path is None else Keys(path, server.metrics.key_file_failures.inc)
-    app = FastAPI(title="llmcache", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.server, app.state.keys = server, keys
     for router in (*(part.router for part in (tei, openai_encoders, openai_decoders, metrics, admin, page)), _alive):
         app.router.routes.extend(router.routes)  # include_router() would match routes twice per request
@@ -51,7 +69,7 @@ def create_app(server: Server) -> FastAPI:
     app.add_middleware(Front, server=server, keys=keys, templates=templates)
     if origins := server.settings.cors_allow_origin:  # outside of `Front`: a preflight has no key
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=3600
+            _Cors, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=3600
         )
     if server.settings.otlp_endpoint is not None:
         instrument(app, server.settings.otlp_endpoint)

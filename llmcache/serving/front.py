@@ -99,7 +99,8 @@ class Front:
             if status != _CLIENT_GONE:  # the response has begun: uvicorn closes the connection as it stays incomplete
                 status = refusal.status(dialect_of(path))
             else:
-                is_login = refusal.kind == "unauthorised" and (path in _FIGURES or path in _SWAGGER)
+                has_page = scope_of(scope["method"], path) == "metrics" or path in _SWAGGER
+                is_login = refusal.kind == "unauthorised" and has_page
                 await _send_refusal(refusal, scope, receive, sent, is_login)
         finally:
             self._metrics.n_under_way -= is_inference
@@ -288,7 +289,7 @@ async def _send_refusal(refusal: Refusal, scope: Scope, receive: Receive, send: 
 
 
 def _check_origin(scope: Scope, is_name_allowed: bool, allowed: Sequence[str]) -> None:
-    """Refuse browser requests from pages of another origin (CSRF), unless it is `allowed`; other clients name none.
+    """Refuse browser requests from pages of another origin (CSRF), unless it is `allowed`. Others send no origin.
 
     Unless `is_name_allowed`, the Host must be an IP address or localhost: the owner of another name can point it to
     this server, and their page then has the same origin (DNS rebinding).

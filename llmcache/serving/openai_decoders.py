@@ -42,9 +42,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """Answer a conversation. Calls of tools in it are for the model's chat template, which must write them."""
-    template = str(getattr(request.app.state.server.tokenizer, "chat_template", None))
-    if any(one.tool_calls for one in body.messages) and "tool_calls" not in template:
+    """Answer a conversation. It may contain calls of tools if the model's chat template writes them."""
+    template = getattr(request.app.state.server.tokenizer, "chat_template", None)
+    if template and any(one.tool_calls for one in body.messages) and "tool_calls" not in str(template):
         raise Refusal("invalid", "messages: the model's chat template does not write `tool_calls`", param="messages")
     named = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     length = (body.max_completion_tokens or body.max_tokens, None, ("messages", named))

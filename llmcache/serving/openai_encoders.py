@@ -86,8 +86,9 @@ class RerankRequest(_Body):
 
 def _shape_of(given: Any) -> str | None:
     """Return whose shape a body of `/rerank` has; None if it could be either's."""
-    has_texts, has_documents = ("texts" in given, "documents" in given) if isinstance(given, Mapping) else (True, False)
-    return None if has_texts and has_documents else "Infinity" if has_documents else "TEI"
+    if not isinstance(given, Mapping) or "documents" not in given:
+        return "TEI"
+    return None if "texts" in given else "Infinity"
 
 
 class AnyRerankRequest(RootModel[tei.RerankRequest | RerankRequest]):

@@ -1,5 +1,6 @@
 """Request bodies of `/v1/completions` and `/v1/chat/completions`: OpenAI's fields and vLLM's additions."""
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -179,6 +180,7 @@ class ChatMessage(BaseModel):
     name: StrictStr | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: StrictStr | None = None
+    function_call: Annotated[None, Field(description="Replaced by `tool_calls`.")] = None
 
 
 class ChatRequest(GenerationRequest):
@@ -215,13 +217,25 @@ class ChatRequest(GenerationRequest):
         """Messages for the chat template; the text parts of a message are joined by newlines."""
         return [
             {"role": one.role, "content": _text(one.content)}
-            | one.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+            | one.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+            | ({"tool_calls": [_parsed(call) for call in one.tool_calls]} if one.tool_calls else {})
             for one in self.messages
         ]
 
     @property
     def n_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool with its arguments as a mapping, as chat templates read them; OpenAI has them as JSON."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments", {}), str):
+        return dict(call)
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        raise Refusal("invalid", "tool_calls: `arguments` is not JSON", param="messages") from None
 
 
 def _text(content: str | list[TextPart] | None) -> str:

@@ -68,9 +68,9 @@ class Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests and finish running ones; a second Ctrl-C exits without waiting."""
+        self._server.phase = "stopping"
         n_running, name = self._server.metrics.n_under_way, signal.Signals(sig).name
         logger.info("%s: new requests are refused, %d under way are finished", name, n_running)
-        self._server.phase = "stopping"
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: Any = None) -> None:

@@ -1,8 +1,21 @@
 """Settings of the server."""
 
+import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from llmcache.errors import ConfigError
+
+
+def _checked_origin(origin: str) -> str:
+    if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+        raise ConfigError(f"cors_allow_origin: give * or scheme://host[:port], without a path (got {origin!r})")
+    return origin
+
+
+_Origin = Annotated[str, AfterValidator(_checked_origin)]
 
 
 class ServerSettings(BaseModel):
@@ -35,6 +48,6 @@ class ServerSettings(BaseModel):
     warmup_tokens: int = Field(default=128, ge=0)  # tokens of the longest warm-up input; 0: no warm-up
     # Reveal hits and times in headers and `usage`. Clients can then find out which requests their namespace has seen.
     reveal_hits: bool = False
-    cors_allow_origin: tuple[str, ...] = ()  # origins whose pages may send requests, or "*"; not below /admin
+    cors_allow_origin: tuple[_Origin, ...] = ()  # pages that may send requests for inference, by origin; "*": all
     access_log: bool = False  # log method, route, status, time, key and id of each request
     otlp_endpoint: str | None = None  # address for OpenTelemetry traces (extra `otel`); None: no traces

@@ -171,11 +171,12 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
 async def predict(body: PredictRequest, request: Request) -> Response:
     """Return all labels with scores, best first, for each input."""
     items, is_batch = classified_of(body.inputs)
-    asked = body.parameters or HubParameters()
-    server, made = await computed(request, "classifier", items, body, Fields("inputs", is_batch))
+    asked, server = body.parameters or HubParameters(), request.app.state.server
+    server.needs("classifier")
     function = "sigmoid" if server.served.is_multi_label else "softmax"
     if asked.function_to_apply not in (None, "none", function):
         raise Refusal("invalid", f"`parameters.function_to_apply`: this model has {function}; `none` gives raw scores")
+    _, made = await computed(request, "classifier", items, body, Fields("inputs", is_batch))
     is_raw = body.raw_scores or asked.function_to_apply == "none"
     found = [_ranked(server, one.values, is_raw)[: asked.top_k] for one in made]
     has_list = is_batch or body.parameters is not None

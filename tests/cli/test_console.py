@@ -27,6 +27,16 @@ def test_a_table_shows_every_number_whole(
         assert max(map(len, shown.splitlines())) <= room and "minilm-banking77-row-2" in shown.split()
 
 
+def test_a_column_has_one_number_of_decimals_and_a_heading_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"way": way, "share_of_changed_answers_median": share} for way, share in (("a", 0.0061), ("b", 0.07))]
+    show_table("title", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[-2:]] == ["0.0061", "0.0700"]
+    assert len(lines[1:-3]) == 2
+    show_table("title", [{"figure": "a", "value": 0.0061}, {"figure": "b", "value": 120.5}])
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["0.0061", "120.5"]
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

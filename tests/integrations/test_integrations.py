@@ -1,6 +1,7 @@
 """docs/integrations.md against the packages themselves: the examples run, give the plain model's results, and hit."""
 
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from sklearn.base import clone
 from transformers import AutoTokenizer
 
-from llmcache import RequestError
+from llmcache import ConfigError, RequestError
 from llmcache.sklearn import Embedder
 from tests.examples import DOCS, blocks, save_models, text_of
 from tests.serving.served import listening, make_server, write
@@ -20,13 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of othe
 
 PAGE = DOCS / "integrations.md"
 TEXTS = ["the parcel came late", "the parcel came today", "thank you very much", "where is my parcel"]
-
-
-def example(name: str) -> str:
-    """Return the example below a heading."""
-    found = re.search(rf"^## {re.escape(name)}\n.*?^```python\n(.*?)^```$", text_of(PAGE), re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1]
 
 
 @pytest.fixture
@@ -42,7 +36,8 @@ def defined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
 
 def run(name: str, defined: dict[str, Any]) -> None:
-    exec(compile(example(name), f"{PAGE.name}, {name}", "exec"), defined)
+    (example,) = blocks(PAGE, name)
+    exec(compile(example, f"{PAGE.name}, {name}", "exec"), defined)
 
 
 def test_every_heading_has_a_test() -> None:
@@ -71,9 +66,21 @@ def test_an_embedder_loads_shares_and_refuses(defined: dict[str, Any]) -> None:
     assert made.cache.config.max_entries == 3
     assert other.set_params(settings=None).cache is not made.cache
     assert made.transform([]).shape == (0, vectors.shape[1])
-    for wrong in ("a text", [1, 2], [["a"], ["b"]]):
+    table = np.array([["a"], ["b"]])
+    for wrong in ("a text", [1, 2], [["a"], ["b"]], {"text": ["a"]}, table):
         with pytest.raises(RequestError, match="give a list, array or series of texts"):
             made.transform(wrong)
+    for one in (made, other):
+        one.cache.unwrap()
+
+
+def test_an_embedder_goes_to_another_process_by_its_name(defined: dict[str, Any]) -> None:
+    made = Embedder("sentence-transformers/all-MiniLM-L6-v2", normalize=True)
+    made.transform(TEXTS[:1])
+    other = pickle.loads(pickle.dumps(made))
+    assert other.get_params() == made.get_params() and other.cache is not made.cache
+    with pytest.raises(ConfigError, match="give the model's name or folder"):
+        pickle.dumps(Embedder(defined["cache"]))
     for one in (made, other):
         one.cache.unwrap()
 

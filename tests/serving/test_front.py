@@ -14,12 +14,14 @@ from typing import Any
 import httpx2
 import pytest
 from fastapi.routing import iter_route_contexts
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from llmcache.serving.front import OPEN
 from llmcache.serving.keys import add_key
 from llmcache.serving.server import Server
+from llmcache.serving.settings import ServerSettings
 from tests.redis_server import wait_until
 from tests.serving.served import client_of, figure, is_computing, listening, make_server, model_held
 
@@ -144,10 +146,22 @@ def test_pages_of_allowed_origins_may_ask(models: Path) -> None:
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ours)
         assert client.post("/predict", json={"inputs": "my"}, headers={"Origin": other, **host}).status_code == 403
         assert client.post("/admin/clear", headers={"Origin": ours, **host}).status_code == 403
+        for path in ("/", "/metrics", "/admin/stats", "/admin/figures"):  # read by no page of another origin
+            assert "access-control-allow-origin" not in client.get(path, headers={"Origin": ours, **host}).headers
+        for path in ("/admin/purge", "/admin/stats"):
+            assert client.options(path, headers={"Origin": ours, **asked}).status_code != 200
+        assert client.options("/", headers={"Origin": ours, **asked}).status_code == 200  # the main route
+
+
+@pytest.mark.parametrize("origin", ["shop.example", "https://shop.example/", "https://shop.example/a", "", "null"])
+def test_an_origin_that_can_never_match_is_refused(origin: str) -> None:
+    with pytest.raises(ValidationError, match="without a path"):
+        ServerSettings(model="a", cors_allow_origin=(origin,))
 
 
 def test_swagger_documents_the_routes(shared: TestClient) -> None:
-    assert "swagger-ui" in shared.get("/docs").text
+    page = shared.get("/docs")
+    assert "swagger-ui" in page.text and page.headers["x-frame-options"] == "DENY"
     paths = shared.get("/openapi.json").json()["paths"]
     assert {"/", "/rerank", "/v1/embeddings", "/v1/chat/completions", "/admin/purge"} <= paths.keys()
 

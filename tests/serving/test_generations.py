@@ -223,13 +223,14 @@ def test_log_probabilities(client: TestClient, plain: Any) -> None:
     assert [one for chunk in chunks for one in chunk["content"]] == content
 
 
-@pytest.mark.hostile("fields of the dialects")
 def test_calls_of_tools_are_written_by_the_chat_template(models: Path) -> None:
-    said = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": {"name": "find"}}]}]
+    call = {"id": "a", "function": {"name": "find", "arguments": '{"what": "my card"}'}}
+    said = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
     server = make_server(models / "decoder")
     server.tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-        "{% for c in m.get('tool_calls', []) %}<{{ c['function']['name'] }}>{% endfor %}{% endfor %}"
+        "{% for c in m.get('tool_calls', []) %}<{{ c['function']['name'] }}"
+        "{% for k, v in c['function']['arguments'] | items %} {{ k }}={{ v }}{% endfor %}>{% endfor %}{% endfor %}"
     )
     with client_of(server) as client:
 
@@ -238,10 +239,11 @@ def test_calls_of_tools_are_written_by_the_chat_template(models: Path) -> None:
             return int(answer.raise_for_status().json()["usage"]["prompt_tokens"])
 
         with_call, without = n_prompt(*said), n_prompt(*CHAT, {"role": "assistant", "content": None})
-        assert with_call == without + len(byte_tokenizer()("<find>")["input_ids"])
+        assert with_call == without + len(byte_tokenizer()("<find what=my card>")["input_ids"])
         assert n_prompt(*said, {"role": "tool", "tool_call_id": "a", "content": "my card"}) > with_call
 
 
+@pytest.mark.hostile("fields of the dialects")
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -262,6 +264,13 @@ def test_calls_of_tools_are_written_by_the_chat_template(models: Path) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0]"),
+        *(
+            ({"messages": [{"role": "assistant", **one}]}, param)
+            for one, param in (
+                ({"tool_calls": [{"function": {"name": "find", "arguments": "{"}}]}, "messages"),
+                ({"function_call": {"name": "find"}}, "messages[0].function_call"),
+            )
+        ),
         ({"messages": [{"role": "user", "content": "card " * CONTEXT}]}, "messages"),
         ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),

@@ -60,6 +60,7 @@ def test_what_is_added_is_read_and_removed_by_commands(path: Path, capsys: pytes
         (("add", "--name", "search", "--namespace", "b"), "another key has the same name"),
         (("add", "--name", "a b", "--namespace", "b"), "entry 3: name is wrong"),
         (("add", "--name", "other", "--namespace", "public"), "is written with the scope `admin` only"),
+        (("add", "--name", "other", "--namespace", "b", "--admin", "--metrics"), "give --admin or --metrics"),
         (("remove", "--name", "other"), "no key is named 'other'; there are: search, 1234"),
     ):
         before = path.read_bytes()
@@ -67,6 +68,9 @@ def test_what_is_added_is_read_and_removed_by_commands(path: Path, capsys: pytes
         captured = capsys.readouterr()
         assert told in captured.err and captured.err.count("\n") == 1 and captured.out == ""
         assert path.read_bytes() == before
+    assert run_main("keys", "add", path, "--name", "meter", "--namespace", "b", "--metrics") == 0
+    assert read_keys(path)[-1].scopes == ["metrics"]
+    assert run_main("keys", "remove", path, "--name", "meter") == 0
     assert run_main("keys", "remove", path, "--name", "search") == 0
     assert [entry.name for entry in read_keys(path)] == ["1234"]
 

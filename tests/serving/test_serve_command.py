@@ -16,7 +16,7 @@ def test_a_stop_saves_and_the_next_start_serves_what_was_saved(models: Path, tmp
     """If the save fails, the exit status is 1."""
     save, commands, body = tmp_path / "saved", Commands(tmp_path), {"inputs": "lost my card"}
     try:
-        options = ("--save", str(save), "--reveal-hits")
+        options = ("--save", str(save), "--reveal-hits", "--access-log", "--cors-allow-origin", "https://shop.example")
         server = commands.serve(models / "classifier", *options)
         computed = server.ask("/predict", body)
         assert computed.headers["X-Cache"] == "MISS" and server.ask("/health").status == 200
@@ -24,6 +24,11 @@ def test_a_stop_saves_and_the_next_start_serves_what_was_saved(models: Path, tmp
         server = commands.serve(models / "classifier", *options)
         served = server.ask("/predict", body)
         assert (served.json, served.headers["X-Cache"]) == (computed.json, "HIT")
+        asked = server.ask("/predict", body, Origin="https://shop.example")
+        assert asked.headers["Access-Control-Allow-Origin"] == "https://shop.example"
+        server.wait(r"(restored 1 requests from .* in [0-9.]+ s)")
+        server.wait(r"(warmed up in [0-9.]+ s)")
+        server.wait(r"(POST /predict 200 [0-9.]+ ms, anyone, [0-9a-f]{32})")
         shutil.rmtree(save)
         save.write_text("no folder any more")
         assert server.stop() == 1
@@ -33,8 +38,12 @@ def test_a_stop_saves_and_the_next_start_serves_what_was_saved(models: Path, tmp
 
 @pytest.mark.parametrize(
     ("more", "told"),
-    [(("--model", "nothing"), "could not be loaded"), (("--model", "nothing", "--save", "file/saved"), "file/saved")],
-    ids=["model", "save"],
+    [
+        (("--model", "nothing"), "could not be loaded"),
+        (("--model", "nothing", "--save", "file/saved"), "file/saved"),
+        (("--model", "nothing", "--cors-allow-origin", "nothing"), "give * or scheme://host[:port]"),
+    ],
+    ids=["model", "save", "origin"],
 )
 def test_what_cannot_be_used_is_said_in_a_line(
     tmp_path: Path,

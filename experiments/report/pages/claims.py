@@ -45,9 +45,9 @@ WORDS: Mapping[Verdict, str] = {
 
 def _under(judgement: Judgement) -> str:
     """Return when a claim holds, or the note to its verdict, in brackets; "" without one."""
-    told = judgement.condition.removeprefix("(").removesuffix(")") if judgement.condition else ""
-    if not told:
-        return ""
+    told = judgement.condition
+    if not told or told.startswith("("):
+        return f" {told}".rstrip()
     return f" (holds under: {told})" if judgement.verdict is Verdict.HOLDS_UNDER else f" ({told})"
 
 

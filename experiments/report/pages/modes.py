@@ -1,4 +1,4 @@
-"""The README's table: modes of reuse, the guarantee of each, and its gain."""
+"""Table of the ways of reuse, the guarantee of each, and its gain."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

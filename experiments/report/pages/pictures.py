@@ -1,6 +1,6 @@
 """The picture at the top of each page of results, drawn from the files that the page's tables are made from."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +12,7 @@ from experiments.report.claims.evidence import PAPERS_CURVE
 from experiments.report.markdown import percent
 from experiments.report.pages import engines, reuse, ways
 from experiments.report.pages.files import runs_if_any, runs_of
-from experiments.report.plots import require_matplotlib
+from experiments.report.plots import require_matplotlib, styles
 
 #: Draws a picture of the results in a folder; None if nothing of it was measured.
 Draw = Callable[[Path], Any]
@@ -135,15 +135,15 @@ def serving(results_dir: Path) -> Any:
         return None
     figure, panels = _panels(len(panels_of), width=5, height=2.2)
     for axes, (name, run) in zip(panels, panels_of, strict=True):
-        rows = [row for row in run.metrics["summary"] if row["arrivals"] == "poisson"]
+        rows = [row for row in run.metrics["summary"] if row["arrivals"] == "poisson" and "goodput" in row]
         axes.barh(
             [named.get(row["server"], row["server"]) for row in rows],
-            [row.get("goodput", row.get("rate")) for row in rows],
+            [row["goodput"] for row in rows],
             color=[_BLUE if row["server"] == "cache" else _GREY for row in rows],
         )
         axes.invert_yaxis()
         axes.set_title(f"{run.task}, {name}")
-        axes.set_xlabel("requests per second, 99 % of them within 100 ms")
+        axes.set_xlabel(f"requests per second, 99 % of them within {run.metrics['slo_ms']:g} ms")
     return figure
 
 
@@ -157,7 +157,9 @@ def stores(results_dir: Path) -> Any:
         rows.sort(key=lambda row: (row["policy"] == BEST, row["hit_rate"]))
         names = ["best possible" if row["policy"] == BEST else row["policy"] for row in rows]
         axes.barh(
-            names, [100 * row["hit_rate"] for row in rows], color=[_GREY if n[0] == "b" else _BLUE for n in names]
+            names,
+            [100 * row["hit_rate"] for row in rows],
+            color=[_GREY if row["policy"] == BEST else _BLUE for row in rows],
         )
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("hits (% of requests)")
@@ -172,7 +174,7 @@ def the_paper(results_dir: Path) -> Any:
         (panels[0], "hit_rate", "hit rate (% of requests)"),
         (panels[1], "changed_answers", "changed answers (% of requests)"),
     ):
-        for run, style in zip(runs, _styles(), strict=False):
+        for run, style in zip(runs, styles(), strict=False):
             points = [row for row in of_curve(run.metrics["points"], PAPERS_CURVE) if row["tau"] is not None]
             points.sort(key=lambda row: row["tau"])
             axes.plot([row["tau"] for row in points], [100 * row[key] for row in points], label=run.task, **style)
@@ -180,12 +182,6 @@ def the_paper(results_dir: Path) -> Any:
         _label(axes, "threshold tau", what)
     figure.legend(*panels[1].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=4)
     return figure
-
-
-def _styles() -> Iterator[dict[str, Any]]:
-    """Yield styles that keep curves apart where they lie on each other."""
-    for number, marker in enumerate("osvD^x*P"):
-        yield {"marker": marker, "markersize": 5, "linewidth": 3 - 0.3 * number, "alpha": 0.8}
 
 
 def _panels(n: int, width: float = 3.2, height: float = 3.0) -> tuple[Any, Sequence[Any]]:
@@ -214,7 +210,7 @@ PICTURES: Mapping[str, Draw] = {
 
 
 def draw(results_dir: Path, folder: Path) -> None:
-    """Draw each picture into a folder; one whose runs are missing keeps its file."""
+    """Draw each picture into a folder; one of times from a busy machine keeps its file."""
     import matplotlib
 
     for name, make in PICTURES.items():

@@ -22,7 +22,7 @@ WAYS = {
     ("semantic_response", None): "semantic response cache",
     ("doccache", None): "DocCache",
     ("paper", None): "the paper's method",
-    ("student", "frozen"): "student: the forecast alone",
+    ("student", "frozen"): "the forecast alone",
 }
 #: Streams of whole passes in the configurations, by experiment.
 SERVICES = {

@@ -11,7 +11,7 @@ from experiments.runs.read import Figures, Run
 #: Methods calibrated by the same tests on the same requests, in row order, with their titles.
 NAMES = {
     "llmcache": "llmcache: neighbours and forecast",
-    "student": "student: the forecast alone",
+    "student": "the forecast alone",
     "semantic_response": "semantic response cache",
     "doccache": "DocCache",
     "paper": "the paper's method",
