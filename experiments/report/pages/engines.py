@@ -8,6 +8,7 @@ from experiments.report.markdown import Cell, columns, count, number, of, percen
 from experiments.report.markdown import speed as times
 from experiments.report.pages.files import MISSING, runs_if_any
 from experiments.report.pages.serving import STREAM, table_of
+from experiments.runs.read import Figures
 
 NAMES = {
     measure.EAGER: "PyTorch, eager",
@@ -62,12 +63,16 @@ engines_parity = table_of("engines_parity", PARITY, has_times=False)
 
 def first_screen(results_dir: Path) -> str:
     """Return the README's table: one stream, and llmcache at one target."""
-    task, threads, drop = FIRST
-    runs = [run for run in runs_if_any(results_dir, "engines") if run.is_timed and run.task == task]
-    rows = [
-        row
-        for run in runs
-        for row in run.metrics["summary"]
-        if row["threads"] == threads and row["max_drop"] in (None, drop)
-    ]
+    rows = first_rows(results_dir).get(FIRST[0])
     return columns(FOUR, rows) if rows else table(tuple(FOUR), [("`engines`", MISSING, "", "", "")])
+
+
+def first_rows(results_dir: Path) -> dict[str, list[Figures]]:
+    """Return the rows of each stream at the README's number of threads and target."""
+    _, threads, drop = FIRST
+    found: dict[str, list[Figures]] = {}
+    for run in runs_if_any(results_dir, "engines"):
+        rows = [row for row in run.metrics["summary"] if (row["threads"], row["max_drop"] or drop) == (threads, drop)]
+        if run.is_timed and rows:
+            found[run.task] = rows
+    return found

@@ -23,16 +23,7 @@ _CACHE = 0.1  # share of the keys that the cache holds
 
 def speed(results_dir: Path) -> Any:
     """Times of eager by each way to answer, one panel a stream, on one thread."""
-    task_of = {run.task: run for run in runs_if_any(results_dir, "engines") if run.is_timed}
-    rows = {
-        task: [
-            row
-            for row in run.metrics["summary"]
-            if row["threads"] == engines.FIRST[1] and row["max_drop"] in (None, engines.FIRST[2])
-        ]
-        for task, run in task_of.items()
-    }
-    rows = {task: found for task, found in rows.items() if found}
+    rows = engines.first_rows(results_dir)
     if not rows:
         return None
     figure, panels = _panels(len(rows))
