@@ -22,6 +22,7 @@ from llmcache.errors import ConfigError, UnfitBankError, WrapError
 from llmcache.found import Explanation, Found, explain, look_up
 from llmcache.models.arguments import takes_dict, takes_tokens
 from llmcache.models.callables import CallableModel, enclosed, refuse_settings, release
+from llmcache.models.sentences import tokenizer_of
 from llmcache.paper.build import build as build_layerwise
 from llmcache.paper.layerwise import Layerwise
 from llmcache.prefix.chunks import Chunks
@@ -99,8 +100,9 @@ class LLMCache:
                 within a sentence-transformers model), or any callable that takes `input_ids` (B, T) by name and returns
                 tensors or arrays with one row per request. It is called a few times here, with made-up tokens.
             config: Settings, as `CacheConfig`, a mapping or the path of a YAML file.
-            tokenizer: Fingerprints leave out its special tokens. Without a tokenizer they leave out those that the
-                model's config names, and for BERT-like models the usual ids.
+            tokenizer: It tokenises texts given to the cache, and fingerprints leave out its special tokens. None: the
+                one that a sentence-transformers model holds. For other models texts are then refused, and fingerprints
+                leave out the tokens that the model's config names, and for BERT-like models the usual ids.
             answer_of: `output -> logits (B, C)`: reads the answer from the model's output, if that is neither a tensor
                 nor has `logits`. Used wherever answers are compared.
             rungs: Your own rungs: classes or functions that take the cache's `Bank` and return a `Rung`. They are asked
@@ -121,6 +123,7 @@ class LLMCache:
             WrapError: The model is wrapped already.
         """
         made = CacheConfig.make(config, **settings)
+        tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
         with enclosed(model, digest, embeddings, tokenizer) as module:
             return cls(module, made, tokenizer, answer_of, rungs)
 
@@ -164,6 +167,7 @@ class LLMCache:
             WrapError: The model is wrapped already.
         """
         given = None if config is None else CacheConfig.make(config, **settings)
+        tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
         with enclosed(model, digest, embeddings, tokenizer) as module:
             saved = Saved(folder, module, tokenizer)
             try:
@@ -340,7 +344,7 @@ class LLMCache:
         """Call the model in inference mode, in which the cache can serve.
 
         Args:
-            *args: The model's arguments; or one text or list of texts, if `wrap` was given the tokenizer. Texts are
+            *args: The model's arguments; or one text or list of texts, if there is a tokenizer (see `wrap`). Texts are
                 padded, and cut at the most tokens that the model takes.
             **kwargs: The model's arguments.
 

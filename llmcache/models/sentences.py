@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from llmcache.models.hooks import Listener, Swap, are_hooked
 
@@ -58,6 +59,13 @@ def find_pooled(model: nn.Module) -> Pooled | None:
     return None
 
 
+def tokenizer_of(model: Any) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that a sentence-transformers model holds; None for other models."""
+    has_own = any(_is_named(model, name) for name in ("SentenceTransformer", "CrossEncoder"))
+    found = model.tokenizer if has_own else None
+    return found if isinstance(found, PreTrainedTokenizerBase) else None
+
+
 def _kept(pooling: Any) -> Kept | None:
     """Return the vector that a pooling layer reads; None for several or other modes, or if it leaves out a prompt."""
     if not getattr(pooling, "include_prompt", True):
@@ -90,7 +98,7 @@ def _reads_pooled(module: nn.Module) -> bool:
     return _is_on_sentence(module) and any(_is_named(module, name) for name in _AFTER_POOLING)
 
 
-def _is_named(module: nn.Module, name: str) -> bool:
+def _is_named(module: Any, name: str) -> bool:
     """Whether a module is of sentence-transformers' own class of this name."""
     kind = type(module)
     return kind.__name__ == name and kind.__module__.split(".")[0] == "sentence_transformers"

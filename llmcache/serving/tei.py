@@ -18,6 +18,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    RootModel,
+    SkipValidation,
     StrictBool,
     StrictInt,
     StrictStr,
@@ -123,10 +125,11 @@ class SimilarityRequest(_Body):
     parameters: SimilarityParameters | None = None
 
 
-class AnyRequest(BaseModel):
+class AnyRequest(RootModel[Any]):
     """Body of `/`: that of `/embed`, `/similarity`, `/predict` or `/rerank`, whichever the served model takes."""
 
-    model_config = ConfigDict(extra="allow")
+    # The served model decides which: `main_route` checks it.
+    root: SkipValidation[EmbedRequest | SimilarityRequest | PredictRequest | RerankRequest]
 
 
 class TokenizeRequest(_Body):
@@ -214,9 +217,9 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
 async def main_route(body: AnyRequest, request: Request) -> Response:
     """Answer as the main route of the served model does: `/embed` or `/similarity`, `/predict`, or `/rerank`."""
     server: Server = request.app.state.server
-    given = body.model_extra or {}
+    given = body.root
     match server.served.kind:
-        case "embedding" if isinstance(given.get("inputs"), Mapping):
+        case "embedding" if isinstance(given, Mapping) and isinstance(given.get("inputs"), Mapping):
             return await similarity(_validated(SimilarityRequest, given), request)
         case "embedding":
             return await embed(_validated(EmbedRequest, given), request)
@@ -333,7 +336,7 @@ def truncates(server: Server, asked: bool | None) -> bool:
     return server.settings.auto_truncate if asked is None else asked
 
 
-def _validated(model: type[_M], given: Mapping[str, Any]) -> _M:
+def _validated(model: type[_M], given: Any) -> _M:
     """Return a body checked by the model of its route."""
     try:
         return model.model_validate(given)

@@ -168,7 +168,7 @@ def test_they_are_calibrated_on_texts(model: Any) -> None:
     subjects = rng.integers(5, 90, (12, 12))  # each text has the words of one subject, and two more
     words = [[*subjects[rng.integers(12)], *rng.integers(5, 90, 2)] for _ in range(800)]
     texts = [" ".join(f"w{word}" for word in rng.permutation(row)) for row in words]
-    with LLMCache.wrap(model, tokenizer=tokenizer(), payload="mean") as cache:
+    with LLMCache.wrap(model, payload="mean") as cache:  # its own tokenizer reads the texts
         found = cache.calibrate(texts[:700], max_drop=0.05)
         assert found.chosen is not None and found.chosen.hit_rate > 0 and found.n_sources + found.n_tested == 700
         served = model.encode(texts[700:], batch_size=8)

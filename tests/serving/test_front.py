@@ -162,8 +162,10 @@ def test_an_origin_that_can_never_match_is_refused(origin: str) -> None:
 def test_swagger_documents_the_routes(shared: TestClient) -> None:
     page = shared.get("/docs")
     assert "swagger-ui" in page.text and page.headers["x-frame-options"] == "DENY"
-    paths = shared.get("/openapi.json").json()["paths"]
-    assert {"/", "/rerank", "/v1/embeddings", "/v1/chat/completions", "/admin/purge"} <= paths.keys()
+    document = shared.get("/openapi.json").json()
+    assert {"/", "/rerank", "/v1/embeddings", "/v1/chat/completions", "/admin/purge"} <= document["paths"].keys()
+    bodies = document["components"]["schemas"]["AnyRequest"]["anyOf"]
+    assert len(bodies) == 4 and {"$ref": "#/components/schemas/EmbedRequest"} in bodies
 
 
 @pytest.mark.hostile("keys, paths and origins")
