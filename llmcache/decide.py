@@ -60,7 +60,7 @@ class Choice(NamedTuple):
     source: Source | None  # None: the draft
     similarity: float | None  # of the source to the request
     risk: float  # 0 to 1, or infinite
-    risk_unquarantined: float  # risk ignoring quarantine, to be compared with those at calibration
+    risk_unquarantined: float  # ignoring quarantine, as at calibration: for drift, and for the draft
 
 
 class Limits(Protocol):

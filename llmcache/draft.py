@@ -158,7 +158,11 @@ class Draft:
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
-        """Run the draft on rows, and add a hit for each whose risk is within the limit."""
+        """Run the draft on rows, and add a hit for each whose risk is within the limit.
+
+        Left to the model, since the bound was not calibrated for them: rows that were not searched, and rows whose
+        source would have served but is quarantined.
+        """
         assert call.scope is not None
         made = call.made or self._serving(call.scope.weights)
         packing, drafter = self._packings.get(call.kind), self.drafter
@@ -174,7 +178,7 @@ class Draft:
             if (choice := call.choices.get(row.number)) is None:
                 if SEMANTIC in made.shares:  # not searched: what would serve it is unknown
                     continue
-            elif choice.risk_unquarantined <= made.limits[SEMANTIC]:  # a source that was withdrawn: not as calibrated
+            elif choice.risk_unquarantined <= made.limits[SEMANTIC]:  # its source is quarantined: not as calibrated
                 continue
             if (proposal := self._propose(call, row)) is not None and proposal.by == made.draft:
                 found[row.number] = proposal, self.choice(proposal.output)

@@ -1,8 +1,8 @@
 """Divides a budget among namespaces: each has its own policy and an equal share.
 
-The namespace that holds the most bytes, the incoming entry included, evicts an entry. It holds at least an equal share,
-so a namespace below its share never loses an entry to another, unless the incoming entry alone is larger than a share.
-A single namespace may fill the whole budget.
+The namespace that holds the most, the incoming entry included, evicts an entry: by bytes, or by number where
+`max_entries` is the limit. It holds at least an equal share, so a namespace below its share never loses an entry to
+another, unless the incoming entry alone is larger than a share. A single namespace may fill the whole budget.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ class Shares:
         return self._first(largest)
 
     def victim_by_number(self, namespace: str) -> str:
-        """Return the key to evict when there are too many entries."""
+        """Return the key to evict for an entry of a namespace when there are too many."""
         held = {name: len(keys) + (name == namespace) for name, keys in self._held.items()}
         return self._first(max(held, key=held.__getitem__))
 

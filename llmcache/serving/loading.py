@@ -105,15 +105,15 @@ def load_served(
             raise ConfigError(f"{option}: {value!r} is not one of {', '.join(known)}")
     place = _device(device)
     at: dict[str, Any] = {} if revision is None else {"revision": revision}
-    given = at if dtype is None else {**at, "dtype": getattr(torch, dtype)}
+    of_model: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
     config = _config(name, source, at)
     architecture = next(iter(config.architectures or ("",)))
     if architecture.endswith(("ForCausalLM", "LMHeadModel")) and _find(source, "modules.json", at) is None:
-        served = _decoder(name, models_dir, given)
+        served = _decoder(name, models_dir, at | of_model)
     elif architecture.endswith("ForSequenceClassification"):
-        served = _classifier(name, source, config, at, given)
+        served = _classifier(name, source, config, at, of_model)
     else:
-        served = _sentence_transformer(name, source, at, given, pooling)
+        served = _sentence_transformer(name, source, at, of_model, pooling)
     if pooling is not None and served.kind != "embedding":
         raise ConfigError(f"pooling: for embedding models; {name!r} is {NAMES[served.kind]}")
     served.model.to(place)
@@ -170,8 +170,8 @@ def _decoder(name: str, models_dir: Path | None, given: Mapping[str, Any]) -> Se
     return Served("decoder", loaded.model, loaded.tokenizer, int(positions))
 
 
-def _classifier(name: str, source: str, config: Any, at: Mapping[str, Any], given: Mapping[str, Any]) -> Served:
-    loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name, **given)
+def _classifier(name: str, source: str, config: Any, at: Mapping[str, Any], of_model: Mapping[str, Any]) -> Served:
+    loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name, **at, **of_model)
     model: Any = loaded.model
     labels = tuple(config.id2label[i] for i in range(config.num_labels))
     saved = _saved_settings(name, source, at)  # settings of a CrossEncoder
@@ -189,7 +189,7 @@ def _classifier(name: str, source: str, config: Any, at: Mapping[str, Any], give
 
 
 def _sentence_transformer(
-    name: str, source: str, at: Mapping[str, Any], given: Mapping[str, Any], pooling: str | None
+    name: str, source: str, at: Mapping[str, Any], of_model: dict[str, Any], pooling: str | None
 ) -> Served:
     """Load a model with sentence-transformers, which adds mean pooling to a plain transformers model."""
     try:
@@ -200,7 +200,6 @@ def _sentence_transformer(
         raise ConfigError(f"model: {name!r} is a {kind} of sentence-transformers; give a SentenceTransformer")
     try:
         with quiet() if Path(source).is_dir() else asking(source):
-            of_model = {key: one for key, one in given.items() if key not in at}
             model: Any = SentenceTransformer(source, device="cpu", model_kwargs=of_model, **at).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)})") from error
