@@ -16,7 +16,7 @@ from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
 from llmcache.audit.alarm import Alarm
 from llmcache.models.adapters import ADAPTERS
 from tests.examples import DOCS, ROOT, blocks, save_models, text_of
-from tests.tiny_models import CLASSIFIERS, build, tokens
+from tests.tiny_models import CLASSIFIERS, build, tokenizer, tokens
 
 PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = {"cli.md", "settings.md"}
@@ -85,7 +85,7 @@ def test_examples_run(
     )
     page = ROOT / name if name == "README.md" else DOCS / name
     model = build(CLASSIFIERS["bert"])
-    defined = run(page, tmp_path, model=model, inputs={"input_ids": tokens(1, 6)})
+    defined = run(page, tmp_path, model=model, tokenizer=tokenizer(), inputs={"input_ids": tokens(1, 6)})
     told = capsys.readouterr().out
     if name == "index.md":
         assert "exact 0.5\n" in told and "requests cannot show a loss of at most 0.01" in told

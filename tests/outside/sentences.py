@@ -63,8 +63,9 @@ def plain(loaded: SentenceTransformer) -> Any:
 )
 def test_encode(model: Any, plain: Any, how: dict[str, Any]) -> None:
     expected = np.asarray(plain.encode(TEXTS, **how), dtype=np.float64)
+    most = 1 if how.get("precision") == "int8" else 1e-6  # rounding can turn a number into the next one
     for _ in range(2):
-        np.testing.assert_allclose(np.asarray(model.encode(TEXTS, **how), dtype=np.float64), expected, atol=1e-6)
+        np.testing.assert_allclose(np.asarray(model.encode(TEXTS, **how), dtype=np.float64), expected, atol=most)
 
 
 def test_encode_after_other_lengths(model: Any, plain: Any) -> None:

@@ -14,6 +14,8 @@ from judge.verdict import Allowed, Finding, find, read_allowed, table
 from judge.wrapping import Judge, _copied
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, DynamicCache, PreTrainedModel
 
+from tests.tiny_models import BARE, build, tokenizer
+
 TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
 
@@ -51,6 +53,24 @@ def judged(way: str, drift: float = 0.0) -> tuple[Judge, int]:
     finally:
         judge.stop()
     return judge, n_computed
+
+
+def test_token_states_of_a_sentence_model_are_read_as_a_user_reads_them(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer import modules
+
+    build(BARE["bert"]).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    parts = [modules.Transformer(str(tmp_path)), modules.Pooling(32, pooling_mode="mean")]
+    judge = Judge("hit")
+    judge.start(sentence_transformers.SentenceTransformer)
+    try:
+        model = sentence_transformers.SentenceTransformer(modules=parts, device="cpu").eval()
+        model.encode(["w5 w6 w7 w8", "w9 w10"])
+    finally:
+        judge.stop()
+    assert judge.hits["SentenceTransformer"] == {"exact": 2} and judge.counts["SentenceTransformer"]["calls"] == 1
+    assert {one["field"] for one in judge.differences} <= {"sentence_embedding"}
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

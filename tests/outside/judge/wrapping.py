@@ -25,6 +25,7 @@ from torch import nn
 
 from judge.comparing import compare
 from llmcache import LLMCache, LLMCacheError
+from llmcache.models.sentences import SentenceSwap
 
 WAYS = ("off", "twice", "cold", "hit")
 
@@ -55,6 +56,8 @@ class Judge:
         self._patches.append(_patch(transformers.PreTrainedModel, "__call__", self._call))
         for one in sentences:
             self._patches.append(_patch(one, "forward", self._call))
+        if sentences:  # above the cache's own forward, which computes token states where they are read
+            self._patches.append(_patch(SentenceSwap, "run", self._call_swap))
 
     def stop(self) -> None:
         """Unwrap all models, and undo the patches."""
@@ -117,6 +120,9 @@ class Judge:
         finally:
             self._thread.is_inside = False
 
+    def _call_swap(self, original: Callable[..., Any], swap: SentenceSwap, *args: Any, **kwargs: Any) -> Any:
+        return self._call(lambda _, *a, **k: original(swap, *a, **k), swap.module, *args, **kwargs)
+
     def _call_as_asked(self, cache: LLMCache | None, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute without the cache, then as the way requires; run a call that the plain model refuses once."""
         numbers = _random_state()
@@ -173,7 +179,7 @@ class Judge:
         return {"classes": per_class, "refused": self.refused, "differences": self.differences}
 
 
-def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+def _patch(owner: type[Any], name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method of a class; return a function that restores it."""
     had_own = name in vars(owner)
     original = getattr(owner, name)
