@@ -38,7 +38,7 @@ with gr.Blocks(title="llmcache") as page:
     text = gr.Textbox(label="Text", placeholder="The parcel came late again.")
     button = gr.Button("Classify", variant="primary")
     with gr.Row():
-        labels = gr.Label(label="Answer")
+        labels = gr.Label(label="Answer", num_top_classes=5)
         served = gr.Textbox(label="Served by", interactive=False)
     figures = gr.HTML()
     for event in (text.submit, button.click):
