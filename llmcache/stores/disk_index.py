@@ -222,8 +222,12 @@ class DiskIndex:
         if self._file is not None and not self.is_in_place:
             raise StoreError(f"{self._path}: removed or replaced")
         made = sqlite3.connect(self._path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
-        made.execute("PRAGMA synchronous = NORMAL")
-        made.execute("PRAGMA secure_delete = ON")  # purged values must not remain in the file
+        try:
+            made.execute("PRAGMA synchronous = NORMAL")
+            made.execute("PRAGMA secure_delete = ON")  # purged values must not remain in the file
+        except BaseException:
+            made.close()
+            raise
         return made
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
