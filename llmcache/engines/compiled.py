@@ -73,7 +73,7 @@ class CompiledTrunk(GraphEngine):
         self.name = f"compiled {mode or ''} {backend if isinstance(backend, str) else 'own'}"
         self._max_padding, self._backend, self._settings = max_padding, backend, _torch_settings()
         # No guards, so that nothing is checked or compiled in service: this class checks for changes.
-        self._options = {**_options_of(mode, backend), "guard_filter_fn": _without_guards}
+        self._options = {**_options_of(mode, backend), "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         is_owning = mode in _OWNING_MODES and device_of(twin.module).type == "cuda"
         self._thread = threading.get_ident() if is_owning else None
         self._graphs: dict[Bucket, Graph] = {}
@@ -230,11 +230,6 @@ def _torch_settings() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     )
-
-
-def _without_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep none of a graph's guards: `torch.compiler.skip_all_guards_unsafe`, which torch 2.8 does not have."""
-    return [False] * len(guards)
 
 
 def _options_of(mode: str | None, backend: str | Callable[..., Any]) -> dict[str, Any]:
