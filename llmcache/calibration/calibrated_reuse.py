@@ -233,10 +233,6 @@ class CalibratedReuse:
         logger.warning(_DRIFT)
         return updated
 
-    def serves_in(self, namespace: str) -> bool:
-        """Whether a namespace has sources."""
-        return namespace in self.namespaces
-
     def status(self, weights: str) -> Status:
         """Return the status of approximate reuse for weights with this digest."""
         made = self.calibration
