@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 from llmcache import ConfigError, LLMCache, UnfitBankError, UnsafeReuseError, UnsupportedModelError
 from llmcache.generation import generate
 from llmcache.models import callables
+from llmcache.models.structure import fields_of
 from tests.contract.streams import ask, batched, classifier, requests
 from tests.inside import keep_quiet
 from tests.tiny_models import TOKEN_HEADS, VOCABULARY, build, padded, save_bert, tokenizer, tokens
@@ -217,7 +218,7 @@ STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def fields(output: Any) -> dict[Any, Any]:
-    return callables.fields_of(output)
+    return fields_of(output)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
