@@ -4,6 +4,7 @@ experiment -> serve, engines, prefix, ... methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
            -> bench                       single calls are timed
            -> serve_load, serve_soak      servers get requests over their socket (`over_http`)
+           -> commands                    shell commands are timed
            -> Outcome                     rows and figures, for the folder of the run
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from experiments.measures import (
     bound,
+    commands,
     compiled,
     decode,
     engine_parity,
@@ -76,4 +78,5 @@ MEASURES: Mapping[str, Measure] = {
     "store_faults": Measure(store_faults.StoreFaults, store_faults.run),
     "decode": Measure(decode.Decode, decode.run),
     "parity": Measure(parity.Parity, parity.run),
+    "commands": Measure(commands.Commands, commands.run),
 }

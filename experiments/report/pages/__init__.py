@@ -48,6 +48,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "engines_parity": engines.engines_parity,
     "claims": claims.verdicts,
     "costs": costs.costs,
+    "first_hit": costs.first_hit,
 }
 #: Pages with tables, by path in the checkout, and the relative path from the page to the root.
 PAGES: Mapping[str, str] = {"README.md": "", **{f"docs/results/{name}.md": "../../" for name in ("index", *PICTURES)}}

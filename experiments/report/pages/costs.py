@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.report import calls as of_calls
 from experiments.report.calls import TIMES
-from experiments.report.markdown import Cell, columns, number, percent, row_of, speed, table
+from experiments.report.markdown import Cell, columns, number, of, percent, row_of, speed, table
 from experiments.report.pages.files import MISSING, figures_of, is_timed, runs_if_any, runs_of
 from experiments.runs.read import Figures
 
@@ -29,6 +29,12 @@ DEMO: Mapping[str, Cell] = {
     "speed-up, whole stream": lambda row: number(row.get("whole", {}).get("speedup"), 2),
     "learning paid back at request": lambda row: number(row.get("paid_back_at"), 0),
 }
+
+
+def first_hit(results_dir: Path) -> str:
+    """Return the table of the commands from `git clone` to the first hit."""
+    (found,) = runs_of(results_dir, "first_hit")
+    return columns({"command": itemgetter("command"), "s": of(number, "seconds", 0)}, found.metrics["summary"])
 
 
 def latency(results_dir: Path) -> str:
