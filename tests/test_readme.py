@@ -42,6 +42,13 @@ def test_the_first_screen_is_short() -> None:
     assert [found[1] for found in MARK.finditer(TEXTS["README.md"])] == ["first_screen"]
 
 
+def test_the_time_to_the_first_hit_is_measured() -> None:
+    (total,) = re.findall(r"\[(\d+) s\]\(docs/results/speed.md#from-a-clone", TEXTS["README.md"])
+    (path,) = (RESULTS / "first_hit").glob("*/metrics.json")
+    rows = {row["command"]: row["seconds"] for row in json.loads(path.read_text())["summary"]}
+    assert round(rows["all"]) == int(total) and rows["first hit"] < 0.2 * rows["all"]
+
+
 def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
     table = "| a | hits |\n|---|---|\n| tau `0.9` | 5.5 % |\n"
     assert list(figures_without_a_file(f"text\n\n{table}\n")) == ["| tau `0.9` | 5.5 % |"]
