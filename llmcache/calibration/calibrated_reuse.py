@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import TypeAdapter
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from llmcache.arrays import Doubles, Floats, below
@@ -185,7 +186,9 @@ class CalibratedReuse:
             self.end()
             self._is_calibrating = True  # calls meanwhile must not wait for the lock
             try:
-                return self._calibrate(observed, risk_target)
+                # NumPy's BLAS has threads of its own, which spin: beside calls in service both would take far longer.
+                with threadpool_limits(limits=1, user_api="blas"):
+                    return self._calibrate(observed, risk_target)
             except Exception as error:
                 self.end()
                 if isinstance(error, CalibrationError):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
 from llmcache import LLMCache
@@ -83,6 +84,18 @@ def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
         assert cache.calibration.chosen is not None
         check_serves_within(cache, most=0.1)
         assert cache.stats().errors == 0
+
+
+def test_it_is_computed_on_one_thread_of_numpys_blas(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def n_threads() -> set[int]:
+        return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
+
+    fitter = cache._core.learn().calibrated.fitter
+    fit, seen = fitter.fit, []
+    monkeypatch.setattr(fitter, "fit", lambda *args: (seen.append(n_threads()), fit(*args))[1])
+    with threadpool_limits(limits=2, user_api="blas"):
+        cache.calibrate(BATCHES, **LOOSE)
+        assert seen == [{1}] and n_threads() == {2}
 
 
 @pytest.mark.slow
