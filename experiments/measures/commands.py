@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
 
 from pydantic import Field
 
@@ -17,6 +16,7 @@ from experiments.support.files import Folders
 from llmcache import LLMCacheError
 
 _CHECKOUT = Path(__file__).parents[2]
+_OF_CALLER = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
 _SHOWN = 10  # last lines of a command that failed
 
 
@@ -32,7 +32,8 @@ class Commands(Experiment):
 def run(experiment: Commands, folders: Folders) -> Outcome:
     with TemporaryDirectory() as empty:
         rows = [
-            {"command": name, "seconds": _seconds(name, run, Path(empty))} for name, run in experiment.commands.items()
+            {"command": name, "seconds": _seconds(name, line, Path(empty))}
+            for name, line in experiment.commands.items()
         ]
     total = {"command": "all", "seconds": sum(row["seconds"] for row in rows)}
     return Outcome(rows, {"task": experiment.title, "summary": [*rows, total]})
@@ -40,15 +41,13 @@ def run(experiment: Commands, folders: Folders) -> Outcome:
 
 def _seconds(name: str, command: str, folder: Path) -> float:
     """Run a command; return its seconds. Its environment is the caller's, without the caller's virtual environment."""
-    environment: dict[str, Any] = {**os.environ, "CHECKOUT": str(_CHECKOUT)}
-    for one in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME"):
-        environment.pop(one, None)
+    environment = {key: value for key, value in os.environ.items() if key not in _OF_CALLER}
     started = perf_counter()
     done = subprocess.run(
         command,
         shell=True,
         cwd=folder,
-        env=environment,
+        env=environment | {"CHECKOUT": str(_CHECKOUT)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -217,10 +217,6 @@ STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def fields(output: Any) -> dict[Any, Any]:
-    return fields_of(output)
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_hit_has_type_and_structure_of_the_callables_output(structure: str) -> None:
     def call(input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
@@ -232,8 +228,8 @@ def test_a_hit_has_type_and_structure_of_the_callables_output(structure: str) ->
         expected, found = cache(**inputs), cache(**inputs)
         assert rungs(cache) == ["exact"] * len(found if structure == "tensor" else inputs["input_ids"])
         assert type(found) is type(expected)
-        assert list(fields(found)) == list(fields(expected))
-        for one, other in zip(fields(found).values(), fields(expected).values(), strict=True):
+        assert list(fields_of(found)) == list(fields_of(expected))
+        for one, other in zip(fields_of(found).values(), fields_of(expected).values(), strict=True):
             assert type(one) is type(other)
             assert one is None or (one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all()))
     assert counted.n_rows == 3
