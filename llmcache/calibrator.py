@@ -108,8 +108,7 @@ class Calibrator:
         bank.on_leave = sources.remove
         gate = _make_gate(trunk, config, tokenizer)
         chooser = NeighbourChooser(sources, answers, gate)
-        rest = Weights(model, without=trunk.module)
-        self._weights = weights
+        self._weights, self._rest = weights, Weights(model, without=trunk.module)
         self.draft: Draft | None = None
         if config.draft is not None:
             if isinstance(answers, Embeddings):
@@ -121,10 +120,11 @@ class Calibrator:
             self.draft = Draft(answers, answer_of, packings, self._serving, make, device, takes_logits, counters)
             self.draft.refresh()
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self.draft)
-        self.calibrated = CalibratedReuse(fitter, rest, counters, config)
-        self._observer = Observer(answers, answer_of, rest)
+        self.calibrated = CalibratedReuse(fitter, self._rest, counters, config)
+        self._observer = Observer(answers, answer_of, self._rest)
         self._observer.draft = self.draft
-        self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated, rest, counters)
+        serving = self.calibrated, self._rest
+        self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, *serving, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
             bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue
@@ -156,10 +156,7 @@ class Calibrator:
             # The first answer alone shows some errors: raise them before computing the rest takes minutes.
             first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
             self.calibrated.check(first[0], known, risk_target)
-            observed = self._observe(inputs)
-            if engine := self._forward.engine.name:  # what it changes counts
-                for case, own in zip(observed, self._observe(inputs, engine), strict=True):
-                    case.own = own
+            observed = self._observe_all(inputs)
             if self.draft is not None:  # rungs are weighed by times of single calls
                 alone = [collect(self._compute, self._observer, [one])[0].seconds for one in inputs[:N_TIMED]]
                 self.calibrated.fitter.model_s = median(alone)
@@ -168,6 +165,14 @@ class Calibrator:
             if self.sharing is not None:
                 self.sharing.settle()
             return made
+
+    def _observe_all(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
+        """Compute requests, and return their observations in order, with the model's own where an engine computes."""
+        observed = self._observe(inputs)
+        if engine := self._forward.engine.name:  # what it changes counts
+            for case, own in zip(observed, self._observe(inputs, engine), strict=True):
+                case.own = own
+        return observed
 
     def _observe(self, inputs: Sequence[Mapping[str, Any]], engine: str = "") -> list[Observation]:
         """Compute requests, batched by length, and return their observations in order.
@@ -201,11 +206,13 @@ class Calibrator:
         """Compute requests and return their observations; see `LLMCache.observe`."""
         with self._lock:
             self._check_installed()
-            observed = self._observe(list(tokenised(requests, self._tokenizer, self._trunk)))
+            observed = self._observe_all(list(tokenised(requests, self._tokenizer, self._trunk)))
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
     def forget(self, namespace: str | None) -> None:
         """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
+        if namespace is None:
+            self._rest.recheck()
         self.calibrated.forget(namespace)
         self.calibrated.fitter.sources.forget(namespace)
 
@@ -239,7 +246,8 @@ class Calibrator:
         graph = before.engine if isinstance(before, GraphDrafter) else None
         if graph is None or not (graph.n_graphs and graph.is_of(self._weights.digest())):
             graph = make_graph()
-        return GraphDrafter(self._model, self._trunk, read, payload if answers.reads_payload else None, graph)
+        kept = payload if answers.reads_payload else None
+        return GraphDrafter(self._model, self._trunk, read, kept, graph, self._rest.digest())
 
     def _check_installed(self) -> None:
         if self._installed.is_empty:

@@ -215,7 +215,7 @@ class CachedForward(Swap, Switches):
         if self.packings.get(call.kind, True) is None:  # known as unpackable; an unknown kind passes
             return "more_output"
         call.generation, call.is_whole = self._bank.generation(call.namespace), bool(state.coupling)
-        engine = self.engine
+        engine = self.engine if look.activated is None else self.eager  # a graph has no hooks
         if engine is not self.eager:
             engine = engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
         while engine is not call.engine:  # once more if it does not cover the rows: another engine has other keys

@@ -157,6 +157,8 @@ class Core:
         self._graphs = forward.engine = CompiledTrunk(
             twin, forward.eager, forward.arguments, self.weights, buckets, mode, backend, max_padding
         )
+        if self.calibrator is not None:
+            self.calibrator.check_engine()
 
     def build_engine(self) -> None:
         """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`."""
@@ -173,14 +175,16 @@ class Core:
         if options.name == "eager" or missing:
             return
         self._graphs, forward.engine = None, forward.eager
+        self.weights.recheck()
         try:
             made = self._make_onnx("float32")
+            if options.name == "onnxruntime" or is_faster(made):
+                self._graphs = forward.engine = made
         except Exception as error:  # an exporter may raise anything
             self._n_failed += 1
             logger.warning("llmcache: calls run eagerly, since no graph of ONNX Runtime could be made: %s", error)
-            return
-        if options.name == "onnxruntime" or is_faster(made):
-            self._graphs = forward.engine = made
+        if self.calibrator is not None:
+            self.calibrator.check_engine()
 
     def _make_onnx(self, precision: Precision) -> OnnxTrunk:
         forward, folder = self.forward, self._config.engine.folder
@@ -250,6 +254,8 @@ class Core:
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
+        if namespace is None:
+            self.weights.recheck()  # else a graph made before an edit that left no trace would still be used
         with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
             n_requests = self.bank.clear(namespace)
             if self.calibrator is not None:

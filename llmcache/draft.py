@@ -49,6 +49,7 @@ class Proposal(NamedTuple):
     output: Floats  # (C,)
     answer: Floats  # signature (S,)
     by: str  # name of the drafter
+    seconds: float
 
 
 class Draft:
@@ -116,14 +117,15 @@ class Draft:
 
     # -- in a calibration ----------------------------------------------------------------------------------------------
 
-    def observe(self, call: Call, rows: Sequence[Row]) -> list[tuple[Floats | None, float]]:
-        """Return the draft's output (C,) for rows of a finished call, None where it does not apply, and its seconds."""
-        seen: list[tuple[Floats | None, float]] = []
-        for row in rows:
-            started = perf_counter()
-            proposal = self._propose(call, row)
-            seen.append((None if proposal is None else proposal.output, perf_counter() - started))
-        return seen
+    def observe(self, call: Call, rows: Sequence[Row], head: str) -> list[tuple[Floats | None, float]]:
+        """Return the draft's output (C,) for rows of a finished call, None where it does not apply, and its seconds.
+
+        `head`: digest of the head that made the rows' answers.
+        """
+        if self.drafter is not None and self.drafter.head not in ("", head):  # it was edited or replaced
+            self.refresh()
+        made = [self._propose(call, row) for row in rows]
+        return [(None, 0.0) if one is None else (one.output, one.seconds) for one in made]
 
     def fit(self, outputs: Sequence[Floats | None], answers: Sequence[Floats]) -> None:
         """Learn from the draft's outputs for N requests and the model's own answers how likely they differ."""
@@ -170,6 +172,8 @@ class Draft:
         if made is None or limit is None or packing is None or drafter is None or made.draft != drafter.name:
             return
         if not (drafter.makes_states or self._takes_logits.get()):  # a loss is computed, or the trunk is called alone
+            return
+        if drafter.head not in ("", made.head):
             return
         if self._answers.reads_payload and chance(self._weights, [0.0]) > limit:  # the risk of all requests
             return
@@ -221,9 +225,14 @@ class Draft:
             for number, hit in call.hits.items():
                 if hit.logits is not None:
                     logits[number] = torch.from_numpy(hit.logits).to(logits)
-        if tried.has_failed and self.drafter is not None:
-            self.drafter.close()  # else each such call runs twice
+        if tried.has_failed:
+            self.close()  # else each such call runs twice
         return not tried.has_failed
+
+    def fail(self, error: Exception) -> None:
+        """Count that the model's head raised on a call with drafted rows, and draft nothing any more."""
+        self._counters.error("run the model's head on a draft, which is not used again before a calibration", error)
+        self.close()
 
     def _propose(self, call: Call, row: Row) -> Proposal | None:
         """Return the draft's answer to a row; None if it does not apply to it, or fails."""
@@ -237,6 +246,7 @@ class Draft:
             return known
         given = {name: value for name in DECIDING if (value := call.arguments.get(name)) is not None}
         inputs = {name: take_row(value, row.number, row.n_valid) for name, value in given.items()}
+        started = perf_counter()
         try:
             with torch.inference_mode():
                 made, output = drafter.run(inputs)
@@ -246,7 +256,7 @@ class Draft:
             return None
         if not np.isfinite(output).all():
             return None
-        proposal = Proposal(made, output, self.sign(output[None])[0], by)
+        proposal = Proposal(made, output, self.sign(output[None])[0], by, perf_counter() - started)
         recent = self._recent
         recent[row.key] = proposal
         if len(recent) > _MOST_RECENT:

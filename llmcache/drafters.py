@@ -7,7 +7,7 @@ Sizes: n tokens of a row, C outputs, D hidden width.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -38,9 +38,11 @@ class Drafter(Protocol):
 
     Attributes:
         makes_states: Its states take the place of the trunk's; else its output takes that of the model's logits.
+        head: Digest of the wrapped model's head that reads its states; "" if none does.
     """
 
     makes_states: bool
+    head: str
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ class GraphDrafter:
     makes_states = True
 
     def __init__(
-        self, model: nn.Module, trunk: Trunk, read: Reading, payload: Payload | None, engine: OnnxTrunk
+        self, model: nn.Module, trunk: Trunk, read: Reading, payload: Payload | None, engine: OnnxTrunk, head: str
     ) -> None:
         """Take the head's present tensors, and answer a row on trial.
 
@@ -76,14 +78,20 @@ class GraphDrafter:
             read: Reads the logits from its output.
             payload: Chooses the row that is the answer; None: the logits are.
             engine: The graph.
+            head: Digest of the weights outside the trunk.
 
         Raises:
-            Exception: The head takes more than tokens, or cannot be copied.
+            Exception: The head takes more than tokens, mixes rows, or cannot be copied.
         """
         self.engine, self._read, self._payload = engine, read, payload
+        self.head = head if payload is None else ""
         self._given = threading.local()  # the trunk's output that the head reads
         self._head: nn.Module = nn.Identity()
+        self._readers: list[nn.Module] = []  # they run on served states with their hooks, and here without
         if payload is None:
+            if _mixes_rows(model, trunk, read):
+                raise ValueError("the head of the wrapped model mixes the rows of a call")
+            self._readers = _readers_of(model, trunk)
             replicas = make_replicas(model)
             replicas[trunk.module].forward = self._give_states
             self._head = replicas[model]
@@ -99,6 +107,8 @@ class GraphDrafter:
     def covers(self, call: "Call", row: "Row") -> bool:
         assert call.scope is not None
         engine = self.engine
+        if are_hooked(self._readers):
+            return False
         return engine.choose(call.args, call.kwargs, call.scope.weights, call.prefill is not None) is engine
 
     def run(self, inputs: Mapping[str, Tensor]) -> tuple[Any, Floats]:
@@ -107,13 +117,7 @@ class GraphDrafter:
             kept = self._payload.take(made[0][0], slice(0, inputs["input_ids"].shape[1]))
             return made, _to_host(kept.float().mean(dim=0))
         self._given.states = self.engine.twin.pack(made, {})
-        if self._takes_dict:
-            output = self._head(dict(inputs))
-        else:
-            output = self._head(
-                **{name: one for name, one in inputs.items() if self._names is None or name in self._names}
-            )
-        return made, _to_host(self._read(output)[0])
+        return made, _to_host(self._read(_run(self._head, self._takes_dict, self._names, inputs))[0])
 
     def states(self, made: Sequence[Tensor], arguments: Mapping[str, Any]) -> Any:
         return self.engine.twin.pack(made, arguments)
@@ -130,6 +134,7 @@ class ModelDrafter:
     """Another model with the same labels and token ids."""
 
     makes_states = False
+    head = ""
 
     def __init__(self, draft: nn.Module, model: nn.Module, trunk: Trunk, arguments: Arguments) -> None:
         """Take a model that `check_model` accepted.
@@ -145,8 +150,9 @@ class ModelDrafter:
         """
         self._draft, self._trunk, self._arguments = draft, trunk, arguments
         self._weights, self._longest, self._is_open = Weights(draft), _longest(draft), True
-        #: Parts of the wrapped model whose hooks would see the placeholders of drafted rows.
-        self._readers = [part for part in model.modules() if part is not model and part not in parts_of(trunk.module)]
+        #: Hooks of the wrapped model's parts would see the placeholders of drafted rows; those of the draft's have no
+        #: part in its name.
+        self._readers = [*_readers_of(model, trunk), *draft.modules()]
         self._weights.digest()
         if reason := self._weights.unreadable:
             raise ValueError(CURES[reason])
@@ -223,19 +229,27 @@ def _find_problem(draft: nn.Module, model: nn.Module, trunk: Trunk) -> str | Non
     if not bool(logits.isfinite().all()):
         return "it answers with NaN or infinite numbers"
     try:
-        if model is trunk.module or not _mixes_rows(model, trunk):  # a trunk alone is refused by the calibration
+        if model is trunk.module or not _mixes_rows(model, trunk, read_logits):  # calibration refuses a trunk alone
             return None
     except Exception as error:  # a head may raise anything
         return f"the head of the wrapped model does not take rows without states: {error}"
-    return "the head of the wrapped model mixes rows, and drafted rows have no states: use draft='int8'"
+    return "the head of the wrapped model mixes the rows of a call: leave draft out"
+
+
+def _readers_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
+    """Return the parts of a model that read its trunk's states."""
+    return [part for part in model.modules() if part is not model and part not in parts_of(trunk.module)]
 
 
 @torch.inference_mode()
-def _mixes_rows(model: nn.Module, trunk: Trunk) -> bool:
+def _mixes_rows(model: nn.Module, trunk: Trunk, read: Reading) -> bool:
     """Whether a row's logits depend on the states of the row before it, by a trial with NaN there."""
     replicas = make_replicas(model)
-    twin = replicas[trunk.module]
+    twin, is_dict, names = replicas[trunk.module], takes_dict(model), names_of(model.forward)
     run, ids = twin.forward, torch.ones(2, 4, dtype=torch.int64, device=device_of(trunk.module))
+
+    def answer() -> Tensor:
+        return read(_run(replicas[model], is_dict, names, {"input_ids": ids, "attention_mask": ids}))[1]
 
     def spoilt(*args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
@@ -244,9 +258,16 @@ def _mixes_rows(model: nn.Module, trunk: Trunk) -> bool:
                 value[0] = torch.nan
         return output
 
-    whole = _answer(replicas[model], {"input_ids": ids, "attention_mask": ids})[1]
+    whole = answer()
     twin.forward = spoilt
-    return not torch.allclose(_answer(replicas[model], {"input_ids": ids, "attention_mask": ids})[1], whole, atol=1e-4)
+    return not torch.allclose(answer(), whole, atol=1e-4)
+
+
+def _run(model: nn.Module, is_dict: bool, names: Collection[str] | None, inputs: Mapping[str, Tensor]) -> Any:
+    """Return a model's output; `is_dict`: it takes one dict; `names`: of its arguments, None: any."""
+    if is_dict:
+        return model(dict(inputs))
+    return model(**{name: one for name, one in inputs.items() if names is None or name in names})
 
 
 def _answer(draft: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:

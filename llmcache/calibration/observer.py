@@ -77,7 +77,7 @@ class Observer:
         drafts: Sequence[tuple[Floats | None, float]] = [(None, 0.0)] * len(rows)
         drafted_by = "" if self.draft is None else self.draft.drafter_name
         if self.draft is not None and (self.is_learned_from.get() if collected is not None else self.learner_wants()):
-            drafts = self.draft.observe(call, rows)
+            drafts = self.draft.observe(call, rows, head)
         seen = {
             number: Observation(
                 entries[number].scope,

@@ -138,13 +138,9 @@ class CalibrationFitter:
         self.fingerprint.fit(
             [case.tokens for case in cases], targets(cases, self.answers), outputs(cases, self.answers)
         )
-        self._reset()
-        self.add_sources(cases, is_pinned)
-
-    def _reset(self) -> None:
-        """Remove the sources and forecasts of the previous fingerprint."""
-        self.forget()
+        self.forget()  # forecasts and sources of the previous fingerprint
         self.clear()
+        self.add_sources(cases, is_pinned)
 
     def clear(self) -> None:
         """Remove all sources; their entries may be evicted."""

@@ -187,8 +187,8 @@ class GraphEngine:
         return find_reason(self.twin.trunk, self._arguments, arguments)
 
     def _covers(self, row: Row) -> bool:
-        """Whether the mask of a row holds only 0 and 1, and a graph may run it."""
-        return row.bypass_reason in ("", "no_content") and row.n_valid > 0
+        """Whether the mask of a row holds only 0 and 1, and nothing reads states at padding, where a graph differs."""
+        return row.bypass_reason in ("", "no_content") and row.n_valid > 0 and not row.is_misread
 
     def is_of(self, digest: str) -> bool:
         """Whether the graphs are valid for weights with this digest, and the present attention implementation."""

@@ -391,8 +391,12 @@ def _session_of(given: Any) -> Any:
 
 
 def _digest_of(given: Any) -> str:
-    """Return the SHA-256 of the file that a session was read from, and of the files that it names."""
-    path = getattr(_session_of(given), "_model_path", None)
+    """Return the SHA-256 of the file that a session was read from, and of the files that it names.
+
+    Of what holds a session, only an `ORTModel` is known to answer by it alone.
+    """
+    is_ort = hasattr(given, "config") and hasattr(given, "forward")
+    path = getattr(_session_of(given), "_model_path", None) if is_session(given) or is_ort else None
     if not (path and Path(path).is_file()):
         if not (callable(given) or is_session(given)):
             raise ConfigError(f"a {type(given).__name__} cannot be wrapped: give a model, a session or a callable")

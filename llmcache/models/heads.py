@@ -49,6 +49,7 @@ class Head:
     why_unsafe: str = ""  # why it must not read another request's states; "" if it may
     pooled: Pooled | None = None  # the pooling layer of a sentence-transformers model that reads one vector
     observed: "Observed | None" = None  # for a classifier
+    is_own: bool = False  # a class of the user's, which may read states of padding
 
 
 _BY_TOKEN = (
@@ -100,7 +101,7 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
     for module in model.modules():
         if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
-    return Head("hidden states", "states")
+    return Head("hidden states", "states", is_own=model is not trunk.module)
 
 
 def _of_callable(trunk: CallableTrunk) -> Head:

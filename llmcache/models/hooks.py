@@ -275,6 +275,7 @@ class ModelForward(Swap):
         except BaseException as error:
             if not (takes_logits and isinstance(error, Exception) and forward.draft.has_part_in(calls)):
                 raise
+            forward.draft.fail(error)
         finally:
             forward.seen.reset(tokens[0])
             forward.takes_logits.reset(tokens[1])
@@ -396,12 +397,7 @@ def listener_of(model: nn.Module) -> Listener | None:
 
 def listen(module: nn.Module, receive: Callable[[Any], Any]) -> Callable[[], None]:
     """Pass a module's output to `receive`, whose result, unless None, replaces it; return a function that ends this."""
-    return _register(module, _OutputHook(receive))
-
-
-def _register(module: nn.Module, hook: _OutputHook) -> Callable[[], None]:
-    """Register a hook on a module, but not on its copies; return a function that removes it."""
-    handle = module.register_forward_hook(hook)
+    handle = module.register_forward_hook(_OutputHook(receive))
     shield(module)
 
     def remove() -> None:

@@ -222,6 +222,11 @@ class Weights:
                 if outer.requires_grad:
                     self._suspects.add(inner)
 
+    def recheck(self) -> None:
+        """Hash every tensor again at the next check: one may have been edited without a trace."""
+        with self._suspects_lock:
+            self._suspects.update(id(tensor) for _, tensor in self._named)
+
     @property
     def is_steady(self) -> bool:
         """Whether the latest checks found no edit, and no optimizer may write the weights."""

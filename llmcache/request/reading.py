@@ -170,7 +170,8 @@ class RequestReader:
         self._tokenizer = tokenizer
         self._head_reads = _reads(trunk, head, payload)
         observed = head.observed
-        self._reads_padding = observed is not None and observed.reads_padding and payload.name == "sequence"
+        reads_padding = head.is_own if observed is None else observed.reads_padding
+        self._reads_padding = reads_padding and payload.name == "sequence"
         keeps_tokens, heeds_mask = not payload.fits_any_length, head.pooled is not None
         #: Padding is part of the key: readers of the states may read those of padding.
         self.layout_counts = keeps_tokens and not heeds_mask

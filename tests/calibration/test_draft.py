@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from llmcache import ConfigError, LLMCache, Metric
 from llmcache.account import Account
@@ -127,11 +128,42 @@ def test_a_row_gets_the_same_answer_in_any_batch(cache: LLMCache) -> None:
     for row in rows:
         alone.append(cache(input_ids=row[None], attention_mask=torch.ones(1, len(row), dtype=torch.int64)).logits)
         rungs.append(cache.last[0].rung)
+    draft = cache._core.forward.draft
+    assert draft is not None
+    draft.forget()  # else no row is run again
     together = cache(**batch([row[None] for row in rows])).logits
     served = [number for number, rung in enumerate(rungs) if rung == "draft"]
     assert len(served) > 5
     assert [cache.last[number].rung for number in served] == ["draft"] * len(served)
     torch.testing.assert_close(together[served], torch.cat(alone)[served], atol=1e-4, rtol=1e-4)  # the head rounds
+
+
+@pytest.mark.parametrize("edit", ["hook", "weights", "module"])
+def test_a_draft_serves_only_under_the_head_that_it_was_judged_with(cache: LLMCache, edit: str) -> None:
+    ids = requests(240, seed=3)[0]
+    served = [row[None] for row in ids if ask(cache, row[None]) == ["draft"]]
+    assert len(served) > 5
+    head, bias = cache.model.classifier, torch.tensor([0.0, 99.0, 0.0, 0.0, 0.0])
+    if edit == "hook":
+        head.register_forward_hook(lambda module, args, output: output + bias)
+    elif edit == "weights":
+        with torch.no_grad():
+            head.bias.add_(bias)
+    else:
+        cache.model.classifier = nn.Sequential(head)
+    for row in served:
+        found = cache(input_ids=row).logits
+        assert cache.last[0].rung in (None, "exact")  # some rows come again
+        assert edit == "module" or int(found.argmax()) == 1
+    assert cache.stats().errors == 0
+
+
+def test_a_damaged_graph_of_the_draft_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = wrap(tmp_path)._core.learn().draft.drafter  # type: ignore[union-attr]
+    drafter.engine._path.write_bytes(drafter.engine._path.read_bytes()[:1000])  # type: ignore[union-attr]
+    again = wrap(tmp_path)._core.learn().draft.drafter  # type: ignore[union-attr]
+    assert again.name == drafter.name != ""  # type: ignore[union-attr]
+    assert sum("is not used" in one.message for one in caplog.records) == 1
 
 
 def test_drafts_are_audited_like_hits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

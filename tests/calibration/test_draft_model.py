@@ -131,9 +131,20 @@ def test_outputs_that_logits_cannot_be_put_into_are_computed(
         rest = drafted(cache, seed=4)[:2]
         tuples = cache(input_ids=rest[0], return_dict=False)
         assert torch.equal(tuples[0], student()(input_ids=rest[0]).logits)
+        assert not caplog.records
         monkeypatch.setattr(nn.functional, "linear", refuse_nan)
         assert torch.equal(cache(input_ids=rest[1]).logits, own(input_ids=rest[1]).logits)
-    assert not caplog.records
+    assert ["run the model's head on a draft" in one.message for one in caplog.records] == [True]
+    assert cache.stats().errors == 1 and ask(cache, rest[0]) == [None]
+
+
+def test_a_hook_on_the_draft_has_no_part_in_what_was_calibrated(cache: LLMCache, drafting: Any) -> None:
+    rows = drafted(cache)
+    forget(cache)
+    hook = drafting.classifier.register_forward_hook(lambda module, args, output: -output)
+    assert not any("draft" in ask(cache, row) for row in rows[:5])
+    hook.remove()
+    assert any("draft" in ask(cache, row) for row in rows[5:])
 
 
 @pytest.mark.parametrize(
@@ -185,7 +196,7 @@ def test_a_head_that_mixes_rows_has_no_other_model_as_draft() -> None:
 
     model = classifier()
     model.classifier = Centred(32, 5)
-    with pytest.raises(ConfigError, match="mixes rows"):
+    with pytest.raises(ConfigError, match="mixes the rows"):
         LLMCache.wrap(model.eval(), draft=student())
 
 

@@ -43,6 +43,16 @@ def arrays(input_ids: Any, attention_mask: Any) -> Any:
     return {"labels": made.argmax(dim=1).numpy(), "logits": made.numpy()}
 
 
+class Wrapper:
+    """Holds a session, and weights of its own."""
+
+    def __init__(self, session: Any, bias: float) -> None:
+        self.session, self.bias = session, bias
+
+    def __call__(self, input_ids: Any, attention_mask: Any) -> Any:
+        return self.session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})[0] + self.bias
+
+
 def rungs(cache: LLMCache) -> list[str | None]:
     return [one.rung for one in cache.last]
 
@@ -163,6 +173,16 @@ def test_a_session_of_one_shape_is_tried_in_this_shape(tmp_path: Path) -> None:
         assert rungs(cache) == [rung]
     with pytest.raises(Exception, match="Got: 9 Expected: 12"):
         cache(input_ids=tokens(1, 9))
+
+
+def test_an_object_of_the_users_that_holds_a_session_needs_a_digest(graph: Path) -> None:
+    session = onnxruntime.InferenceSession(graph)
+    with pytest.raises(ConfigError, match="does not tell its weights apart from others: give digest="):
+        LLMCache.wrap(Wrapper(session, 0.0))
+    digests = [LLMCache.wrap(Wrapper(session, bias), digest=f"bias {bias}") for bias in (0.0, 1.0)]
+    ids = tokens(2, 6, seed=3).numpy()
+    first, second = (cache(input_ids=ids) for cache in digests)
+    np.testing.assert_allclose(second, first + 1, atol=1e-6)
 
 
 def test_the_digest_of_a_session_is_that_of_its_files(graph: Path, tmp_path: Path) -> None:
