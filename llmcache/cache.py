@@ -139,7 +139,7 @@ class LLMCache:
         rungs: Sequence[Callable[[Bank], Rung]] = (),
         digest: str | None = None,
         embeddings: Any = None,
-        draft: nn.Module | None = None,
+        draft: Any = None,
         **settings: Any,
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
@@ -156,7 +156,7 @@ class LLMCache:
             rungs: As for `wrap`; `save` does not write them.
             digest: As for `wrap`.
             embeddings: As for `wrap`.
-            draft: The model that drafts, if the cache was wrapped with one; `save` does not write it.
+            draft: The model that drafts, if the cache was wrapped with one; `save` does not write it. Or the setting.
             **settings: Single settings, which override those of `config`, or else of the save.
 
         Raises:
@@ -166,6 +166,8 @@ class LLMCache:
             ConfigError: The saved cache cannot be used with `config`.
             WrapError: The model is wrapped already.
         """
+        if draft is not None and not isinstance(draft, nn.Module):
+            settings["draft"], draft = draft, None
         given = None if config is None else CacheConfig.make(config, **settings)
         tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
         with enclosed(model, digest, embeddings, tokenizer) as module:

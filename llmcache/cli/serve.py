@@ -120,7 +120,7 @@ def command(
     except ValidationError as error:  # of what typer does not check
         raise ConfigError(str(error.errors()[0]["ctx"]["error"])) from None
     computed_by = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
-    cache_config = CacheConfig.make(config, **computed_by) if config or computed_by else None
+    cache_config = CacheConfig.make(config, **computed_by)  # settings that are wrong show before the model is loaded
     saves = Saves(save)
     log = logging.getLogger("llmcache.serving")
     log.info("loading %s", model)
@@ -132,7 +132,10 @@ def command(
         threads = max(1, torch.get_num_threads() - 1)
     if threads is not None:
         torch.set_num_threads(threads)
-    server = Server(settings, served, saves.hang_cache(served, cache_config), saves)
+    hung = saves.hang_cache(served, cache_config if config else None, **({} if config else computed_by))
+    if hung.config.draft is not None and hung.config.learn is None and hung.calibration is None:
+        log.warning("the draft serves nothing without a calibration: --save one, or set learn in --config")
+    server = Server(settings, served, hung, saves)
     Uvicorn(server, host, port).run()
     if saves.has_failed:
         raise typer.Exit(1)

@@ -1,8 +1,10 @@
 """The folder from which a server's cache is restored at startup and to which it is saved."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
@@ -30,18 +32,18 @@ class Saves:
     def is_saving(self) -> bool:
         return self.folder is not None and not self.is_kept
 
-    def hang_cache(self, served: Served, config: CacheConfig | None) -> LLMCache:
+    def hang_cache(self, served: Served, config: CacheConfig | None, **settings: Any) -> LLMCache:
         """Wrap the model in the saved cache if it fits, else in a new one, and return the cache.
 
-        With `config` None, the settings are those of the save, or the defaults. Settings that contradict the save raise
-        an error.
+        With `config` None, the settings are those of the save, or the defaults, with the single `settings` replaced.
+        Settings that contradict the save raise an error.
         """
-        given = None if config is None else _for_pooled(config, served)
+        made = _for_pooled(CacheConfig.make(config, **settings), served)
+        given = settings if config is None else {"config": made}
         restored = None if self.folder is None else self._restore(self.folder, served, given)
         if restored is not None:
             return restored
-        config = given or _for_pooled(CacheConfig(), served)
-        return LLMCache.wrap(served.model, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of)
+        return LLMCache.wrap(served.model, config=made, tokenizer=served.tokenizer, answer_of=served.answer_of)
 
     def save(self, cache: LLMCache) -> None:
         """Save the cache if `is_saving`. If this fails, the previous save stays intact."""
@@ -64,8 +66,8 @@ class Saves:
             reason = error if isinstance(error, LLMCacheError | OSError) else described(error)
             logger.error("the cache could not be saved: %s", reason)
 
-    def _restore(self, folder: Path, served: Served, config: CacheConfig | None) -> LLMCache | None:
-        """Return the saved cache; None if there is none, or if it cannot be used, which is logged."""
+    def _restore(self, folder: Path, served: Served, given: Mapping[str, Any]) -> LLMCache | None:
+        """Return the saved cache, with settings as for `LLMCache.load`; None if it cannot be used, which is logged."""
         try:
             if not self.is_kept:
                 check_ours(folder)
@@ -76,9 +78,7 @@ class Saves:
             return None
         began = perf_counter()
         try:
-            cache = LLMCache.load(
-                served.model, folder, config=config, tokenizer=served.tokenizer, answer_of=served.answer_of
-            )
+            cache = LLMCache.load(served.model, folder, tokenizer=served.tokenizer, answer_of=served.answer_of, **given)
             took = perf_counter() - began
             logger.info("restored %d requests from %s in %.1f s", cache.stats().n_stored, folder, took)
             if cache.calibration is not None:

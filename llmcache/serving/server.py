@@ -79,8 +79,9 @@ class Server:
 
     @property
     def draft_name(self) -> str | None:
-        """What drafts: `int8`; None without a draft."""
-        return None if self.cache.config.draft is None else self.cache.config.draft.precision
+        """What drafts at present: `int8`; None if no calibration lets a draft serve."""
+        draft, made = self.cache.config.draft, self.cache.calibration
+        return None if draft is None or made is None or "draft" not in made.limits else draft.precision
 
     async def purge(self, namespace: str) -> int:
         """Purge a namespace with its tokenised prompts; later requests join no flight in it. See `LLMCache.purge`."""

@@ -36,6 +36,29 @@ def test_a_stop_saves_and_the_next_start_serves_what_was_saved(models: Path, tmp
         commands.close()
 
 
+def test_an_engine_and_a_draft_are_options_with_a_save_and_without(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMCACHE_HOME", str(tmp_path / "home"))
+    settings, commands = tmp_path / "settings.yaml", Commands(tmp_path)
+    settings.write_text("{max_entries: 7}")
+    saving = ("--save", str(tmp_path / "saved"))
+    try:
+        server = commands.serve(models / "classifier", *saving, "--config", str(settings))
+        answer = server.ask("/predict", {"inputs": "lost my card"}).json
+        assert server.ask("/info").json["engine"] == "eager" and server.stop() == 0
+        server = commands.serve(models / "classifier", *saving, "--engine", "onnxruntime")
+        server.wait(r"(restored 1 requests)")  # with its settings
+        computed = server.ask("/predict", {"inputs": "lost my card"}).json
+        assert [one["score"] for one in computed] == pytest.approx([one["score"] for one in answer], abs=1e-4)
+        assert server.ask("/info").json["engine"].startswith("onnxruntime ") and server.stop() == 0
+        server = commands.serve(models / "classifier", "--draft", "int8")
+        server.wait(r"(the draft serves nothing without a calibration)")
+        assert server.ask("/info").json["draft"] is None and server.stop() == 0
+    finally:
+        commands.close()
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [
