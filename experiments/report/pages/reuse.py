@@ -130,7 +130,11 @@ def rates(results_dir: Path) -> str:
     return table(tuple(RATED), rows)
 
 
-RATES = {"service_rates": "calibrated", "service_rates_exact": "exact repeats"}
+RATES = {
+    "service_rates": "calibrated",
+    "service_rates_unaudited": "calibrated, not audited",
+    "service_rates_exact": "exact repeats",
+}
 
 
 def service(results_dir: Path) -> str:
@@ -177,6 +181,12 @@ def second_pass(results_dir: Path) -> str:
     return columns(SECOND_PASS, [{"run": run, **row} for run in found for row in run.metrics["summary"]])
 
 
+def known(results_dir: Path) -> str:
+    """Return the table of second passes with new texts among them; empty if not measured."""
+    found = [run for group in ("service_known", "service_nightly") for run in runs_if_any(results_dir, group)]
+    return columns(KNOWN, [{"run": run, **row} for run in found for row in run.metrics["summary"]])
+
+
 SECOND_PASS: Mapping[str, Cell] = {
     "stream": lambda row: row["run"].task,
     "texts": of(number, "n", 0),
@@ -184,5 +194,15 @@ SECOND_PASS: Mapping[str, Cell] = {
     "hits of the second pass": of(percent, "hit_rate"),
     "its speed-up": times,
     "the first costs more": of(percent, "first_costs", 0),
+    "plain, ms": of(number, "plain_ms", 2),
+}
+KNOWN: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "texts": of(number, "n", 0),
+    "a batch": itemgetter("batch"),
+    "embedded before": of(percent, "known", 0),
+    "hits": of(percent, "hit_rate", 2),
+    "speed-up": times,
+    "share of the bound": lambda row: percent(share_of_bound(row["speedup"], row["hit_rate"]), 0),
     "plain, ms": of(number, "plain_ms", 2),
 }
