@@ -35,7 +35,8 @@ SETTINGS_HEADER = """\
 Made by `make docs` from `llmcache.CacheConfig`; do not edit.
 
 Settings are keyword arguments of `LLMCache.wrap`, or keys of a YAML file or mapping given as `config`. An exchangeable
-part is given by its name, or as `{name: ..., option: value}`. An unknown key or name is an error that lists the known.
+part is given by its name, or as `{name: ..., option: value}`. An unknown key or name raises an error that lists the
+known ones.
 """
 
 
