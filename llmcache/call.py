@@ -412,22 +412,22 @@ class CachedForward(Swap, Switches):
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
         assert call.scope is not None and call.state is not None and call.engine is not None
-        prefix, waits = self.prefix, call.may_skip_check and self._observer is None and self._weights.is_steady
+        waits = call.may_skip_check and self._weights.is_steady and not (self._observer and self._observer.wants(call))
         if not (waits or call.engine.holds_weights or self._are_unchanged(call)):
             return "weights_changed"
-        if call.prefill is None and prefix and not self._forms.returns_kv and CACHE in parts_of(output):
+        if call.prefill is None and self.prefix and not self._forms.returns_kv and CACHE in parts_of(output):
             self._forms.notice_kv(call.state)
-            if reason := prefix.open(call):
+            if reason := self.prefix.open(call):
                 return reason
             assert call.prefill is not None
             call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
-            assert prefix is not None
+            assert self.prefix is not None
             known, served = call.prefill.whole, call.prefill.served
             n_left = (row.n_valid - served.get(row.number, 0) for row in call.rows if row.number not in known)
             if self._tier is not None:
                 self._tier.computed(call, sum(n_left))
-            return prefix.store(call, output)
+            return self.prefix.store(call, output)
         n_tokens = call.arguments["input_ids"].shape[1]
         packing = self.packings.get(call.kind)
         if packing is None:

@@ -16,6 +16,7 @@ from torch import nn
 from llmcache.account import Account
 from llmcache.answers import Reading
 from llmcache.bank import Bank
+from llmcache.calibration.calibration import Calibration
 from llmcache.calibrator import Calibrator
 from llmcache.call import CachedForward
 from llmcache.config import CacheConfig, PrefixOptions
@@ -160,8 +161,11 @@ class Core:
         if self.calibrator is not None:
             self.calibrator.check_engine()
 
-    def build_engine(self) -> None:
-        """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`."""
+    def build_engine(self, is_sure: bool = False) -> None:
+        """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`.
+
+        `is_sure`: with `auto`, take it even if it is not faster.
+        """
         forward, options, draft = self.forward, self._config.engine, self._config.draft
         is_drafting = draft is not None and draft.engine == "onnxruntime"
         if options.name == "eager" and not is_drafting:
@@ -178,7 +182,7 @@ class Core:
         self.weights.recheck()
         try:
             made = self._make_onnx("float32")
-            if options.name == "onnxruntime" or is_faster(made):
+            if is_sure or options.name == "onnxruntime" or is_faster(made):
                 self._graphs = forward.engine = made
         except Exception as error:  # an exporter may raise anything
             self._n_failed += 1
@@ -304,6 +308,7 @@ class Core:
             for one in saved.manifest.kinds.get(name, ()):
                 kinds.add_described(*one)
         if self.calibrator is not None:
+            self._keep_engine_of(self.calibrator.calibrated.calibration)
             self.calibrator.check_engine()
         if self.tier is not None:
             numbers = saved.manifest.numbers or {}
@@ -311,6 +316,15 @@ class Core:
                 self.drop(name)
             self.tier.expect(numbers)
             self.tier.follow()
+
+    def _keep_engine_of(self, made: Calibration | None) -> None:
+        """With `auto`, take the engine of a restored calibration, faster or not: no other finds its sources."""
+        if made is None or self._config.engine.name != "auto":
+            return
+        if not made.engine:
+            self._graphs, self.forward.engine = None, self.forward.eager
+        elif not self.forward.engine.name:
+            self.build_engine(is_sure=True)
 
     def _sections(self) -> dict[str, Section]:
         sections: dict[str, Section] = {"bank": self.bank}

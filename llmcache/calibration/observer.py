@@ -101,6 +101,10 @@ class Observer:
         elif self.learner is not None:
             self.learner.observe(call, seen)
 
+    def wants(self, call: "Call") -> bool:
+        """Whether the learner will read computed rows of a call in service."""
+        return self.learner is not None and bool(self.learner.wanted(call))
+
     def learner_wants(self) -> bool:
         """Whether the learner may calibrate on what it observes."""
         return self.learner is not None and self.learner.is_learning

@@ -15,6 +15,7 @@ from llmcache.engines.engine import Eager
 from llmcache.errors import BankFileError, StoreError
 from llmcache.models import hashing, weights
 from tests.calls.helpers import X, assert_close, wrapped
+from tests.contract.streams import ask, batched, classifier, requests
 from tests.tiny_models import BARE, CLASSIFIERS, STRANGE_GENERATORS, Make, build, states, tokens
 
 Edit = Callable[[Any], Any]
@@ -179,6 +180,22 @@ def test_an_edit_during_a_call_that_did_not_look_is_seen_by_the_next_hit(monkeyp
     check(cache, n_hits=1, input_ids=asked)
     check(cache, input_ids=tokens(1, 5, 3))
     assert cache.stats().errors == 0
+
+
+def test_misses_of_a_calibrated_cache_wait_for_a_check_as_well() -> None:
+    cache = LLMCache.wrap(classifier(), max_drop=0.2, audit=0, auto_bypass=False)
+    cache.calibrate(batched(requests(300)[0]))
+    rows = requests(300, seed=5)[0].split(1)
+    missed = [row for row in rows if ask(cache, row) == [None] and cache._core.bank.unconfirmed]
+    cache(input_ids=missed[-1])
+    assert cache.last[0].rung == "exact" and not cache._core.bank.unconfirmed
+    waiting = next(row for row in requests(300, seed=6)[0].split(1) if ask(cache, row) == [None])
+    assert cache._core.bank.unconfirmed
+    with torch.no_grad():
+        cache.model.bert.embeddings.word_embeddings.weight.mul_(1.5)
+    expected = plain(cache, input_ids=waiting)
+    assert_close(states(cache(input_ids=waiting)), expected, None)
+    assert cache.last[0].rung is None and cache.stats().errors == 0
 
 
 def test_a_save_holds_nothing_that_was_stored_under_other_weights(tmp_path: Path) -> None:

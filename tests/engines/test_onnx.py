@@ -363,6 +363,22 @@ def test_calibrated_reuse_learns_from_the_engine_and_is_audited(tmp_path: Path) 
     assert figures(cache).n_requests - n_before >= audit.n_recomputed  # by the engine; batches are tried beside rows
 
 
+@pytest.mark.parametrize("was_faster", [True, False])
+def test_auto_keeps_the_engine_of_a_saved_calibration(
+    tmp_path: Path, was_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = {"name": "auto", "folder": tmp_path}
+    monkeypatch.setattr("llmcache.core.is_faster", lambda engine: was_faster)
+    cache = LLMCache.wrap(classifier(), engine=auto, max_drop=0.2, audit=0)
+    made = cache.calibrate(batched(requests(300)[0]))
+    assert bool(made.engine) == was_faster
+    cache.save(tmp_path / "saved")
+    monkeypatch.setattr("llmcache.core.is_faster", lambda engine: not was_faster)
+    again = LLMCache.load(classifier(), tmp_path / "saved")
+    assert again.calibration == made and (again.stats().engine is not None) == was_faster
+    assert "semantic" in ask(again, requests(60, seed=1)[0])
+
+
 def test_answers_that_the_engine_changes_count_in_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(
         classifier(), engine={"name": "onnxruntime", "folder": tmp_path}, max_drop=0.2, audit=0, auto_bypass=False
