@@ -313,7 +313,9 @@ class LLMCache:
             ConfigError: The cache has `tau`, or a package of the extra `onnx` is not installed.
             WrapError: The cache was unwrapped.
         """
-        self._installed_core.build_engine()
+        core = self._installed_core
+        core.recheck()
+        core.build_engine()
 
     def unwrap(self) -> Any:
         """Remove the cache, restoring the model exactly, and return what was wrapped. A second call does nothing.

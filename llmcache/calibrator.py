@@ -108,7 +108,7 @@ class Calibrator:
         bank.on_leave = sources.remove
         gate = _make_gate(trunk, config, tokenizer)
         chooser = NeighbourChooser(sources, answers, gate)
-        self._weights, self._rest = weights, Weights(model, without=trunk.module)
+        self._weights, self.rest = weights, Weights(model, without=trunk.module)
         self.draft: Draft | None = None
         if config.draft is not None:
             if isinstance(answers, Embeddings):
@@ -120,10 +120,10 @@ class Calibrator:
             self.draft = Draft(answers, answer_of, packings, self._serving, make, device, takes_logits, counters)
             self.draft.refresh()
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self.draft)
-        self.calibrated = CalibratedReuse(fitter, self._rest, counters, config)
-        self._observer = Observer(answers, answer_of, self._rest)
+        self.calibrated = CalibratedReuse(fitter, self.rest, counters, config)
+        self._observer = Observer(answers, answer_of, self.rest)
         self._observer.draft = self.draft
-        serving = self.calibrated, self._rest
+        serving = self.calibrated, self.rest
         self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, *serving, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
@@ -211,8 +211,6 @@ class Calibrator:
 
     def forget(self, namespace: str | None) -> None:
         """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
-        if namespace is None:
-            self._rest.recheck()
         self.calibrated.forget(namespace)
         self.calibrated.fitter.sources.forget(namespace)
 
@@ -247,7 +245,7 @@ class Calibrator:
         if graph is None or not (graph.n_graphs and graph.is_of(self._weights.digest())):
             graph = make_graph()
         kept = payload if answers.reads_payload else None
-        return GraphDrafter(self._model, self._trunk, read, kept, graph, self._rest.digest())
+        return GraphDrafter(self._model, self._trunk, read, kept, graph, self.rest.digest())
 
     def _check_installed(self) -> None:
         if self._installed.is_empty:

@@ -412,8 +412,9 @@ class CachedForward(Swap, Switches):
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
         assert call.scope is not None and call.state is not None and call.engine is not None
-        waits = call.may_skip_check and self._weights.is_steady and not (self._observer and self._observer.wants(call))
-        if not (waits or call.engine.holds_weights or self._are_unchanged(call)):
+        is_wanted = self._observer and self._observer.wants(call)
+        call.waits = call.may_skip_check and self._weights.is_steady and not is_wanted
+        if not (call.waits or call.engine.holds_weights or self._are_unchanged(call)):
             return "weights_changed"
         if call.prefill is None and self.prefix and not self._forms.returns_kv and CACHE in parts_of(output):
             self._forms.notice_kv(call.state)
@@ -444,8 +445,7 @@ class CachedForward(Swap, Switches):
                 key = row.key if call.is_collected else row.duplicate_key or row.key
                 call.entries[number] = Entry(key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
-            cost = 1e3 * call.computing_s / len(call.computed)
-            mark = call.mark if waits else None
+            cost, mark = 1e3 * call.computing_s / len(call.computed), call.mark if call.waits else None
             if n_too_large := self._bank.put(call.entries.values(), call.generation, cost, mark):
                 self._counters.too_large(n_too_large)
             if self._stored is not None:

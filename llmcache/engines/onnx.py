@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -54,6 +53,13 @@ def find_missing() -> str | None:
     return next((name for name in ("onnxruntime", "onnx", "onnxscript") if find_spec(name) is None), None)
 
 
+def engine_name() -> str:
+    """Return the name of the float32 engine, which is part of keys."""
+    import onnxruntime
+
+    return f"onnxruntime {onnxruntime.__version__}"
+
+
 class OnnxTrunk(GraphEngine):
     """The exported graph of one trunk. Thread-safe; a forked process opens the graph anew."""
 
@@ -84,7 +90,7 @@ class OnnxTrunk(GraphEngine):
         import onnxruntime
 
         self._runtime = onnxruntime
-        self.name = f"onnxruntime {onnxruntime.__version__}"
+        self.name = engine_name()
         self._precision: Precision = precision
         device, dtype = device_of(twin.module), next(iter(twin.module.parameters())).dtype
         self._provider = _PROVIDERS.get(device.type, "")
@@ -180,8 +186,7 @@ class OnnxTrunk(GraphEngine):
         """Return a digest of all that the graph depends on."""
         twin = self.twin
         versions = [torch.__version__, transformers.__version__]
-        makers = [version(name) for name in ("onnx", "onnxscript", "onnxruntime")]
-        precision = [self._precision, *makers, _has_vnni()] if self._precision == "int8" else []
+        precision = [self._precision, *_versions(), _has_vnni()] if self._precision == "int8" else []
         facts = [_FORMAT, twin.digest, twin.attention, twin.names, twin.takes_types, versions, *precision]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -326,6 +331,15 @@ def _quantise(folder: Path) -> None:
         if not one.name.startswith("int8-"):
             one.unlink()
     made.rename(folder / _FILE)
+
+
+def _versions() -> list[str]:
+    """Return the versions of all that makes and runs an int8 graph."""
+    import onnx
+    import onnxruntime
+    import onnxscript
+
+    return [onnx.__version__, onnxscript.__version__, onnxruntime.__version__]
 
 
 def _has_vnni() -> bool:

@@ -101,7 +101,9 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
     for module in model.modules():
         if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
-    return Head("hidden states", "states", is_own=model is not trunk.module)
+    within = set(trunk.module.modules())
+    is_own = not all(_is_known(part) for part in model.modules() if part not in within)
+    return Head("hidden states", "states", is_own=is_own)
 
 
 def _of_callable(trunk: CallableTrunk) -> Head:

@@ -269,20 +269,24 @@ class ModelForward(Swap):
         # A loss is computed from logits within the forward, where a draft's are not in place yet.
         takes_logits = forward.draft is not None and self.arguments.get(args, kwargs, "labels") is None
         tokens, is_whole = (forward.seen.set(calls), forward.takes_logits.set(takes_logits)), False
+        failure: Exception | None = None
         try:
             output = self.original(*args, **kwargs)
             is_whole = not takes_logits or forward.draft.join(calls, output)
         except BaseException as error:
             if not (takes_logits and isinstance(error, Exception) and forward.draft.has_part_in(calls)):
                 raise
-            forward.draft.fail(error)
+            failure = error
         finally:
             forward.seen.reset(tokens[0])
             forward.takes_logits.reset(tokens[1])
             for call in () if is_whole else calls:
                 forward.withdraw(call)
         if not is_whole:
-            return self.original(*args, **kwargs)  # no draft serves, as its logits cannot be put in
+            output = self.original(*args, **kwargs)  # no draft serves, as its logits cannot be put in
+            if failure is not None:
+                forward.draft.fail(failure)  # of the placeholders: without them the head does not raise
+            return output
         if len(calls) == 1 and calls[0].entries:  # of several, it is unknown which one made which answer
             forward.observe(calls[0], output)
         return output

@@ -139,6 +139,7 @@ class Weights:
         self._state: tuple[Mark | None, str] = (None, "")
         self._refusal: str | None = None
         self._rewritten: set[int] = set()
+        self._is_doubted = False  # until all tensors were hashed again: other threads wait for that
         self._n_unchanged = self._n_waited = 0
 
     def digest(self, is_kept: bool = False) -> str:
@@ -197,7 +198,8 @@ class Weights:
         latest = self._state[0]
         if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False
-        if self._matches(mark) and not (self._suspects or self._trained or self._samples.differ()):
+        doubts = self._suspects or self._trained or self._is_doubted
+        if self._matches(mark) and not (doubts or self._samples.differ()):
             return True
         self._n_unchanged, now = 0, self.mark()
         return (now == mark or self._may_share_digest(mark, now)) and self.digest() == digest
@@ -226,6 +228,7 @@ class Weights:
         """Hash every tensor again at the next check: one may have been edited without a trace."""
         with self._suspects_lock:
             self._suspects.update(id(tensor) for _, tensor in self._named)
+            self._is_doubted = True
 
     @property
     def is_steady(self) -> bool:
@@ -267,7 +270,7 @@ class Weights:
 
     def _is_stale(self, is_kept: bool) -> bool:
         before = self._state[0]
-        if self._suspects or self._trained or before is None:
+        if self._suspects or self._trained or before is None or self._is_doubted:
             return True
         return not self._matches(before) or self._samples.differ() or bool(is_kept and self._samples.edited())
 
@@ -369,6 +372,7 @@ class Weights:
             has_stayed = known == digest and self._may_share_digest(before, mark)
             mark.era = before.era + (not has_stayed)
         self._state = (mark, digest)
+        self._is_doubted = bool(self._suspects)
 
     def _find_known(self) -> tuple[Mark, tuple[str, str | None]] | None:
         """Return the present mark with its known digest and refusal; None for a new state."""

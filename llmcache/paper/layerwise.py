@@ -363,6 +363,8 @@ class Layerwise(Switches):
 
         Counts and fitted fingerprints and codecs stay.
         """
+        if namespace is None:
+            self._weights.recheck()
         return self._banks.drop(namespace)
 
     def forget(self, run: Callable[[], object]) -> int:

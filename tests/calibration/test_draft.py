@@ -158,6 +158,13 @@ def test_a_draft_serves_only_under_the_head_that_it_was_judged_with(cache: LLMCa
     assert cache.stats().errors == 0
 
 
+def test_a_decoder_that_takes_one_row_at_a_time_has_a_draft(tmp_path: Path) -> None:
+    model = fresh("gpt2", "classifier")
+    model.config.pad_token_id = None
+    drafter = wrap(tmp_path, model)._core.learn().draft.drafter  # type: ignore[union-attr]
+    assert drafter is not None and drafter.name
+
+
 def test_a_damaged_graph_of_the_draft_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     drafter = wrap(tmp_path)._core.learn().draft.drafter  # type: ignore[union-attr]
     drafter.engine._path.write_bytes(drafter.engine._path.read_bytes()[:1000])  # type: ignore[union-attr]
