@@ -116,7 +116,9 @@ def test_a_service_that_was_not_measured_has_a_row_that_says_so(tmp_path: Path) 
     assert [line.split(" | ")[3].strip() for line in reuse.rates(tmp_path).splitlines()[2:]] == [MISSING] * 3
     write(tmp_path, "service_rates", "banking77", measure="set_rates", summary=[row | {"hit_rate_set": 0.41}])
     measured, *missing = reuse.rates(tmp_path).splitlines()[2:]
-    assert "| 41 % | 2 | 40.0 % | 0.00 % | 1.20 (1.10 to 1.30) | 72 % |" in measured and all(MISSING in line for line in missing)
+    assert "| 41 % | 2 | 40.0 % | 0.00 % | 1.20 (1.10 to 1.30) | 72 % |" in measured and all(
+        MISSING in line for line in missing
+    )
 
 
 def test_a_calibration_that_a_run_lacks_is_told(tmp_path: Path) -> None:
