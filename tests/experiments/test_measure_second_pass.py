@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 
+from experiments.measures.base import Outcome
 from experiments.report.pages.reuse import known, second_pass
 from llmcache.errors import ConfigError
 from tests.experiments.measuring import measured
 
 DATA = {"path": "support_desk", "limit": 200}
 VALUES: dict[str, Any] = {"measure": "second_pass", "data": DATA, "sizes": [5, 10], "batch_sizes": [5, 1], "rounds": 2}
+
+
+def keep(outcome: Outcome, folder: Path) -> None:
+    """Write an outcome as a run's results."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text(json.dumps(outcome.metrics, allow_nan=False))
+    (folder / "env.json").write_text("{}")
+    (folder / "config.yaml").write_text("{measure: second_pass, seed: 0}")
 
 
 def test_what_was_embedded_is_hit_and_comes_out_the_same_and_the_readme_has_a_row_for_each_way(tmp_path: Path) -> None:
@@ -25,11 +34,7 @@ def test_what_was_embedded_is_hit_and_comes_out_the_same_and_the_readme_has_a_ro
         assert 0.9 <= row["hit_rate"] <= 1 and row["hit_rate"] + row["bypassed"] == pytest.approx(1)
         assert row["largest_difference"] < 1e-5
     assert "not measured" in second_pass(tmp_path)
-    folder = tmp_path / "service_second_pass" / "one"
-    folder.mkdir(parents=True)
-    (folder / "metrics.json").write_text(json.dumps(outcome.metrics, allow_nan=False))
-    (folder / "env.json").write_text("{}")
-    (folder / "config.yaml").write_text("{measure: second_pass, seed: 0}")
+    keep(outcome, tmp_path / "service_second_pass" / "one")
     assert second_pass(tmp_path).count("support_desk") == 4
 
 
@@ -40,11 +45,7 @@ def test_texts_that_came_before_are_hit_beside_new_ones_and_after_a_restart(tmp_
     shares = [(row["known"], row["hit_rate"], row["bypassed"]) for row in outcome.rows]
     assert shares == [(0, 0, 0)] * 2 + [(0.5, 0.5, 0)] * 2
     assert all(row["largest_difference"] < 1e-5 for row in outcome.rows)
-    folder = tmp_path / "service_known" / "one"
-    folder.mkdir(parents=True)
-    (folder / "metrics.json").write_text(json.dumps(outcome.metrics, allow_nan=False))
-    (folder / "env.json").write_text("{}")
-    (folder / "config.yaml").write_text("{measure: second_pass, seed: 0}")
+    keep(outcome, tmp_path / "service_known" / "one")
     assert known(tmp_path).count("support_desk") == 2
 
 
