@@ -123,8 +123,8 @@ class Calibrator:
         self.calibrated = CalibratedReuse(fitter, self.rest, counters, config)
         self._observer = Observer(answers, answer_of, self.rest)
         self._observer.draft = self.draft
-        serving = self.calibrated, self.rest
-        self.semantic = semantic = Semantic(bank, sources, fingerprint, chooser, *serving, counters)
+        semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated, self.rest, counters)
+        self.semantic = semantic
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
             bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue
