@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from llmcache.heap import Trimmer
-from llmcache.models.weights import Mark
 from llmcache.policies import Policy
 from llmcache.policies.shares import Shares
 from llmcache.request.call import Call, Hit
@@ -104,8 +103,6 @@ class Bank:
         self.make_way: Callable[[], object] = lambda: None
         self._pinned: set[str] = set()  # removed only by `clear` and `forget`; unknown to the policy
         self._pinned_nbytes = 0
-        #: By key, for entries that serve only once confirmed: mark of the weights before they were computed.
-        self.unconfirmed: dict[str, Mark] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -163,31 +160,13 @@ class Bank:
         """Whether an entry is pinned."""
         return key in self._pinned
 
-    def confirm(self, entries: Mapping[str, Mark], mark: Mark | None) -> None:
-        """Confirm entries that were put with this mark of the weights, and forget those put with another.
-
-        Args:
-            entries: A copy of `unconfirmed`, made before the weights were checked.
-            mark: The mark that the check found unchanged; None: the weights have changed.
-        """
-        with self._lock:
-            for key, before in entries.items():
-                if self.unconfirmed.get(key) is before:
-                    del self.unconfirmed[key]
-                    if before is not mark:
-                        self.forget([key])
-
-    def put(
-        self, entries: Iterable[Entry], generation: int, cost: float | None = None, mark: Mark | None = None
-    ) -> int:
+    def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
         """Store entries of one call, unless their namespace was cleared since; return how many are too large.
 
         Args:
             entries: Entries of one namespace, now owned by the bank.
             generation: `generation` of that namespace when the call began.
             cost: Cost of computing each entry, see `Policy.on_cost`; None: unknown.
-            mark: Mark of the weights before the entries were computed, if the weights were not checked since: the
-                entries then serve only after `confirm`. None: the weights were unchanged.
         """
         n_too_large = n_stored = 0
         with self._lock:
@@ -205,8 +184,6 @@ class Bank:
                 self._make_room(namespace, entry.nbytes)
                 self._entries[entry.key] = entry
                 self.nbytes += entry.nbytes
-                if mark is not None:
-                    self.unconfirmed[entry.key] = mark
                 self._admit(entry)
                 n_stored += 1
                 if cost is not None and self.heeds_costs:
@@ -252,9 +229,8 @@ class Bank:
     # -- saves ---------------------------------------------------------------------------------------------------------
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
-        """Return key, scope, layout and tensors of each entry for these weights, except pinned or unconfirmed ones."""
-        left_out = self._pinned | self.unconfirmed.keys()
-        entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in left_out]
+        """Return key, scope, layout and tensors of each entry for these weights, except pinned ones."""
+        entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
         about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
         return pack([(one.tensors, fields) for one, fields in zip(entries, about, strict=True)])
 
@@ -320,7 +296,6 @@ class Bank:
         if (entry := self._entries.pop(key, None)) is None:
             return
         self.nbytes -= entry.nbytes
-        self.unconfirmed.pop(key, None)
         if key in self._pinned:
             self._pinned.remove(key)
             self._pinned_nbytes -= entry.nbytes

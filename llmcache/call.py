@@ -190,14 +190,11 @@ class CachedForward(Swap, Switches):
         if self._tier is not None:
             self._tier.follow()  # apply purges by other processes first
             call.number = self._tier.number(call.namespace)
-        # A miss may skip the check of steady weights: its entry serves only after a later check (`Bank.confirm`).
-        call.may_skip_check = not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager
-        unconfirmed, look = dict(self._bank.unconfirmed), weights.look(call.may_skip_check)
+        # Hits are checked before they are served, misses before they are stored (`_are_unchanged`).
+        look = weights.look(not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager)
         if look.refusal is not None:
             return look.refusal
         call.mark, call.were_weights_checked, call.is_activated = look.mark, look.is_made, look.activated is not None
-        if unconfirmed and look.is_made:
-            self._bank.confirm(unconfirmed, look.mark)
         state = call.state = self._forms.state(look.digest, look.modules)
         form = self._forms.find(call, state)
         if form.reason is not None or state.reason is not None:
@@ -260,8 +257,7 @@ class CachedForward(Swap, Switches):
             try:
                 if not call.is_looked_up:
                     self._ask_rungs(call)
-                is_sure = not call.hits or (call.were_weights_checked and not self._bank.unconfirmed)
-                if not is_sure and not self._are_unchanged(call):
+                if call.hits and not (call.were_weights_checked or self._are_unchanged(call)):
                     call.hits.clear()
                     return False
             except Exception as error:
@@ -282,12 +278,9 @@ class CachedForward(Swap, Switches):
         return True
 
     def _are_unchanged(self, call: Call) -> bool:
-        """Whether weights are unchanged since a call was opened. Confirms unconfirmed entries, or forgets them."""
+        """Whether the weights are those of the call's keys, and were since it was opened."""
         assert call.scope is not None
-        unconfirmed = dict(self._bank.unconfirmed)
-        stayed = self._weights.stayed(call.mark, call.scope.weights)
-        self._bank.confirm(unconfirmed, call.mark if stayed else None)
-        return stayed
+        return self._weights.stayed(call.mark, call.scope.weights)
 
     def _ask_rungs(self, call: Call) -> None:
         """Ask each rung, safest first, for the rows without a hit."""
@@ -412,9 +405,7 @@ class CachedForward(Swap, Switches):
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
         assert call.scope is not None and call.state is not None and call.engine is not None
-        is_wanted = self._observer and self._observer.wants(call)
-        call.waits = call.may_skip_check and self._weights.is_steady and not is_wanted
-        if not (call.waits or call.engine.holds_weights or self._are_unchanged(call)):
+        if not (call.engine.holds_weights or self._are_unchanged(call)):
             return "weights_changed"
         if call.prefill is None and self.prefix and not self._forms.returns_kv and CACHE in parts_of(output):
             self._forms.notice_kv(call.state)
@@ -445,8 +436,8 @@ class CachedForward(Swap, Switches):
                 key = row.key if call.is_collected else row.duplicate_key or row.key
                 call.entries[number] = Entry(key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
-            cost, mark = 1e3 * call.computing_s / len(call.computed), call.mark if call.waits else None
-            if n_too_large := self._bank.put(call.entries.values(), call.generation, cost, mark):
+            cost = 1e3 * call.computing_s / len(call.computed)
+            if n_too_large := self._bank.put(call.entries.values(), call.generation, cost):
                 self._counters.too_large(n_too_large)
             if self._stored is not None:
                 self._stored.put(call, call.entries.values())

@@ -288,7 +288,6 @@ class Core:
 
     def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
         """See `LLMCache.save`."""
-        self.bank.confirm(dict(self.bank.unconfirmed), self.weights.look().mark)
         numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
         save(
             folder,

@@ -64,7 +64,7 @@ class Observer:
             output: The model's output; ignored if answers are read from payloads.
         """
         collected, entries = self.collected.get(), call.entries
-        if not entries or call.requests is None or call.waits:
+        if not entries or call.requests is None:
             return
         wanted = entries if collected is not None else () if self.learner is None else self.learner.wanted(call)
         numbers = [number for number in entries if number in wanted]
@@ -100,10 +100,6 @@ class Observer:
             collected += seen.values()
         elif self.learner is not None:
             self.learner.observe(call, seen)
-
-    def wants(self, call: "Call") -> bool:
-        """Whether the learner will read computed rows of a call in service."""
-        return self.learner is not None and bool(self.learner.wanted(call))
 
     def learner_wants(self) -> bool:
         """Whether the learner may calibrate on what it observes."""

@@ -1,18 +1,20 @@
 """Which weights produced a state: a digest of the trunk, of which only edited parts are hashed again.
 
-Every call that is served checks for edits. It compares the address and version counter of each tensor, the modules and
-their dicts of tensors and submodules, and the settings in their attributes and configs (`attributes.py` says which).
-This costs some 70 microseconds for BERT-base if repeated, and five times as much after a model ran. So if 64 checks
-found no edit, a miss may skip its check: what it stores serves only after a check finds the weights as they were before
-the miss (`Bank.confirm`), at most 16 calls later. Each tensor has its own digest, so an edit costs hashing what was
-edited. The digests of the latest states are kept, so adapters or settings that alternate cost nothing.
+Every call checks for edits while it is under way: before its hits are served, and after its misses have run, before
+they are stored. So an edit that is undone after the call (a disabled adapter, `torch.func.functional_call`) is seen. A
+check compares the address and version counter of each tensor, the modules and their dicts of tensors and submodules,
+and the settings in their attributes and configs (`attributes.py` says which). This costs some 70 microseconds for
+BERT-base if repeated, and three to five times as much after a model ran. A call also checks when it is opened, so that
+its keys are those of the present weights; once 64 checks found no edit, it takes the latest digest instead, and is
+opened again if its hits turn out to be of other weights. Each tensor has its own digest, so an edit costs hashing what
+was edited. The digests of the latest states are kept, so adapters or settings that alternate cost nothing.
 
 Fused optimizers write weights without moving the counter. So after a forward with gradients, all tensors that require
 gradients are hashed again. While gradients are held, these tensors are hashed in every call, or, if that takes long,
 the call is computed. Other edits without a trace (through `.data`, by another process) are detected by samples
 (`samples.py`); after one, everything is hashed again.
 
-Not detected: edits without a trace that no sample meets, edits of a setting that are undone before the call ends,
+Not detected: edits without a trace that no sample meets, edits that both begin and are undone while the trunk runs,
 attributes of classes other than `forward`, and globals that functions read. Call `cache.clear()` after one.
 """
 
@@ -45,8 +47,7 @@ _CHANGED = (KeyError, TypeError, AttributeError, RuntimeError)  # raised if an a
 
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
-_STEADY = 64  # checks without an edit, after which a call may skip its check
-_MAX_WAITED = 16  # calls in a row that skip it
+_STEADY = 64  # checks without an edit, after which a call may be opened without one
 MAX_HELD_BYTES = 16 << 20  # of tensors that hold gradients and are hashed in each call: some 10 ms
 
 
@@ -140,7 +141,7 @@ class Weights:
         self._refusal: str | None = None
         self._rewritten: set[int] = set()
         self._is_doubted = False  # until all tensors were hashed again: other threads wait for that
-        self._n_unchanged = self._n_waited = 0
+        self._n_unchanged = 0
 
     def digest(self, is_kept: bool = False) -> str:
         """Return the SHA-256 (hex) of names, types, tensors and settings, or a unique string if some cannot be read.
@@ -159,16 +160,16 @@ class Weights:
         """Return what a call needs to know of the present weights.
 
         Args:
-            may_skip_check: If nothing was edited for long, most calls skip the check; see `Look.is_made`. Then call
-                `stayed` before a hit is served; what is stored may serve only after a later check.
+            may_skip_check: If nothing was edited for long, skip the check; see `Look.is_made`. Then call `stayed` before
+                a hit is served and after a miss has run.
         """
         if (self._suspects or self._trained) and self.is_trained:
             return Look("", None, "gradients_held", None)
         mark, latest = self._state
-        if waits := may_skip_check and self._n_waited < _MAX_WAITED and self.is_steady:
-            self._n_waited, digest = self._n_waited + 1, latest
+        if is_skipped := may_skip_check and self.is_steady:
+            digest = latest
         else:
-            self._n_waited, digest = 0, self.digest()
+            digest = self.digest()
             mark, latest = self._state
         refusal, offsets = self._refusal, None
         if refusal is None and any(map(_TRAINING, self._dropouts)):  # even if the model is not (Monte Carlo dropout)
@@ -176,7 +177,7 @@ class Weights:
         if any(self._hooks):
             refusal = refusal or ("adapter_names" if are_by_row(self._hooks) else None)
             offsets = activated(self._hooks)
-        return Look(digest, mark if latest == digest else None, refusal, offsets, self._modules, not waits)
+        return Look(digest, mark if latest == digest else None, refusal, offsets, self._modules, not is_skipped)
 
     @property
     def latest(self) -> str:

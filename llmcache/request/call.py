@@ -103,8 +103,6 @@ class Call:
     made: "Calibration | None" = None  # the calibration in force in the look-up
     audited: "dict[int, Audited]" = field(default_factory=dict)  # rows that the audit drew
     is_looked_up: bool = False
-    may_skip_check: bool = False  # the check of the weights may be postponed: the call writes to no store and no blocks
-    waits: bool = False  # what it stored serves, and is learned from, only after a later check
     were_weights_checked: bool = True  # the weights were checked when the call was opened
     inputs: Mapping[str, Any] = field(default_factory=dict)  # the model's, if the call was prepared: see `found.py`
     versions: tuple[int, ...] = ()  # version counters of the tensors in `inputs`

@@ -131,11 +131,11 @@ def test_offloaded_weights_are_computed_and_counted(is_warm: bool) -> None:
 
 
 def steady() -> LLMCache:
-    """A cache of 85 requests whose weights have been steady for so long that not every call checks them."""
+    """A cache of 85 requests whose weights have been steady for so long that calls are opened without a check."""
     cache = wrapped(BARE["bert"])
     for seed in range(85):
         cache(input_ids=tokens(1, 5, seed))
-    assert cache._core.bank.unconfirmed and cache.stats().n_stored == 85
+    assert cache._core.weights.is_steady and cache.stats().n_stored == 85
     return cache
 
 
@@ -182,22 +182,6 @@ def test_an_edit_during_a_call_that_did_not_look_is_seen_by_the_next_hit(monkeyp
     assert cache.stats().errors == 0
 
 
-def test_misses_of_a_calibrated_cache_wait_for_a_check_as_well() -> None:
-    cache = LLMCache.wrap(classifier(), max_drop=0.2, audit=0, auto_bypass=False)
-    cache.calibrate(batched(requests(300)[0]))
-    rows = requests(300, seed=5)[0].split(1)
-    missed = [row for row in rows if ask(cache, row) == [None] and cache._core.bank.unconfirmed]
-    cache(input_ids=missed[-1])
-    assert cache.last[0].rung == "exact" and not cache._core.bank.unconfirmed
-    waiting = next(row for row in requests(300, seed=6)[0].split(1) if ask(cache, row) == [None])
-    assert cache._core.bank.unconfirmed
-    with torch.no_grad():
-        cache.model.bert.embeddings.word_embeddings.weight.mul_(1.5)
-    expected = plain(cache, input_ids=waiting)
-    assert_close(states(cache(input_ids=waiting)), expected, None)
-    assert cache.last[0].rung is None and cache.stats().errors == 0
-
-
 def test_a_save_holds_nothing_that_was_stored_under_other_weights(tmp_path: Path) -> None:
     cache = steady()
     cache.save(tmp_path / "one")
@@ -206,7 +190,6 @@ def test_a_save_holds_nothing_that_was_stored_under_other_weights(tmp_path: Path
     with torch.no_grad():
         cache.model.embeddings.word_embeddings.weight.mul_(1.5)
     cache.save(tmp_path / "other")
-    assert not cache._core.bank.unconfirmed
     other = build(BARE["bert"])
     other.load_state_dict(cache.model.state_dict())
     assert LLMCache.load(other, tmp_path / "other").stats().n_stored == 0

@@ -1,6 +1,7 @@
 """PEFT's adapters, put on, switched, merged and swapped under a wrapped model: no answer comes from other weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,38 @@ def test_an_adapter_that_no_call_saw(method: str) -> None:
     model: Any = get_peft_model(cache.model, config(method)).eval()
     train(model)
     check(cache, model.merge_and_unload(), hits=2)
+
+
+#: Adapters that are in force for a moment: enter the block, and leave it.
+MOMENTARY: dict[str, Callable[[Any], AbstractContextManager[object]]] = {
+    "none": lambda model: model.disable_adapter(),
+    "another": lambda model: switched(model, "north"),
+    "another scale": lambda model: rescale_adapter_scale(model, 0.25),
+}
+
+
+@contextmanager
+def switched(model: Any, name: str) -> Iterator[None]:
+    before = model.active_adapter
+    model.set_adapter(name)
+    yield
+    model.set_adapter(before)
+
+
+@pytest.mark.parametrize("adapter", MOMENTARY)
+def test_an_adapter_for_a_moment(adapter: str) -> None:
+    """After many calls without an edit, what another adapter computes in a block serves none outside of it."""
+    cache = wrap(model := tuned("south", "north"))
+    for seed in range(80):
+        ask(model, input_ids=tokens(1, 5, seed))
+    for seed in (80, 81):
+        inputs = {"input_ids": tokens(1, 5, seed)}
+        expected, before = plain(cache, model, inputs), cache.stats().n_hits
+        with MOMENTARY[adapter](model):
+            check_same(ask(model, **inputs), plain(cache, model, inputs))
+        check_same(ask(model, **inputs), expected)
+        check_same(ask(model, **inputs), expected)
+        assert cache.stats().n_hits - before == 1
 
 
 @pytest.mark.parametrize("is_seen", [True, False])

@@ -143,6 +143,62 @@ def test_prefixes_of_edited_weights(is_counted: bool) -> None:
     assert cache.stats().n_hits == 0
 
 
+def reparametrised(model: Any) -> Callable[..., Any]:
+    """Return the model with other parameters, which are in it during each call only."""
+    others = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
+    return lambda **inputs: torch.func.functional_call(model, others, kwargs=inputs)
+
+
+def instead(holder: Callable[[Any], Any], name: str, value: Any) -> Edit:
+    """Return a function that makes a model one whose part has another attribute during each call only."""
+
+    def edited(model: Any) -> Callable[..., Any]:
+        def run(**inputs: Any) -> Any:
+            part = holder(model.base_model.encoder.layer[1])
+            before = getattr(part, name)
+            setattr(part, name, value)
+            try:
+                return model(**inputs)
+            finally:
+                setattr(part, name, before)
+
+        return run
+
+    return edited
+
+
+#: Models whose edit leaves no trace once the call has ended.
+MOMENTARY: dict[str, Callable[[Any], Any]] = {
+    "functional_call": reparametrised,
+    "data": instead(lambda layer: layer.output.dense.weight, "data", torch.randn(32, 48)),
+    "parameter": instead(lambda layer: layer.output.dense, "weight", nn.Parameter(torch.randn(32, 48))),
+    "layer": instead(lambda layer: layer.output, "dense", nn.Linear(48, 32)),
+    "activation": instead(lambda layer: layer.intermediate, "intermediate_act_fn", nn.ReLU()),
+    "forward": instead(lambda layer: layer.output.dense, "forward", lambda hidden: hidden[..., :32]),
+    "epsilon": instead(lambda layer: layer.output.LayerNorm, "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", [BARE, CLASSIFIERS], ids=["trunk", "classifier"])
+@pytest.mark.parametrize("edit", MOMENTARY)
+def test_an_edit_for_a_moment(edit: str, kind: Any) -> None:
+    """After many calls without an edit, what is computed during one that is undone serves only its like."""
+    cache = wrap(build(kind["bert"]))
+    for seed in range(80):
+        ask(cache.model, input_ids=tokens(1, 5, seed))
+    for seed in (80, 81, 3):
+        inputs = {"input_ids": tokens(1, 5, seed)}
+        expected, before = plain(cache, **inputs), cache.stats().n_hits
+        edited = MOMENTARY[edit](cache.model)
+        found = ask(edited, **inputs)
+        with cache.disabled():
+            check_same(found, ask(edited, **inputs))
+        for _ in range(2):
+            check_same(ask(cache.model, **inputs), expected)
+        assert cache.stats().n_hits - before == (1 if seed >= 80 else 2)
+    assert cache.stats().errors == 0
+
+
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "last half": lambda w: w[len(w) // 2 :],
     "a quarter": lambda w: w[len(w) // 4 : len(w) // 2],
