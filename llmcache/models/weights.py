@@ -160,8 +160,8 @@ class Weights:
         """Return what a call needs to know of the present weights.
 
         Args:
-            may_skip_check: If nothing was edited for long, skip the check; see `Look.is_made`. Then call `stayed` before
-                a hit is served and after a miss has run.
+            may_skip_check: If nothing was edited for long, skip the check; see `Look.is_made`. Then call `stayed`
+                before a hit is served and after a miss has run.
         """
         if (self._suspects or self._trained) and self.is_trained:
             return Look("", None, "gradients_held", None)

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from llmcache import LLMCache, NotCachedError
 from llmcache.audit.account import AuditAccount
 from tests import inside
 from tests.contract.streams import ask, calibrated, classifier, requests
-from tests.tiny_models import BARE, CLASSIFIERS, build, tokens
+from tests.tiny_models import BARE, build, tokens
 
 FRESH = requests(40, seed=7)[0]
 

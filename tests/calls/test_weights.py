@@ -15,7 +15,6 @@ from llmcache.engines.engine import Eager
 from llmcache.errors import BankFileError, StoreError
 from llmcache.models import hashing, weights
 from tests.calls.helpers import X, assert_close, wrapped
-from tests.contract.streams import ask, batched, classifier, requests
 from tests.tiny_models import BARE, CLASSIFIERS, STRANGE_GENERATORS, Make, build, states, tokens
 
 Edit = Callable[[Any], Any]
