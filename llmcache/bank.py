@@ -117,9 +117,7 @@ class Bank:
                 self._expire()
             held, found = self._entries, []
             for row in rows:
-                entry = held.get(row.duplicate_key) if row.duplicate_key else None
-                entry = held.get(row.key) if entry is None else entry
-                if entry is not None:
+                if (entry := held.get(row.key)) is not None:
                     self._record_hit(entry)
                 found.append(entry)
             return found

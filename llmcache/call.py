@@ -320,26 +320,45 @@ class CachedForward(Swap, Switches):
         if call.prefill is not None:
             assert self.prefix is not None
             return self.prefix.answer(call, partial(self._compute_prefill, call), self.chunks.get())
-        if call.hits:
+        failure, call.copied = None, self._find_equal(call) if len(call.rows) > 1 else {}
+        if call.hits or call.copied:
             try:
                 return self._serve(call)
-            except Exception as error:  # an error of the model is raised again below
+            except Exception as error:
+                failure = error
                 call.hits.clear()
+                call.copied.clear()
                 self.withdraw(call)
-                self._counters.error("serve a call", error)
                 self.check_cached(call)
-        return self._compute(call, range(len(call.rows)))
+        output = self._compute(call, range(len(call.rows)))  # an error of the model is raised again here
+        if failure is not None:
+            self._counters.error("serve a call", failure)
+        return output
+
+    def _find_equal(self, call: Call) -> dict[int, int]:
+        """Return the first equal row of the call for each row without a hit that has one, if rows can be copied."""
+        if call.is_whole or call.is_activated or call.is_collected:
+            return {}
+        rest = [row for row in call.rows if not (row.number in call.hits or row.bypass_reason or row.is_misread)]
+        return {row.number: row.same_as for row in rest if row.same_as is not None and row.same_as not in call.hits}
 
     def _serve(self, call: Call) -> Any:
-        packing, ids, output = self.packings[call.kind], call.arguments["input_ids"], None
-        assert packing is not None
-        if len(call.hits) < len(call.rows):
-            rest = [row.number for row in call.rows if row.number not in call.hits]
+        packing, ids, output = self.packings.get(call.kind), call.arguments["input_ids"], None
+        rest = [row.number for row in call.rows if not (row.number in call.hits or row.number in call.copied)]
+        places: dict[int, int] = {}
+        if rest:
             output = self._compute(call, rest)
+            if packing is None and len(rest) > 1:  # of one row, a part that all rows share looks like its own
+                packing = Packing.learn(output, len(rest), ids.shape[1], self._payload)
+            if packing is None:
+                call.copied.clear()
+                return self._compute(call, range(len(call.rows)))
             if not packing.fits(output, len(rest), ids.shape[1]):
                 raise TypeError("the trunk returned another kind of output than before")
-        made = packing.join(call.rows, ids.shape[1], call.hits, output, call.computed, ids.device)
-        if (left_out := self.pooled.get()) is not None:
+            places = call.computed | {number: call.computed[first] for number, first in call.copied.items()}
+        assert packing is not None
+        made = packing.join(call.rows, ids.shape[1], call.hits, output, places, ids.device)
+        if call.hits and (left_out := self.pooled.get()) is not None:
             left_out.append(deferred(self.original, call.args, call.kwargs, ids.device.type))
         return made
 
@@ -431,10 +450,9 @@ class CachedForward(Swap, Switches):
             return None  # differs from earlier outputs of this kind: counted as a miss, not stored
         for number, place in call.computed.items():
             row = call.rows[number]
-            if not row.bypass_reason:
+            if not row.bypass_reason and (call.is_collected or row.same_as not in call.computed):
                 fields, padding = packing.take(call.output, place, row, self._device)
-                key = row.key if call.is_collected else row.duplicate_key or row.key
-                call.entries[number] = Entry(key, call.scope, fields, padding, row.layout)
+                call.entries[number] = Entry(row.key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
             cost = 1e3 * call.computing_s / len(call.computed)
             if n_too_large := self._bank.put(call.entries.values(), call.generation, cost):
@@ -454,6 +472,8 @@ class CachedForward(Swap, Switches):
             n_prefix = call.prefill.served.get(row.number, 0)
             return Outcome(row.key, "prefix", n_prefix=n_prefix) if n_prefix else Outcome(row.key)
         hit, choice = call.hits.get(row.number), call.choices.get(row.number)
+        if row.number in call.copied:
+            return Outcome(row.key, "exact", self._depth - 1, row.key, 1.0)
         if hit is None:
             similarity, risk = (None, None) if choice is None else (choice.similarity, choice.risk)
             return Outcome(row.key, similarity=similarity, risk=risk)

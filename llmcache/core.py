@@ -244,7 +244,7 @@ class Core:
         one = self.forward.prepared.look_up(call)
         if one is None or one.reason is not None or one.scope is None:
             return 0
-        entries = [key for row in one.rows for key in (row.duplicate_key, row.key) if key]
+        entries = [row.key for row in one.rows if row.key]
         blocks = [] if one.prefill is None or self.forward.prefix is None else self.forward.prefix.keys_of(one)
         if self.tier is not None:
             n_requests = self.tier.forget(one.scope, [*map(entry_name, entries), *map(block_name, blocks)])

@@ -322,7 +322,7 @@ class Packing:
             n_tokens: T.
             kept: The kept tensors of the rows with a hit, by row number.
             output: The trunk's output for the other rows; None: every row has a hit.
-            places: The index of each computed row in `output`, by row number.
+            places: The index in `output` of each row without a hit, by row number. Equal rows may share one.
             device: Of the call's tensors.
 
         Returns:
@@ -339,6 +339,9 @@ class Packing:
             order = torch.tensor([place_of[row.number] for row in rows], device=device)
         made: list[Tensor] = []
         for number, field in enumerate(self.fields):
+            if not served:
+                made.append(computed[number][order])
+                continue
             own: Sequence[Tensor] = [kept[row.number].fields[number] for row in served]
             if own[0].device != device:  # all in one transfer
                 own = torch.split(torch.cat([*own]).to(device), [*map(len, own)])

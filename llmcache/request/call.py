@@ -95,6 +95,7 @@ class Call:
     prefill: Prefill | None = None  # set if the call keeps K/V
     hits: dict[int, Hit] = field(default_factory=dict)  # by row number
     computed: dict[int, int] = field(default_factory=dict)  # row of the trunk's output, by row number
+    copied: dict[int, int] = field(default_factory=dict)  # an equal row of the call that is computed, by row number
     output: Any = None  # the trunk's, for the computed rows
     entries: "dict[int, Entry]" = field(default_factory=dict)  # of computed rows, by row number
     choices: "dict[int, Choice]" = field(default_factory=dict)  # best source, or draft, and its risk, by row number

@@ -333,7 +333,7 @@ def read_rows(
     width, short_width = 8 * n_tokens, dtype.itemsize * n_tokens
     everything = slice(0, n_tokens)
     rows: list[Row] = []
-    n_seen: dict[str, int] = {}
+    seen: dict[str, list[Row]] = {}
     for number in range(len(ids)):
         mask = None if inputs.valid is None else inputs.valid[number]
         valid: Positions = everything
@@ -377,10 +377,13 @@ def read_rows(
             layout = whole.digest()
         key = base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()  # as `key_of`
         row = Row(number, key, own_short, valid, n_valid, start, "", has_layout, layout)
-        if nth := n_seen.get(key, 0):
-            _update(sha, b"again", [nth])
+        if alike := seen.setdefault(key, []):
+            _update(sha, b"again", [len(alike)])
             row.duplicate_key = key_of(sha.digest())
-        n_seen[key] = nth + 1
+            first = alike[0]
+            if layout == first.layout and (mask is None or np.array_equal(mask, inputs.valid[first.number])):
+                row.same_as = first.number
+        alike.append(row)
         rows.append(row)
     return rows
 

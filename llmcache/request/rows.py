@@ -77,8 +77,9 @@ class Row:
         layout: Digest of its padding, if entries keep states of padding and the key does not cover it; else b"".
         is_misread: The head may read a padding column, whose state another request's entry does not hold. So only the
             row's own entry may serve it.
-        duplicate_key: A second key, if an earlier row of the call has the same `key`; else "". The outputs of both may
-            differ in the last bits, since kernels round by position in the batch.
+        same_as: Number of an earlier row of the call with the same `key`, columns and padding; None if there is none.
+        duplicate_key: A second key for blocks, if an earlier row of the call has the same `key`; else "". The K/V of
+            both may differ in the last bits, since kernels round by position in the batch.
     """
 
     number: int
@@ -91,6 +92,7 @@ class Row:
     has_layout: bool = False
     layout: bytes = b""
     is_misread: bool = False
+    same_as: int | None = None
     duplicate_key: str = ""
 
     @property

@@ -19,8 +19,7 @@ class StoredEntries:
     def recall(self, call: Call, rows: Sequence[Row]) -> None:
         """Read the entries of requests that the bank lacks, in one read, and put them into the bank."""
         assert call.scope is not None and call.requests is not None
-        lacking = [row for row in rows if row.key not in self._bank and row.duplicate_key not in self._bank]
-        wanted = [key for row in lacking for key in (row.duplicate_key, row.key) if key]
+        wanted = list(dict.fromkeys(row.key for row in rows if row.key not in self._bank))
         if not wanted:
             return
         n_tokens = len(wanted) * call.requests.ids.shape[1]

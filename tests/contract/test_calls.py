@@ -86,6 +86,29 @@ def test_any_call(family: str, data: st.DataObject) -> None:
     check_calls(cache.model, plain, call)
 
 
+@pytest.mark.parametrize("family", ["bert", "classifier", "t5"])
+def test_equal_rows_of_a_call_are_computed_once(family: str) -> None:
+    """Equal rows of a call are computed once, also in the first call; the later ones count as exact hits."""
+    model, plain = build(FAMILIES[family]), build(FAMILIES[family])
+    short = {"input_ids": tokens(6, 5)[[0, 1, 0, 2, 1, 0]]}
+    ids, mask = tokens(6, 7, 9)[[0, 0, 0, 1]], torch.ones(4, 7, dtype=torch.int64)
+    mask[1:3, 5:] = 0
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        for call, rungs in (
+            (short, [None, None, "exact", None, "exact", "exact"]),
+            ({"input_ids": ids, "attention_mask": mask}, [None, None, "exact", None]),
+        ):
+            expected = ask(plain, **call)
+            check_same(ask(model, **call), expected)
+            assert [one.rung for one in cache.last] == rungs
+            check_same(ask(model, **call), expected)
+            assert {one.rung for one in cache.last} == {"exact"}
+        for one in (model, plain):  # an error of the model stays its own
+            with pytest.raises((RuntimeError, IndexError)) if family != "t5" else nullcontext():
+                ask(one, input_ids=tokens(1, 500).repeat(2, 1))
+        assert (cache.stats().n_misses - (family == "t5"), cache.stats().errors) == (6, 0)
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_arguments_by_position(family: str) -> None:
     """Arguments may be passed by position or by name."""
