@@ -28,6 +28,10 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all: then give --keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
     served_name: Annotated[str | None, typer.Option(help="Name of the model for clients; default: --model.")] = None,
+    model_alias: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name of the model for clients, such as text-embedding-3-small. May be repeated."),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +55,12 @@ def command(
     max_concurrent_requests: Annotated[
         int, typer.Option(min=1, help="Maximum concurrent requests; more are refused.")
     ] = 512,
-    max_client_batch_size: Annotated[int, typer.Option(min=1, help="Maximum inputs per request.")] = 32,
+    max_client_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Maximum inputs per request; default: 2048, of a decoder 32.")
+    ] = None,
+    allow_token_ids: Annotated[
+        bool, typer.Option(help="Accept token ids in /v1/embeddings, where most clients send OpenAI's.")
+    ] = False,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per batch.")] = 16384,
     max_batch_requests: Annotated[int | None, typer.Option(min=1, help="Maximum inputs per batch.")] = None,
     max_streams: Annotated[int, typer.Option(min=1, help="Maximum concurrent generations.")] = 8,
@@ -113,7 +122,8 @@ def command(
     logging.basicConfig(level=logging.WARNING, format=_LOG)
     logging.getLogger("llmcache").setLevel(logging.INFO)
     # Options have the names of the settings.
-    given = context.params | {"cors_allow_origin": tuple(cors_allow_origin or ())}
+    repeated = {"cors_allow_origin": tuple(cors_allow_origin or ()), "model_alias": tuple(model_alias or ())}
+    given = context.params | repeated
     named = {name: value for name, value in given.items() if name in ServerSettings.model_fields}
     try:
         settings = ServerSettings(**{**named, "model": served_name or model})

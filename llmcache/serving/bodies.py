@@ -1,6 +1,7 @@
-"""JSON bodies: parsed without FastAPI's dependency injection, which no route uses; rendered off the event loop."""
+"""JSON bodies: inflated, parsed without FastAPI's dependency injection, which no route uses; rendered off the loop."""
 
 import asyncio
+import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
@@ -8,7 +9,11 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import to_json
 
+from llmcache.serving.refusals import Refusal
+
 _JSON: Final = "application/json"
+#: The `wbits` of zlib for each encoding of a body.
+_WINDOWS: Final = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 _LARGE_NUMBERS: Final = 65_536  # responses with more numbers are rendered in a thread: these take about 5 ms
 
 
@@ -35,17 +40,49 @@ class BodyRoute(APIRoute):
         return handler
 
 
-async def rendered(rows: Sequence[Any], n_numbers: int, headers: Mapping[str, str] | None = None) -> Response:
+async def rendered(
+    rows: Sequence[Any],
+    n_numbers: int,
+    headers: Mapping[str, str] | None = None,
+    around: Mapping[str, Any] | None = None,
+) -> Response:
     """Return a JSON response with the list `rows` of about `n_numbers` numbers; iterators in it become lists.
 
-    A large response is rendered in a thread, row by row: `to_json` holds the GIL during each call.
+    With `around`, the response is this object with the list as its field `data`. A large response is rendered in a
+    thread, row by row: `to_json` holds the GIL during each call.
     """
     text = await asyncio.to_thread(_to_json, rows) if n_numbers > _LARGE_NUMBERS else _to_json(rows)
+    if around is not None:
+        text = to_json(around)[:-1] + b',"data":' + text + b"}"
     return Response(text, headers=headers, media_type=_JSON)
 
 
 def _to_json(rows: Sequence[Any]) -> bytes:
     return b"[" + b",".join(map(to_json, rows)) + b"]"
+
+
+def decoded(body: bytes, encodings: Sequence[bytes], most: int) -> bytes:
+    """Return a body without its `Content-Encoding`; `encodings` are that header's values.
+
+    Raises:
+        Refusal: The encoding is unknown, the body is damaged, or it has more than `most` bytes once inflated; no more
+            are inflated.
+    """
+    name = b", ".join(encodings).strip().lower()
+    if not body or name in (b"", b"identity"):
+        return body
+    if name not in _WINDOWS:
+        raise Refusal("encoding", "Content-Encoding: send the body as it is, or as gzip or deflate")
+    inflating = zlib.decompressobj(_WINDOWS[name])
+    try:
+        whole = inflating.decompress(body, most + 1)
+    except zlib.error:
+        whole = b""
+    if len(whole) > most:
+        raise Refusal("too_large", f"the body has more than {most:,} bytes once inflated: send less per request")
+    if not inflating.eof or inflating.unused_data:
+        raise Refusal("invalid", f"the body is not whole or not {name.decode()}")
+    return whole
 
 
 def cache_headers(rungs: Sequence[str | None]) -> dict[str, str]:

@@ -34,7 +34,7 @@ from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
 
 logger = logging.getLogger("llmcache.serving")
 
-_TURN_INPUTS: Final = 64  # inputs looked up per turn; a single request may have more
+_TURN_INPUTS: Final = 64  # inputs looked up per turn, and in each part of a request with more
 # Lengths in tokens of the inputs that the warm-up times. A lookup pads no input beyond _SHORT or twice its own length.
 _SHORT, _LONG = 8, 64
 _PADDING_SHARE = 0.25  # padding that is always allowed, as a share of a batch's tokens
@@ -124,11 +124,23 @@ class Encoder:
         return len(self._queue)
 
     async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:
-        """Return the model's output or a refusal for each input; a refused input does not affect the others.
+        """Return the model's output or a refusal for each input; a refused input does not affect those before it.
 
+        A long list is run in parts, so that other requests wait for one part only; one with a refusal is the last.
         If the server has keys, inputs are also looked up in the namespace `public`. Inputs longer than the model's
         `max_length` are refused, or cut if `truncate`, keeping the end if `side` is "left".
         """
+        outputs: list[Output | Refusal] = []
+        for first in range(0, len(items), _TURN_INPUTS):
+            part = await self._run_part(items[first : first + _TURN_INPUTS], namespace, truncate, side)
+            outputs += part
+            if any(isinstance(one, Refusal) for one in part):
+                break
+        return outputs
+
+    async def _run_part(
+        self, items: Sequence[Item], namespace: str, truncate: bool, side: Side
+    ) -> list[Output | Refusal]:
         asked_at, loop = perf_counter(), asyncio.get_running_loop()
         tokens = await self.tokens(items, truncate, side) if is_long(items) else None
         request = _Request(items, tokens, namespace, truncate, side, asked_at, loop.create_future())

@@ -27,6 +27,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmcache.serving import keys as keys_of
+from llmcache.serving.bodies import decoded
 from llmcache.serving.keys import ANYONE, Keys, Tenant
 from llmcache.serving.refusals import Refusal, described, dialect_of, overloaded, stopping
 from llmcache.serving.server import Server
@@ -197,7 +198,7 @@ class Front:
                     if n_bytes > most:
                         raise too_large
                     if is_whole:
-                        return b"".join(chunks)
+                        return decoded(b"".join(chunks), _headers(scope, b"content-encoding"), most)
                     if self._n_bytes > N_BODIES * most:
                         raise overloaded("too many large bodies are being received")
         except TimeoutError:

@@ -314,7 +314,7 @@ async def _respond(
     server.check_name(body.model)
     server.needs("decoder")
     body.check()
-    most, decoder, namespace = server.settings.max_client_batch_size, server.decoder, request.state.tenant.namespace
+    most, decoder, namespace = server.max_inputs, server.decoder, request.state.tenant.namespace
     if len(prompts) * (body.n or 1) > most:
         raise Refusal(
             "too_large",

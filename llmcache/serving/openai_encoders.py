@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/models` and `/v1/embeddings`, and vLLM's additions: classify, and rerank as by Jina and Cohere.
+"""OpenAI's `/v1/models` and `/v1/embeddings`, and vLLM's additions: classify, score, and rerank as by Jina and Cohere.
 
 `/embeddings`, `/models` and `/rerank` are for clients of Infinity, which has no `/v1`; `/rerank` is also TEI's route.
 """
@@ -12,11 +12,10 @@ from uuid import uuid4
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, StrictInt, StrictStr, Tag
-from pydantic_core import to_json
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, RootModel, StrictInt, StrictStr, Tag
 
 from llmcache.serving import tei
-from llmcache.serving.bodies import BodyRoute
+from llmcache.serving.bodies import BodyRoute, rendered
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
@@ -39,6 +38,10 @@ from llmcache.serving.tokenizing import Item
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 _CUT: Final = "set `truncate_prompt_tokens` to -1"
+_IDS: Final = (
+    "`input`: give texts (LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False): ids of OpenAI's "
+    "tokenizer are other words here; a server with --allow-token-ids takes those of its own tokenizer"
+)
 
 
 class _Body(BaseModel):
@@ -66,6 +69,17 @@ class ClassifyRequest(_Body):
     input: StrictStr | Texts
 
 
+class _PairsRequest(_Body):
+    use_activation: bool | None = None  # vLLM's; False: logits in place of their sigmoid
+
+
+class ScoreRequest(_PairsRequest):
+    """Body of `/v1/score`, by any of vLLM's names of its fields."""
+
+    text_1: StrictStr | Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: StrictStr | Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+
+
 class RerankDocument(BaseModel):
     """A document given as an object."""
 
@@ -74,7 +88,7 @@ class RerankDocument(BaseModel):
     text: StrictStr
 
 
-class RerankRequest(_Body):
+class RerankRequest(_PairsRequest):
     """Body of `/v1/rerank`."""
 
     query: StrictStr
@@ -107,9 +121,9 @@ class AnyRerankRequest(RootModel[tei.RerankRequest | RerankRequest]):
 @router.get("/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(request: Request) -> JSONResponse:
-    """List the served model."""
+    """List the served model under each of its names."""
     server: Server = request.app.state.server
-    return JSONResponse({"object": "list", "data": [_model_object(server)]})
+    return JSONResponse({"object": "list", "data": [_model_object(server, name) for name in server.names]})
 
 
 @router.get("/v1/models/{name:path}")
@@ -117,15 +131,17 @@ async def model(name: str, request: Request) -> JSONResponse:
     """Return the model with this name."""
     server: Server = request.app.state.server
     server.check_name(name)
-    return JSONResponse(_model_object(server))
+    return JSONResponse(_model_object(server, name))
 
 
 @router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Return embeddings of norm 1 in OpenAI's format."""
-    fields = Fields("input", not is_one(body.input), cut=_CUT)
-    server, made = await _run_model(body, request, "embedding", items_of(body.input), fields)
+    items, fields = items_of(body.input), Fields("input", not is_one(body.input), cut=_CUT)
+    if any(isinstance(item, list) for item in items) and not request.app.state.server.settings.allow_token_ids:
+        raise Refusal("invalid", _IDS, param="input")
+    server, made = await _run_model(body, request, "embedding", items, fields)
     rows = [embedding(server, one.values, True, body.dimensions) for one in made]
     packed = body.encoding_format == "base64"
     data = [
@@ -136,12 +152,11 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         }
         for i, row in enumerate(rows)
     ]
-    answer = {"object": "list", "data": data, "model": server.name, "usage": _usage(made)}
-    return Response(to_json(answer), headers=headers(server, made), media_type="application/json")
+    return await _list(server, made, data, sum(map(len, rows)))
 
 
 @router.post("/v1/classify")
-async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
+async def classify(body: ClassifyRequest, request: Request) -> Response:
     """Return the likeliest label of each input, and the probabilities of all labels."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
     server, made = await _run_model(body, request, "classifier", items_of(body.input), fields)
@@ -155,15 +170,21 @@ async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
         }
         for i, row in enumerate(shares)
     ]
-    answer = {
-        "id": f"classify-{uuid4().hex}",
-        "object": "list",
-        "created": int(time()),
-        "model": server.name,
-        "data": data,
-        "usage": _usage(made),
-    }
-    return JSONResponse(answer, headers=headers(server, made))
+    return await _list(server, made, data, sum(map(len, shares)), "classify")
+
+
+@router.post("/score", include_in_schema=False)
+@router.post("/v1/score")
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """Score one text with each of the others, or two lists pair by pair, in the format of vLLM."""
+    ones, others = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+    ones = ones * len(others) if len(ones) == 1 else ones
+    if len(ones) != len(others):
+        raise Refusal("invalid", "`text_1`: give one text, or as many as in `text_2`", param="text_1")
+    fields = Fields("text_2", not isinstance(body.text_2, str), beside="text_1", cut=_CUT)
+    server, made = await _run_model(body, request, "reranker", list(zip(ones, others, strict=True)), fields)
+    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(_scores(body, made))]
+    return await _list(server, made, data, len(made), "score")
 
 
 @router.post("/v1/rerank")
@@ -179,7 +200,7 @@ async def _reranked(
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     fields = Fields("documents", True, beside="query", cut=_CUT)
     server, made = await _run_model(body, request, "reranker", [(body.query, text) for text in texts], fields)
-    scores = [sigmoid(one.values[0]) for one in made]
+    scores = _scores(body, made)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results = [
         {"index": i} | ({"document": shown(texts[i])} if shows_documents else {}) | {"relevance_score": scores[i]}
@@ -209,9 +230,13 @@ async def _run_model(
     return await computed(request, kind, items, cut, fields)
 
 
-def _model_object(server: Server) -> dict[str, Any]:
+def _scores(body: _PairsRequest, made: list[Output]) -> list[float]:
+    return [float(one.values[0]) if body.use_activation is False else sigmoid(one.values[0]) for one in made]
+
+
+def _model_object(server: Server, name: str) -> dict[str, Any]:
     return {
-        "id": server.name,
+        "id": name,
         "object": "model",
         "created": server.started_at,
         "owned_by": "llmcache",
@@ -219,6 +244,15 @@ def _model_object(server: Server) -> dict[str, Any]:
         "parent": None,
         "max_model_len": server.served.max_length,
     }
+
+
+async def _list(
+    server: Server, made: list[Output], data: list[dict[str, Any]], n_numbers: int, prefix: str | None = None
+) -> Response:
+    """Return a list object with `data`, of about `n_numbers` numbers; with `prefix`, of its id, as vLLM has it."""
+    named = {} if prefix is None else {"id": f"{prefix}-{uuid4().hex}", "created": int(time())}
+    around = {**named, "object": "list", "model": server.name, "usage": _usage(made)}
+    return await rendered(data, n_numbers, headers(server, made), around)
 
 
 def _usage(made: list[Output]) -> dict[str, int]:

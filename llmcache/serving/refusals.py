@@ -11,6 +11,7 @@ Kind = Literal[
     "empty",
     "tokenizer",
     "too_large",
+    "encoding",
     "too_long",
     "wrong_model",
     "backend",
@@ -39,6 +40,7 @@ TERMS: Final[dict[Kind, Terms]] = {
     "empty": Terms(400, "Empty", 400, "invalid_request_error"),
     "tokenizer": Terms(422, "Tokenizer", 400, "invalid_request_error"),
     "too_large": Terms(413, "Validation", 413, "invalid_request_error"),
+    "encoding": Terms(415, "Validation", 415, "invalid_request_error"),
     "too_long": Terms(422, "Validation", 400, "invalid_request_error"),
     "wrong_model": Terms(424, "Backend", 400, "invalid_request_error"),
     "backend": Terms(424, "Backend", 500, "server_error"),
@@ -100,5 +102,5 @@ def overloaded(why: str, retry_after_s: int = 1) -> Refusal:
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a path: OpenAI's below `/v1/` and `/v2/` and on Infinity's routes, else TEI's."""
-    return "openai" if path.startswith(("/v1/", "/v2/")) or path in ("/embeddings", "/models") else "tei"
+    """Return the dialect of a path: OpenAI's below `/v1/` and `/v2/` and on their aliases, else TEI's."""
+    return "openai" if path.startswith(("/v1/", "/v2/")) or path in ("/embeddings", "/models", "/score") else "tei"

@@ -26,6 +26,8 @@ logger = logging.getLogger("llmcache.serving")
 
 Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
 _WARM_UP = "llmcache warm-up"  # not a valid namespace of a key
+#: Inputs per request, as of OpenAI; and prompts with their answers, each of which holds a queue slot until it is done.
+_MAX_INPUTS, _MAX_ANSWERS = 2048, 32
 
 
 class Server:
@@ -36,6 +38,8 @@ class Server:
         self.settings = settings
         self.served = served
         self.name = settings.model
+        self.names = tuple(dict.fromkeys((self.name, *settings.model_alias)))
+        self.max_inputs = settings.max_client_batch_size or (_MAX_ANSWERS if served.kind == "decoder" else _MAX_INPUTS)
         self.model = served.model
         self.tokenizer = served.tokenizer
         self.cache = cache
@@ -140,7 +144,7 @@ class Server:
 
     def check_name(self, name: str | None) -> None:
         """Raise `Refusal` if a request names another model than the served one; None and "" are accepted."""
-        if name not in (None, "", self.name):
+        if name not in (None, "", *self.names):
             raise Refusal("not_found", f"this server has one model: {self.name}", param="model")
 
     def needs(self, kind: Kind) -> None:

@@ -27,12 +27,15 @@ class ServerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str  # name of the model for clients
+    model_alias: tuple[str, ...] = ()  # other names of the model that requests may give
     cache: bool = True  # serve from the cache; False: compute every request
     keys: Path | None = None  # key file (`llmcache keys`); None: requests need no key
     save: Path | None = None  # folder from which the cache is restored at startup and to which it is saved at the end
     save_every_s: float = Field(default=0.0, ge=0)  # interval of saves while running; 0: only at the end
     max_concurrent_requests: int = Field(default=512, ge=1)  # limit of requests in progress; more are refused
-    max_client_batch_size: int = Field(default=32, ge=1)  # maximum inputs per request
+    # Maximum inputs per request, or prompts and their answers of a decoder; None: 2,048, of a decoder 32.
+    max_client_batch_size: int | None = Field(default=None, ge=1)
+    allow_token_ids: bool = False  # accept token ids in `/v1/embeddings`; most clients send those of OpenAI's tokenizer
     # Maximum tokens per batch, padding included. The warm-up lowers it so that a batch takes about 0.1 s at most.
     max_batch_tokens: int = Field(default=16384, ge=1)
     max_batch_requests: int | None = Field(default=None, ge=1)  # maximum inputs per batch; None: no limit of its own

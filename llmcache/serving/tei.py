@@ -34,7 +34,7 @@ from llmcache.serving.front import unless_gone
 from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tokenizing import Item, Prompted
+from llmcache.serving.tokenizing import Item, Prompted, n_characters
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -51,6 +51,8 @@ Classified = StrictStr | Annotated[list[_Pair], _FAST] | Texts
 _AMBIGUOUS: Final = (
     '`inputs`: a flat list may be a pair or a batch: [["a", "b"]] is a pair, [["a"], ["b"]] are two texts'
 )
+#: A query or prompt is read with each text: it may repeat until a request has as many characters as this many bodies.
+_N_REPEATS: Final = 4
 _Direction = Annotated[
     Literal["left", "right"], BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 ]
@@ -166,7 +168,10 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     fields = Fields("inputs", not is_one(body.inputs))
     check_number(server, len(items))
     tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
-    states = await server.encoder.states(fields.all(tokens))
+    known, most = fields.all(tokens), server.settings.max_batch_tokens
+    if len(known) > 1 and sum(map(len, known)) > most:  # each token has a vector in the response
+        raise Refusal("too_large", f"the inputs have more than {most} tokens (--max-batch-tokens): send fewer")
+    states = await server.encoder.states(known)
     return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 
@@ -280,7 +285,7 @@ async def info(request: Request) -> JSONResponse:
             "max_input_length": served.max_length,
             "max_batch_tokens": settings.max_batch_tokens,
             "max_batch_requests": settings.max_batch_requests,
-            "max_client_batch_size": settings.max_client_batch_size,
+            "max_client_batch_size": server.max_inputs,
             "auto_truncate": settings.auto_truncate,
             "tokenization_workers": 1,
             "version": __version__,
@@ -304,6 +309,10 @@ async def computed(
     assert server.encoder is not None
     check_number(server, len(items), fields.name)
     items = with_prompt(server, items, prompt_name)
+    most = _N_REPEATS * server.settings.payload_limit
+    if n_characters(items) > most:
+        text = f"the texts with their query or prompt have more than {most:,} characters: send fewer per request"
+        raise Refusal("too_large", text, param=fields.name)
     namespace, truncate = request.state.tenant.namespace, truncates(server, cut.truncate)
     work = server.encoder.run(items, namespace, truncate, cut.truncation_direction)
     return server, fields.all(await unless_gone(request, work))
@@ -323,8 +332,8 @@ def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
 
 
 def check_number(server: Server, n: int, field: str = "inputs") -> None:
-    """Raise `Refusal` if there are no inputs or more than `max_client_batch_size`."""
-    most = server.settings.max_client_batch_size
+    """Raise `Refusal` if there are no inputs or more than `max_inputs`."""
+    most = server.max_inputs
     if n == 0:
         raise Refusal("empty", f"`{field}` cannot be empty", param=field)
     if n > most:

@@ -182,7 +182,13 @@ class Tokenizing:
 
 def is_long(items: Sequence[Item]) -> bool:
     """Whether inputs have more than `LONG` characters or token ids in all, so that others should not wait for them."""
-    return sum(len(item) if isinstance(item, list) else sum(map(len, _texts(item))) for item in items) > LONG
+    return n_characters(items) > LONG
+
+
+def n_characters(items: Sequence[Item]) -> int:
+    """Return the characters and token ids of inputs in all, prompts and repeated queries included."""
+    parts = ((item.prompt, *item.texts) if isinstance(item, Prompted) else item for item in items)
+    return sum(sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in parts)
 
 
 def _texts(item: str | Prompted | tuple[str, str]) -> tuple[str, ...]:

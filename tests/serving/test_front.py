@@ -1,11 +1,14 @@
 """The server's front: keys and namespaces, limits, hostile bodies, request ids, disconnects, shutdown."""
 
 import base64
+import gzip
 import json
 import re
 import signal
 import socket
 import threading
+import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +21,10 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from llmcache.serving.bodies import decoded
 from llmcache.serving.front import OPEN
 from llmcache.serving.keys import add_key
+from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
 from tests.redis_server import wait_until
@@ -231,6 +236,51 @@ def test_hostile_bodies_are_refused_in_the_routes_dialect(
     text = error if path == "/predict" else error["message"]
     assert re.search(told, text) and "aaaa" not in text and "Mildred" not in text and len(text) < 500
     assert shared.get("/health").status_code == 200
+
+
+BODY = b'{"inputs": "lost my card"}'
+
+
+@pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "told"),
+    [
+        ("gzip", gzip.compress(BODY), 200, ""),
+        ("GZIP", gzip.compress(BODY), 200, ""),
+        ("x-gzip", gzip.compress(BODY), 200, ""),
+        ("deflate", zlib.compress(BODY), 200, ""),
+        ("identity", BODY, 200, ""),
+        ("gzip", b"", 422, "body"),
+        ("gzip", BODY, 422, "not gzip"),
+        ("gzip", gzip.compress(BODY)[:-4], 422, "not whole"),
+        ("gzip", gzip.compress(BODY) + b"more", 422, "not whole"),
+        ("deflate", gzip.compress(BODY), 422, "not deflate"),
+        ("gzip", gzip.compress(b"a" * 1_000_001), 413, "more than 1,000,000 bytes"),
+        ("deflate", zlib.compress(b"a" * 1_000_001), 413, "more than 1,000,000 bytes"),
+        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415, "gzip or deflate"),
+        ("br", b"a", 415, "gzip or deflate"),
+        ("zstd", b"a", 415, "gzip or deflate"),
+        ("none", BODY, 415, "gzip or deflate"),
+    ],
+    ids=lambda one: f"{len(one)} bytes" if isinstance(one, bytes) else None,
+)
+def test_bodies_may_be_compressed(shared: TestClient, encoding: str, body: bytes, status: int, told: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    answer = shared.post("/predict", content=body, headers=headers)
+    assert answer.status_code == status and told in answer.text, answer.text
+    if status == 200:
+        assert answer.json() == shared.post("/predict", json=json.loads(BODY)).json()
+
+
+def test_a_bomb_is_not_inflated_beyond_the_limit() -> None:
+    bomb = gzip.compress(bytes(50_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal, match="once inflated"):
+            decoded(bomb, [b"gzip"], 100_000)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_other_refusals_have_the_routes_dialect(shared: TestClient) -> None:

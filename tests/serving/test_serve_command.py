@@ -17,6 +17,7 @@ def test_a_stop_saves_and_the_next_start_serves_what_was_saved(models: Path, tmp
     save, commands, body = tmp_path / "saved", Commands(tmp_path), {"inputs": "lost my card"}
     try:
         options = ("--save", str(save), "--reveal-hits", "--access-log", "--cors-allow-origin", "https://shop.example")
+        options += ("--model-alias", "text-embedding-3-small", "--model-alias", "b")
         server = commands.serve(models / "classifier", *options)
         computed = server.ask("/predict", body)
         assert computed.headers["X-Cache"] == "MISS" and server.ask("/health").status == 200
@@ -26,6 +27,8 @@ def test_a_stop_saves_and_the_next_start_serves_what_was_saved(models: Path, tmp
         assert (served.json, served.headers["X-Cache"]) == (computed.json, "HIT")
         asked = server.ask("/predict", body, Origin="https://shop.example")
         assert asked.headers["Access-Control-Allow-Origin"] == "https://shop.example"
+        names = [one["id"] for one in server.ask("/v1/models").json["data"]]
+        assert names == [str(models / "classifier"), "text-embedding-3-small", "b"]
         server.wait(r"(restored 1 requests from .* in [0-9.]+ s)")
         server.wait(r"(warmed up in [0-9.]+ s)")
         server.wait(r"(POST /predict 200 [0-9.]+ ms, anyone, [0-9a-f]{32})")

@@ -184,6 +184,18 @@ def test_what_is_too_long_is_cut_only_if_that_is_wanted(classifier: TestClient) 
     assert right == _post(classifier, "/predict", inputs="w1 " * 20 + "card " * 10)
 
 
+def test_a_requests_tokens_are_bounded(models: Path) -> None:
+    """A query is read with each text, and /embed_all returns a vector for each token."""
+    with client_of(make_server(models / "reranker", payload_limit=1000)) as client:
+        asked = {"query": "w1 " * 200, "truncate": True}
+        assert _post(client, "/rerank", **asked, texts=["my"] * 6)
+        assert "query" in _post(client, "/rerank", 413, **asked, texts=["my"] * 7)["error"]
+    with client_of(make_server(models / "embedding", max_batch_tokens=8)) as client:
+        assert len(_post(client, "/embed_all", inputs=["my", "lost my card"])) == 2
+        assert len(_post(client, "/embed_all", inputs="w1 w2 w3 w4 w5 w6 w7 w8")[0]) == 10
+        assert "--max-batch-tokens" in _post(client, "/embed_all", 413, inputs=["my card", "lost my card"])["error"]
+
+
 LONG = "w1 " * 40
 CUT = "`%s` must have at most 32 tokens. Given: 4%d; shorten it, or set `%s`"
 
