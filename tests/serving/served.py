@@ -1,12 +1,17 @@
 """Writes tiny models to folders, and serves them in process or on a free port."""
 
+import http.client
+import json
+import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache as once
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers as tf
 from starlette.testclient import TestClient
 
@@ -128,6 +133,34 @@ def listening(server: Server) -> Iterator[tuple[Any, str]]:
     finally:
         uvicorn.should_exit = True
         thread.join()
+
+
+def ask(place: tuple[str, int], method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+    """Send a request over a connection of its own; return the status and the body of the answer."""
+    with closing(http.client.HTTPConnection(*place, timeout=30)) as connection:
+        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+@contextmanager
+def unharmed(folder: Path, path: str, body: Any, caplog: pytest.LogCaptureFixture) -> Iterator[tuple[str, int]]:
+    """Host and port of a server. At the end it is healthy, answers `body` as before, and has logged no failure."""
+
+    def numbers() -> list[float]:
+        status, text = ask(place, "POST", path, json.dumps(body).encode())
+        assert status == 200, text
+        return [float(one) for one in re.findall(rb"-?\d+\.[\de-]+", text)]
+
+    caplog.set_level(logging.ERROR)
+    with listening(make_server(folder, max_client_batch_size=8, payload_limit=1_100_000)) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        place = host, int(port)
+        before = numbers()
+        yield place
+        assert ask(place, "GET", "/health")[0] == 200
+        assert before and numbers() == pytest.approx(before, abs=1e-5)
+    assert not caplog.records
 
 
 @contextmanager

@@ -1,11 +1,16 @@
 """Fuzzed requests: the server answers each in the route's dialect, and keeps serving.
 
 schemathesis generates requests from two documents: the server's own, and that of text-embeddings-inference (TEI),
-which is not in the repository: `make test-hostile OPENAPI=FILE`.
+which is not in the repository: `make test-hostile OPENAPI=FILE`. It is slow; 3,000 more are valid requests with
+something wrong.
 """
 
+import gzip
+import json
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from llmcache.serving.refusals import dialect_of
-from tests.serving.served import listening, make_server
+from tests.serving.served import ask, listening, make_server, unharmed
 
 #: Routes by kind of model; all models serve the other routes.
 SERVED = {
     "embedding": ("/embed", "/embed_all", "/similarity", "/v1/embeddings"),
     "classifier": ("/predict", "/v1/classify"),
-    "reranker": ("/rerank", "/v1/rerank", "/v2/rerank"),
+    "reranker": ("/rerank", "/v1/rerank", "/v2/rerank", "/v1/score"),
     "decoder": ("/v1/completions", "/v1/chat/completions"),
 }
 ABSENT = "/embed_sparse"  # TEI's; needs a kind of model that we do not support
@@ -115,3 +120,126 @@ def test_what_teis_document_allows_is_answered_as_it_says(teis: Path, kind: str,
     for operation in operations(openapi.from_path(teis), kind):
         fuzz(operation, n_requests, check)
         assert statuses[operation.path, 200], (operation.path, statuses)
+
+
+#: Valid requests by kind of model.
+VALID: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "embedding": [
+        (
+            "/embed",
+            {"inputs": ["my card", "cash"], "normalize": False, "dimensions": 8, "truncation_direction": "left"},
+        ),
+        ("/v1/embeddings", {"model": "embedding", "input": ["my card"], "encoding_format": "base64", "dimensions": 4}),
+        ("/embed_all", {"inputs": [[5, 6], [7]], "truncate": True}),
+        ("/similarity", {"inputs": {"source_sentence": "my", "sentences": ["card", "cash"]}, "parameters": {}}),
+        ("/decode", {"ids": [[5, 6], [7]], "skip_special_tokens": False}),
+        ("/admin/forget", {"inputs": ["my card"], "namespace": "default"}),
+    ],
+    "classifier": [
+        ("/predict", {"inputs": [["my card"], ["my", "card"]], "raw_scores": True, "truncate": False}),
+        ("/", {"inputs": "my card", "parameters": {"top_k": 2, "function_to_apply": "softmax"}}),
+        ("/v1/classify", {"input": ["my card", "cash"], "truncate_prompt_tokens": -1}),
+        ("/tokenize", {"inputs": ["my card"], "add_special_tokens": False}),
+        ("/admin/purge", {"namespace": "default"}),
+    ],
+    "reranker": [
+        ("/rerank", {"query": "my card", "texts": ["card", "cash"], "return_text": True, "raw_scores": True}),
+        ("/rerank", {"query": "my card", "documents": ["card", {"text": "cash"}], "top_n": 1}),
+        ("/v1/rerank", {"model": "reranker", "query": "my", "documents": ["card"], "return_documents": False}),
+        ("/v1/score", {"text_1": "my card", "text_2": ["card", "cash"], "use_activation": False}),
+        ("/score", {"queries": ["my", "a"], "documents": ["card", "cash"]}),
+    ],
+    "decoder": [
+        ("/v1/completions", {"prompt": ["my card"], "max_tokens": 2, "temperature": 0, "logprobs": 1, "stop": ["a"]}),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": 2, "stream": True, "stream_options": {}, "top_p": 0.5}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "my"}]}], "max_tokens": 2, "n": 2},
+        ),
+        ("/admin/forget", {"messages": [{"role": "user", "content": "my card"}]}),
+    ],
+}
+JUNK: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1.5, 2**31, 2**63, 10**30, float("nan"), float("inf"), -1e308, "", "0", "null"),
+    *(
+        "\x00",
+        "\ud800",
+        "\u202e🙂",
+        "w1 " * 50,
+        "a" * 5_000,
+        [],
+        {},
+        [[]],
+        [None],
+        [{}],
+        {"": {}},
+        ["my", 1],
+        [[["a"]]],
+    ),
+    *([0] * 100, ["my"] * 100, [[5]] * 100, {"text": "my"}, {"role": "user", "content": None}, "../..", "%s{0}$(x)"),
+)
+KINDS = ("application/json", "application/json; charset=utf-16", "text/plain", "application/vnd.api+json", "a", "")
+
+
+def slots(value: Any) -> list[tuple[Any, Any]]:
+    """Return each list or object within a value, with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [slot for key in keys for slot in slots(value[key])]
+
+
+def with_junk(rng: random.Random, body: dict[str, Any]) -> bytes:
+    """Return a body with up to three values replaced, removed or added, and perhaps some bytes changed."""
+    body = deepcopy(body)
+    for _ in range(rng.randint(0, 3)):
+        inner, key = rng.choice(slots(body) or [(body, "inputs")])
+        if rng.random() < 0.8:
+            inner[key] = deepcopy(rng.choice(JUNK))
+        elif isinstance(inner, dict):
+            inner[rng.choice(["model", "inputs", "stream", "\x00", "a" * 100])] = inner.pop(key, None)
+        else:
+            inner += inner[:1] * rng.randint(1, 20)
+    text = json.dumps(body).encode()
+    if rng.random() < 0.3:
+        at = rng.randrange(len(text))
+        text = (
+            text[:at]
+            + rng.choice([b"", b"\x00", b"\xff", b'"', b"[" * 50, b"}", text])
+            + text[at + rng.randint(0, 9) :]
+        )
+    return text
+
+
+def made_up(rng: random.Random, kind: str) -> tuple[str, str, bytes, dict[str, str]]:
+    """Make a request up: method, path, body and headers."""
+    path, body = rng.choice(VALID[kind])
+    content, headers = with_junk(rng, body), {}
+    if rng.random() < 0.1:
+        headers["Content-Encoding"] = rng.choice(["gzip", "deflate", "br", "identity", "gzip, gzip", "\xe4"])
+        content = gzip.compress(content)[: rng.choice([None, 30])]
+    if rng.random() < 0.1:
+        headers["Content-Type"] = rng.choice(KINDS)
+    if rng.random() < 0.1:
+        name = rng.choice(["Authorization", "Accept", "Origin", "X-Request-Id", "Sec-Fetch-Site", "Cookie", "Range"])
+        headers[name] = rng.choice(["", "a", "Bearer \xff", "*/*", "null", "bytes=0-1", "a" * 3_000])
+    if rng.random() < 0.05:
+        path = rng.choice(
+            [f"{path}/", f"/{path}", path.upper(), "/v1/models/%ff%00", f"{path}?a=%zz&a", "/%2e%2e", "/docs"]
+        )
+    method = rng.choice(["GET", "PUT", "OPTIONS", "HEAD", "DELETE"]) if rng.random() < 0.05 else "POST"
+    return method, path, content, headers
+
+
+@pytest.mark.hostile("valid requests with something wrong")
+@pytest.mark.parametrize("kind", VALID)
+def test_requests_with_something_wrong(kind: str, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """3,000 in all: the server neither fails nor is harmed."""
+    rng, statuses = random.Random(kind), Counter[int]()
+    with unharmed(models / kind, *VALID[kind][0], caplog) as place:
+        for _ in range(3_000 // len(VALID)):
+            method, path, content, headers = request = made_up(rng, kind)
+            status, text = ask(place, method, path, content, **headers)
+            assert status < 500 and b"the server failed" not in text, (request, status, text[:200])
+            if status >= 400 and method != "HEAD":
+                assert isinstance(json.loads(text)["error"], str | dict), (request, text)
+            statuses[status] += 1
+    assert len(statuses) > 4 and 50 < statuses[200] < 600, statuses
