@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import Request, Response
@@ -41,32 +41,27 @@ class BodyRoute(APIRoute):
 
 
 async def rendered(
-    rows: Sequence[Any],
-    n_numbers: int,
-    headers: Mapping[str, str] | None = None,
-    around: Mapping[str, Any] | None = None,
+    rows: Iterable[Any], n_numbers: int, headers: Mapping[str, str] | None = None, **around: Any
 ) -> Response:
     """Return a JSON response with the list `rows` of about `n_numbers` numbers; iterators in it become lists.
 
-    With `around`, the response is this object with the list as its field `data`. A large response is rendered in a
-    thread, row by row: `to_json` holds the GIL during each call.
+    With `around`, the response is an object of these fields and of `data`, the list. The rows of a large response are
+    made and rendered in a thread, one by one: `to_json` holds the GIL during each call.
     """
     text = await asyncio.to_thread(_to_json, rows) if n_numbers > _LARGE_NUMBERS else _to_json(rows)
-    if around is not None:
+    if around:
         text = to_json(around)[:-1] + b',"data":' + text + b"}"
     return Response(text, headers=headers, media_type=_JSON)
 
 
-def _to_json(rows: Sequence[Any]) -> bytes:
+def _to_json(rows: Iterable[Any]) -> bytes:
     return b"[" + b",".join(map(to_json, rows)) + b"]"
 
 
 def decoded(body: bytes, encodings: Sequence[bytes], most: int) -> bytes:
-    """Return a body without its `Content-Encoding`; `encodings` are that header's values.
+    """Return a body without its `Content-Encoding`, of which these are the headers, inflating `most` bytes at most.
 
-    Raises:
-        Refusal: The encoding is unknown, the body is damaged, or it has more than `most` bytes once inflated; no more
-            are inflated.
+    Raises `Refusal` for an unknown encoding, for a body that is damaged, and for one that has more bytes.
     """
     name = b", ".join(encodings).strip().lower()
     if not body or name in (b"", b"identity"):

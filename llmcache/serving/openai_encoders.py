@@ -4,7 +4,7 @@
 """
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import time
 from typing import Annotated, Any, Final, Literal
 from uuid import uuid4
@@ -12,6 +12,7 @@ from uuid import uuid4
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from numpy.typing import NDArray
 from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, RootModel, StrictInt, StrictStr, Tag
 
 from llmcache.serving import tei
@@ -30,6 +31,7 @@ from llmcache.serving.tei import (
     headers,
     is_one,
     items_of,
+    numbers_in,
     probabilities,
     sigmoid,
 )
@@ -142,17 +144,14 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     if any(isinstance(item, list) for item in items) and not request.app.state.server.settings.allow_token_ids:
         raise Refusal("invalid", _IDS, param="input")
     server, made = await _run_model(body, request, "embedding", items, fields)
-    rows = [embedding(server, one.values, True, body.dimensions) for one in made]
-    packed = body.encoding_format == "base64"
-    data = [
-        {
-            "object": "embedding",
-            "index": i,
-            "embedding": base64.b64encode(row.astype("<f4").tobytes()).decode() if packed else row.tolist(),
-        }
-        for i, row in enumerate(rows)
-    ]
-    return await _list(server, made, data, sum(map(len, rows)))
+
+    def shown(values: NDArray[np.float32]) -> Any:
+        row = embedding(server, values, True, body.dimensions)
+        is_packed = body.encoding_format == "base64"
+        return base64.b64encode(row.astype("<f4").tobytes()).decode() if is_packed else row.tolist()
+
+    data = ({"object": "embedding", "index": i, "embedding": shown(one.values)} for i, one in enumerate(made))
+    return await _list(server, made, data)
 
 
 @router.post("/v1/classify")
@@ -160,17 +159,12 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     """Return the likeliest label of each input, and the probabilities of all labels."""
     fields = Fields("input", not is_one(body.input), cut=_CUT)
     server, made = await _run_model(body, request, "classifier", items_of(body.input), fields)
-    shares = [probabilities(server, one.values) for one in made]
-    data = [
-        {
-            "index": i,
-            "label": server.served.labels[int(np.argmax(row))],
-            "probs": row.tolist(),
-            "num_classes": len(row),
-        }
+    shares, labels = (probabilities(server, one.values) for one in made), server.served.labels
+    data = (
+        {"index": i, "label": labels[int(np.argmax(row))], "probs": row.tolist(), "num_classes": len(row)}
         for i, row in enumerate(shares)
-    ]
-    return await _list(server, made, data, sum(map(len, shares)), "classify")
+    )
+    return await _list(server, made, data, "classify")
 
 
 @router.post("/score", include_in_schema=False)
@@ -183,8 +177,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         raise Refusal("invalid", "`text_1`: give one text, or as many as in `text_2`", param="text_1")
     fields = Fields("text_2", not isinstance(body.text_2, str), beside="text_1", cut=_CUT)
     server, made = await _run_model(body, request, "reranker", list(zip(ones, others, strict=True)), fields)
-    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(_scores(body, made))]
-    return await _list(server, made, data, len(made), "score")
+    data = ({"index": i, "object": "score", "score": one} for i, one in enumerate(_scores(body, made)))
+    return await _list(server, made, data, "score")
 
 
 @router.post("/v1/rerank")
@@ -247,12 +241,12 @@ def _model_object(server: Server, name: str) -> dict[str, Any]:
 
 
 async def _list(
-    server: Server, made: list[Output], data: list[dict[str, Any]], n_numbers: int, prefix: str | None = None
+    server: Server, made: list[Output], data: Iterable[dict[str, Any]], prefix: str | None = None
 ) -> Response:
-    """Return a list object with `data`, of about `n_numbers` numbers; with `prefix`, of its id, as vLLM has it."""
+    """Return OpenAI's list object of `data`; with the `prefix` of an id, as vLLM's routes have it."""
     named = {} if prefix is None else {"id": f"{prefix}-{uuid4().hex}", "created": int(time())}
-    around = {**named, "object": "list", "model": server.name, "usage": _usage(made)}
-    return await rendered(data, n_numbers, headers(server, made), around)
+    more = {"object": "list", "model": server.name, "usage": _usage(made), **named}
+    return await rendered(data, numbers_in(made), headers(server, made), **more)
 
 
 def _usage(made: list[Output]) -> dict[str, int]:

@@ -26,8 +26,7 @@ logger = logging.getLogger("llmcache.serving")
 
 Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
 _WARM_UP = "llmcache warm-up"  # not a valid namespace of a key
-#: Inputs per request, as of OpenAI; and prompts with their answers, each of which holds a queue slot until it is done.
-_MAX_INPUTS, _MAX_ANSWERS = 2048, 32
+_N_INPUTS, _N_ANSWERS = 2048, 32  # maximum per request by default: OpenAI's, and of a decoder's answers to its prompts
 
 
 class Server:
@@ -39,7 +38,7 @@ class Server:
         self.served = served
         self.name = settings.model
         self.names = tuple(dict.fromkeys((self.name, *settings.model_alias)))
-        self.max_inputs = settings.max_client_batch_size or (_MAX_ANSWERS if served.kind == "decoder" else _MAX_INPUTS)
+        self.max_inputs = settings.max_client_batch_size or (_N_ANSWERS if served.kind == "decoder" else _N_INPUTS)
         self.model = served.model
         self.tokenizer = served.tokenizer
         self.cache = cache

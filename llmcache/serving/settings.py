@@ -33,8 +33,7 @@ class ServerSettings(BaseModel):
     save: Path | None = None  # folder from which the cache is restored at startup and to which it is saved at the end
     save_every_s: float = Field(default=0.0, ge=0)  # interval of saves while running; 0: only at the end
     max_concurrent_requests: int = Field(default=512, ge=1)  # limit of requests in progress; more are refused
-    # Maximum inputs per request, or prompts and their answers of a decoder; None: 2,048, of a decoder 32.
-    max_client_batch_size: int | None = Field(default=None, ge=1)
+    max_client_batch_size: int | None = Field(default=None, ge=1)  # maximum inputs per request; None: the server's
     allow_token_ids: bool = False  # accept token ids in `/v1/embeddings`; most clients send those of OpenAI's tokenizer
     # Maximum tokens per batch, padding included. The warm-up lowers it so that a batch takes about 0.1 s at most.
     max_batch_tokens: int = Field(default=16384, ge=1)

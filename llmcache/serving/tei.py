@@ -154,8 +154,8 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
     """Return embeddings, one list of floats for each input."""
     items, fields = items_of(body.inputs), Fields("inputs", not is_one(body.inputs))
     server, made = await computed(request, "embedding", items, body, fields, body.prompt_name)
-    rows = [embedding(server, one.values, body.normalize, body.dimensions) for one in made]
-    return await rendered([row.tolist() for row in rows], sum(map(len, rows)), headers(server, made))
+    rows = (embedding(server, one.values, body.normalize, body.dimensions).tolist() for one in made)
+    return await rendered(rows, numbers_in(made), headers(server, made))
 
 
 @router.post("/embed_all")
@@ -186,10 +186,9 @@ async def predict(body: PredictRequest, request: Request) -> Response:
         raise Refusal("invalid", f"`parameters.function_to_apply`: this model has {function}; `none` gives raw scores")
     _, made = await computed(request, "classifier", items, body, Fields("inputs", is_batch))
     is_raw = body.raw_scores or asked.function_to_apply == "none"
-    found = [_ranked(server, one.values, is_raw)[: asked.top_k] for one in made]
+    found = (_ranked(server, one.values, is_raw)[: asked.top_k] for one in made)
     has_list = is_batch or body.parameters is not None
-    n_labels = len(server.served.labels)
-    return await rendered(found if has_list else found[0], n_labels * len(found), headers(server, made))
+    return await rendered(found if has_list else next(found), numbers_in(made), headers(server, made))
 
 
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
@@ -413,6 +412,10 @@ def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.flo
     shares: NDArray[np.float64] = np.exp(wide - wide.max())
     shares /= shares.sum()
     return shares
+
+
+def numbers_in(outputs: Sequence[Output]) -> int:
+    return sum(len(one.values) for one in outputs)
 
 
 def sigmoid(logit: float) -> float:

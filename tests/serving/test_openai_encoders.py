@@ -234,6 +234,9 @@ def test_scores_are_those_of_rerank(models: Path, names: tuple[str, str]) -> Non
         assert scores("my card", documents) == scores(["my card"], documents, "/score") == known
         assert scores(["my card", "my card"], documents) == known and scores("my card", "cash") == known.expected[:1]
         logits = np.array(scores("my card", documents, use_activation=False))
+        asked = {"query": "my card", "documents": documents, "use_activation": False}
+        ranks = client.post("/v1/rerank", json=asked).json()["results"]
+        assert [row["relevance_score"] for row in ranks] == pytest.approx(sorted(logits, reverse=True), abs=1e-5)
         assert list(1 / (1 + np.exp(-logits))) == known
         for path in ("/score", "/v1/score"):
             for wrong in (
