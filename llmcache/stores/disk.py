@@ -10,6 +10,8 @@ damage files, which is detected when they are read.
 """
 
 import logging
+import os
+import stat
 import threading
 import time
 import uuid
@@ -22,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from llmcache.errors import StoreError
 from llmcache.stores.base import Bytes, Purges, Put, Store, StoreKey, StoreStats
-from llmcache.stores.disk_index import DamagedError, DiskIndex
+from llmcache.stores.disk_index import FILE, DamagedError, DiskIndex
 from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
@@ -44,8 +46,8 @@ class DiskStore(Store):
         """Open the store in a folder, created if needed. Over `max_bytes` the least recently used values are evicted.
 
         Raises:
-            ValueError: The folder is not writable, is on a network file system, holds other files or a store of
-                another version; or `max_bytes` is not positive.
+            ValueError: The folder is not writable, belongs to another user or can be written to by others, is on a
+                network file system, holds other files or a store of another version; or `max_bytes` is not positive.
         """
         if max_bytes < 1:
             raise ValueError(f"max_bytes: give a budget in bytes, at least 1 (got {max_bytes})")
@@ -168,10 +170,8 @@ class DiskStore(Store):
                     f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
                     "folder on a local disk"
                 )
-            known = {_LOCK, self._values.name, *_INDEX_FILES, *(f"{name}{_DAMAGED}" for name in _INDEX_FILES)}
-            if foreign := {path.name for path in self._folder.iterdir()} - known:
-                raise ValueError(f"{self._folder}: holds something else ({min(foreign)}): name a folder of its own")
-            with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S):
+            self._refuse_strangers()
+            with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S, mode=0o600):
                 self._values.mkdir(exist_ok=True, mode=0o700)
                 try:
                     return self._open_index()
@@ -184,6 +184,24 @@ class DiskStore(Store):
             raise ValueError(
                 f"{self._folder}: cannot be used: {error}; name a folder that can be written to"
             ) from error
+
+    def _refuse_strangers(self) -> None:
+        """Raise if the folder holds foreign files or links, or other users may change what it holds."""
+        known = {_LOCK, self._values.name, *_INDEX_FILES, *(f"{name}{_DAMAGED}" for name in _INDEX_FILES)}
+        for path in self._folder.iterdir():
+            if path.name not in known or path.is_symlink():
+                kind = "a link" if path.is_symlink() else "something else"
+                raise ValueError(f"{self._folder}: holds {kind} ({path.name}): name a folder of its own")
+            if path.name in _INDEX_FILES and path.is_file():
+                with suppress(OSError):  # root's, perhaps
+                    path.chmod(0o600)  # earlier versions left it to the umask
+        for path in (self._folder, self._values):
+            if os.name != "nt" and path.exists():
+                about = path.stat()
+                if about.st_uid not in (os.geteuid(), 0):
+                    raise ValueError(f"{path}: belongs to another user: name a folder of its own, or chown this one")
+                if about.st_mode & 0o022:
+                    raise ValueError(f"{path}: others may write to it: chmod go-w {path}, or name a folder within it")
 
     def _open_index(self) -> DiskIndex:
         index = DiskIndex(self._folder / _INDEX)
@@ -207,6 +225,8 @@ class DiskStore(Store):
             gone = [*changes.drop(), *changes.evict(self._max_bytes)]
             files = changes.files()
             for path in self._values.iterdir():
+                if not FILE.fullmatch(path.name.removesuffix(_PART)):
+                    continue  # not ours
                 if path.suffix != _PART and path.name not in files:
                     gone.append(path.name)
                 with suppress(FileNotFoundError):  # its writer has just removed it
@@ -222,13 +242,16 @@ class DiskStore(Store):
                     (self._values / name).unlink()
 
     def _map(self, name: str, nbytes: int) -> memoryview | None:
-        """Map a file of `nbytes` bytes into memory; fewer bytes if it is truncated, None if it is missing.
+        """Map a file of `nbytes` bytes into memory; fewer bytes if it is truncated, None if there is no such file.
 
         Uses torch, whose maps hold no file descriptor: a long prompt has a thousand blocks.
         """
         path = self._values / name
         with suppress(OSError, RuntimeError), torch.inference_mode(False):
-            if (nbytes := min(nbytes, path.stat().st_size)) == 0:
+            about = path.lstat()
+            if not stat.S_ISREG(about.st_mode):
+                return None  # a link, which the store never makes
+            if (nbytes := min(nbytes, about.st_size)) == 0:
                 return memoryview(b"")
             return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8).numpy().data
         return None

@@ -11,11 +11,12 @@ process; a power loss may lose the latest commits, but never part of one.
 
 import json
 import os
+import re
 import secrets
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from llmcache.stores.base import FORMAT, Purge, Purges, Put
 from llmcache.threads import at_fork, forkable
 
 _OURS = int.from_bytes(b"LLMC")  # the application id of our databases
+FILE = re.compile("[0-9a-f]{32}")  # the name of a value's file
 _PATIENCE_S = 10.0  # wait for another process that writes
 _MOST_PURGES = 1_000
 _MOST_USES = 65_536  # notes of use kept until the next write
@@ -85,6 +87,8 @@ class DiskIndex:
         self._file: tuple[int, int] | None = None  # device and inode of the file the connections are open on
         self._is_lost = self._is_closed = False
         try:
+            with suppress(OSError):  # of an index that exists, or cannot be made; its log files take over its mode
+                path.touch(mode=0o600, exist_ok=False)
             with _as_store_error():
                 self._writer = self._connect()
                 self._make(self._writer)
@@ -131,7 +135,7 @@ class DiskIndex:
             asked = keys[begin : begin + _AT_ONCE]
             marks = ",".join("?" * len(asked))
             rows = self._read(f"SELECT key, file, nbytes, {body} FROM {_VALID} WHERE key IN ({marks})", asked)
-            found |= {key: Held(*row) for key, *row in rows}
+            found |= {key: Held(*row) for key, *row in rows if row[0] is None or _checked(row[0])}
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
@@ -267,8 +271,9 @@ class Changes:
     def evict(self, max_bytes: int) -> list[str | None]:
         """Evict the least recently used values down to a budget in bytes; return the file of each, or None."""
         gone: list[str | None] = []
-        while self._one("SELECT nbytes FROM totals") > max_bytes:
-            gone += self._remove("id = (SELECT id FROM held ORDER BY used LIMIT 1)")
+        oldest = "id = (SELECT id FROM held ORDER BY used LIMIT 1)"
+        while self._one("SELECT nbytes FROM totals") > max_bytes and (removed := self._remove(oldest)):
+            gone += removed
         return gone
 
     def renew(self, namespace: str | None) -> int:
@@ -283,8 +288,9 @@ class Changes:
         return before - self._one(f"SELECT count(*) FROM {_VALID}")
 
     def drop(self) -> list[str | None]:
-        """Remove all unreachable values; return the file of each, or None."""
-        return self._remove(f"id NOT IN (SELECT held.id FROM {_VALID})")
+        """Remove all unreachable values and rows that are damaged; return the file of each, or None."""
+        is_damaged = "length(file) <> 32 OR file GLOB '*[^0-9a-f]*'"
+        return self._remove(f"id NOT IN (SELECT held.id FROM {_VALID}) OR {is_damaged}")
 
     def forget(self, keys: Sequence[bytes], namespace: str, names: Sequence[str]) -> list[str | None]:
         """Remove values by key and record the purge; return the file of each, or None."""
@@ -297,10 +303,11 @@ class Changes:
 
     def files(self) -> set[str]:
         """Return all files that have a row."""
-        return {file for (file,) in self._do("SELECT file FROM held WHERE file IS NOT NULL")}
+        return {name for (file,) in self._do("SELECT file FROM held") if (name := _checked(file)) is not None}
 
     def _remove(self, which: str, *values: Any) -> list[str | None]:
-        return [file for (file,) in self._do(f"DELETE FROM held WHERE {which} RETURNING file", values).fetchall()]
+        gone = self._do(f"DELETE FROM held WHERE {which} RETURNING file", values).fetchall()
+        return [_checked(file) for (file,) in gone]
 
     def _record_purge(self, namespace: str | None, names: Sequence[str]) -> None:
         added = self._do("INSERT INTO purges (namespace, names) VALUES (?, ?)", (namespace, json.dumps(names)))
@@ -318,6 +325,11 @@ def _as_store_error() -> Iterator[None]:
         code = getattr(error, "sqlite_errorcode", None) or 0  # extended code: its last byte is the primary code
         is_damaged = code & 0xFF in _DAMAGED or str(error).startswith(_GONE)
         raise (DamagedError if is_damaged else StoreError)(f"the store's index: {error}") from error
+
+
+def _checked(file: Any) -> str | None:
+    """Return the file of a row; None if its name is not ours, so that nothing else is ever read or removed."""
+    return file if isinstance(file, str) and FILE.fullmatch(file) else None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

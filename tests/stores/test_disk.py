@@ -102,9 +102,105 @@ def test_what_is_read_outlives_its_file(store: DiskStore, folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
-def test_files_are_their_owners_alone(store: DiskStore, folder: Path) -> None:
+def test_files_are_their_owners_alone(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    for _ in range(2):  # the second time, over an index that an earlier version made readable
+        store = DiskStore(str(folder))
+        put(store, "a", "b")
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+        assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", ".lock"} < {*modes}
+        assert {*modes.values()} == {0o600}
+        store.close()
+        (folder / "index.sqlite").chmod(0o644)
+
+
+# -- a folder that a stranger prepared ---------------------------------------------------------------------------------
+
+
+def edit_index(folder: Path, statement: str, *values: object) -> None:
+    """Change the index as anyone who may write to the folder can."""
+    connection = sqlite3.connect(folder / "index.sqlite", isolation_level=None)
+    connection.execute(statement, values)
+    connection.close()
+
+
+NAMES = ["../../victim", "{}/victim", "victim", "A" * 32, "0" * 33, "0" * 32 + "\n", b"../../victim", 7]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+def test_a_row_that_names_another_file_is_neither_read_nor_removed(tmp_path: Path, folder: Path, name: object) -> None:
+    name = name.format(tmp_path) if isinstance(name, str) else name
+    store = DiskStore(str(folder))
+    put(store, "a", "b", "c")
+    victim = folder / "values" / (name.decode() if isinstance(name, bytes) else f"{name}")
+    victim.write_bytes(value("victim"))
+    edit_index(folder, "UPDATE held SET file = ? WHERE key = ?", name, key("a").digest)
+    assert held(store, "a", "b") == ["b"] and store.absent([key("a")]) == [key("a")]
+    store.forget([key("a")])
+    edit_index(folder, "UPDATE held SET file = ?, number = 0 WHERE key = ?", name, key("b").digest)
+    store.close()
+    store = DiskStore(str(folder))  # drops rows of earlier numbers, and files without a row
+    assert held(store, "b", "c") == ["c"] and victim.read_bytes() == value("victim")
+    put(store, "b")
+    assert held(store, "b") == ["b"]
+    store.close()
+
+
+def test_links_and_files_of_others_among_the_values_are_left_alone(tmp_path: Path, folder: Path) -> None:
+    store = DiskStore(str(folder))
     put(store, "a")
-    assert [stat.S_IMODE(path.stat().st_mode) for path in files(folder)] == [0o600]
+    (path,) = files(folder)
+    others = [tmp_path / "target", folder / "values" / "notes.txt", folder / "values" / "thesis.part"]
+    for other in others:
+        other.write_bytes(value("a"))
+        os.utime(other, (0, 0))
+    path.unlink()
+    path.symlink_to(others[0])
+    assert held(store, "a") == []
+    put(store, "a")
+    assert held(store, "a") == ["a"]
+    store.close()
+    DiskStore(str(folder)).close()
+    assert all(other.read_bytes() == value("a") for other in others)
+
+
+@pytest.mark.parametrize("name", ["values", "index.sqlite", "index.sqlite-wal", ".lock"])
+def test_a_link_in_the_place_of_a_part_is_refused(tmp_path: Path, folder: Path, name: str) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / ("0" * 32)).write_text("mine")
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "target" / ("" if name == "values" else "0" * 32))
+    with pytest.raises(ConfigError, match=rf"a link \({name}\).*folder of its own"):
+        opened(folder)
+    assert (tmp_path / "target" / ("0" * 32)).read_text() == "mine"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+@pytest.mark.parametrize("part", ["", "values"])
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777, 0o2770])
+def test_a_folder_that_others_may_write_to_is_refused(folder: Path, part: str, mode: int) -> None:
+    DiskStore(str(folder)).close()
+    (folder / part).chmod(mode)
+    with pytest.raises(ConfigError, match=rf"{folder / part}: others may write.*chmod go-w") as refusal:
+        opened(folder)
+    assert "\n" not in str(refusal.value)
+    (folder / part).chmod(0o755)
+    opened(folder).close()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("part", ["", "values"])
+def test_a_folder_of_another_user_is_refused(folder: Path, part: str) -> None:
+    DiskStore(str(folder)).close()
+    os.chown(folder / part, 12_345, -1)
+    with pytest.raises(ConfigError, match=rf"{folder / part}: belongs to another user.*chown"):
+        opened(folder)
+
+
+def test_totals_that_are_wrong_do_not_keep_a_process_from_opening_it(folder: Path) -> None:
+    DiskStore(str(folder)).close()
+    edit_index(folder, "UPDATE totals SET nbytes = ?", 1 << 60)
+    DiskStore(str(folder)).close()
 
 
 def test_a_file_that_is_gone_or_cut_short_holds_no_value_and_may_be_put_again(store: DiskStore, folder: Path) -> None:
