@@ -8,7 +8,7 @@
 
 No other file in the folder is ours. The journal is written first. Files that it names and the manifest does not are
 removed after the switch, or by the next save if this one was interrupted. Files in neither stay. The folder may be a
-symbolic link; our files in it may not, so nothing is written through a link.
+symbolic link; our files in it may not, so nothing is written through a link. Only their owner may read our files.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -64,16 +65,27 @@ def is_data_name(name: str) -> bool:
     return re.fullmatch(_DATA, name) is not None
 
 
+def why_unsafe(folder: Path) -> str:
+    """Return why what a folder holds cannot be trusted: anyone may replace it; "" if only owner and group may."""
+    if os.name == "nt" or not folder.stat().st_mode & stat.S_IWOTH:
+        return ""
+    return (
+        f"{folder}: anyone may write to it, and change what is served: chmod o-w {folder}, or name a folder within it"
+    )
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Create the folder if needed, and lock it against other saves, in this process and others."""
     from filelock import FileLock, Timeout
 
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if reason := why_unsafe(folder):
+        raise StoreError(reason)
     _listed(folder)  # raises before a lock file is created in a foreign folder
     _check_file(folder / _LOCK)
     try:
-        with FileLock(folder / _LOCK, timeout=_PATIENCE_S):
+        with FileLock(folder / _LOCK, timeout=_PATIENCE_S, mode=0o600):
             _listed(folder)
             _journaled(folder)  # only under the lock: another save may be writing or removing its journal
             yield
@@ -90,7 +102,7 @@ def check_writable(folder: Path) -> None:
         StoreError: Files cannot be written there.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with TemporaryFile(dir=folder) as file:
             file.write(b"0")
             file.flush()
@@ -120,7 +132,7 @@ def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: C
     journal = _Journal(mark="llmcache.journal", names=[drafts, *names.values(), *_listed(folder)])
     _write(folder / JOURNAL, journal.model_dump_json())
     try:
-        (folder / drafts).mkdir()
+        (folder / drafts).mkdir(mode=0o700)
         files = {name: _write_data(folder / drafts / name, parts[part]) for part, name in names.items()}
         for name in files:
             os.rename(folder / drafts / name, folder / name)
@@ -197,6 +209,7 @@ def _write_data(path: Path, tensors: Mapping[str, Tensor]) -> str:
     from safetensors.torch import save_file
 
     save_file(dict(tensors), path)
+    path.chmod(0o600)
     _sync(path)
     return sha256(path)
 
@@ -204,7 +217,7 @@ def _write_data(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def _write(path: Path, text: str) -> None:
     """Write text to a new file and sync it to disk."""
     path.unlink(missing_ok=True)
-    with path.open("x", encoding="utf-8") as file:
+    with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
         try:
             file.write(text)
             file.flush()

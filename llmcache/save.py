@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from llmcache import __version__
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, ConfigError, StoreError, UnfitBankError
-from llmcache.folder import MANIFEST, is_data_name, locked, replace, sha256
+from llmcache.folder import MANIFEST, is_data_name, locked, replace, sha256, why_unsafe
 from llmcache.models.adapters import Trunk, locate, special_ids
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
@@ -202,7 +202,9 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | Path) -> None:
-    """Raise `UnfitBankError` if the save does not suit the model."""
+    """Raise `UnfitBankError` if the save does not suit the model, `BankFileError` if anyone may have written it."""
+    if reason := why_unsafe(Path(folder)):
+        raise BankFileError(reason)
     trunk = locate(model, str(manifest.config.get("adapter", "auto")))
     watched = Weights(trunk.module)
     weights = watched.digest()

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from llmcache import ConfigError, LLMCache
+from llmcache import BankFileError, ConfigError, LLMCache, StoreError
 from tests.contract.judge import check_same
 from tests.contract.slow_proxy import slow_proxy
 from tests.forks import fork, needs_fork
@@ -267,6 +268,43 @@ def test_a_server_that_is_silent_is_told_of_in_one_line_a_minute(
         assert 1 <= len(told) <= 2  # reads fail; the server is away
         assert not any(one.exc_info for one in caplog.records)
         assert all(one.getMessage().count("\n") == 0 for one in caplog.records)
+
+
+# -- other users of the machine ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+@pytest.mark.parametrize("kept", [None, 0o755, 0o775])
+def test_files_of_a_save_are_their_owners_alone(tmp_path: Path, kept: int | None) -> None:
+    """Files of a save are closed to others; a folder that exists keeps its mode, and a new one is closed."""
+    folder = tmp_path / "save"
+    if kept is not None:
+        folder.mkdir()
+        folder.chmod(kept)
+    with LLMCache.wrap(build(CLASSIFIERS["bert"])) as cache:
+        cache(input_ids=TEXTS[0])
+        cache.save(folder)
+        cache.save(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == (kept or 0o700)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert "manifest.json" in modes and {*modes.values()} == {0o600}
+    with LLMCache.load(build(CLASSIFIERS["bert"]), folder) as cache:
+        assert n_hits(cache, TEXTS[0]) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_save_that_anyone_may_replace_is_refused(tmp_path: Path, mode: int) -> None:
+    """Nothing is saved to a folder to which anyone may write, or loaded from it; the error says what to do."""
+    with LLMCache.wrap(build(CLASSIFIERS["bert"])) as cache:
+        cache.save(tmp_path)
+        tmp_path.chmod(mode)
+        with pytest.raises(StoreError, match=r"anyone may write to it.*chmod o-w"):
+            cache.save(tmp_path)
+    with pytest.raises(BankFileError, match=r"anyone may write to it.*chmod o-w"):
+        LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path)
+    tmp_path.chmod(0o755)
+    LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path).unwrap()
 
 
 # -- refused servers ---------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_graph_is_kept_and_found_again(wrap: Any, kept: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["cut off", "another model's", "gone"])
+@pytest.mark.parametrize("damage", ["cut off", "another model's", "gone", "anyone may write"])
 def test_a_kept_graph_that_does_not_fit_is_made_anew(
     wrap: Any, kept: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,6 +117,8 @@ def test_a_kept_graph_that_does_not_fit_is_made_anew(
     elif damage == "gone":
         for one in folder.iterdir():
             one.unlink()
+    elif damage == "anyone may write":
+        kept.chmod(0o777)
     else:
         other = next(one for one in kept.iterdir() if one != folder)
         for one in other.iterdir():
@@ -124,6 +126,7 @@ def test_a_kept_graph_that_does_not_fit_is_made_anew(
     agree(cache := wrap(), plain("bert", "classifier"), **padded([5, 3]))
     assert figures(cache).n_requests == 2
     assert sum("is not used" in one.message for one in caplog.records) == (damage != "gone")
+    kept.chmod(0o755)
     caplog.clear()
     assert figures(wrap()).n_graphs == 1 and not caplog.records
 
