@@ -3,9 +3,12 @@
 import re
 import subprocess
 import tomllib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import llmcache
 
@@ -41,6 +44,30 @@ def test_version_is_the_same_everywhere() -> None:
 def test_constraints_are_plain_pins() -> None:
     assert [line for line in CONSTRAINTS if not re.fullmatch(r"[A-Za-z0-9_.-]+==\d[A-Za-z0-9.]*", line)] == []
     assert "torch==2.13.0" in CONSTRAINTS
+
+
+def promised_pythons() -> list[str]:
+    """Return the versions that pyproject promises: of each minor version any patch, from the first."""
+    minors = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    return [version for one in minors for version in (f"{one}.{patch}" for patch in range(30))]
+
+
+def test_the_promised_pythons_are_those_that_may_install_it() -> None:
+    allowed = SpecifierSet(PROJECT["requires-python"])
+    assert "3.11.0" in promised_pythons() and all(allowed.contains(version) for version in promised_pythons())
+
+
+def test_every_pin_holds_for_every_python_that_is_promised() -> None:
+    """Of the packages that are installed here; `make setup` and `make docs` install nearly all."""
+    refused = {}
+    for pin in CONSTRAINTS:
+        name, _, version = pin.partition("==")
+        with suppress(PackageNotFoundError):
+            found = distribution(name)
+            if found.version.partition("+")[0] == version:  # else it is not the pin's
+                allowed = SpecifierSet(found.metadata["Requires-Python"] or "")
+                refused[pin] = [python for python in promised_pythons() if not allowed.contains(python)]
+    assert refused and {pin: pythons for pin, pythons in refused.items() if pythons} == {}
 
 
 def test_every_dependency_is_pinned() -> None:
