@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from llmcache.errors import ConfigError
-from llmcache.registry import Component
+from llmcache.registry import Component, without_secrets
 from llmcache.yaml_file import read_yaml
 
 GIB = 1024**3
@@ -55,7 +55,7 @@ _NOT_WITH_TAU = {
 class _Settings(BaseModel):
     """Settings by name. The error for an unknown setting lists the known ones; pydantic's names only the setting."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # it may hold a password
 
     @model_validator(mode="before")
     @classmethod
@@ -403,7 +403,7 @@ def explain(error: ValidationError, known: list[str]) -> str:
             lines.append(_unknown(key, known))
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message} (got {_shown(problem['input'])})" if key else message)
+            lines.append(f"{key}: {message} (got {_shown(without_secrets(problem['input']))})" if key else message)
     return "; ".join(dict.fromkeys(lines))
 
 

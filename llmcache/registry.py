@@ -2,17 +2,28 @@
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, Self, TypeVar, get_type_hints
+from urllib.parse import unquote, unquote_plus
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from pydantic.errors import PydanticSchemaGenerationError
 
 from llmcache.errors import ConfigError
 
 T = TypeVar("T")
+
+_PLACE = r"(?:\[[^]@/?#]*\]|[^:@/?#]*)(?::\d*)?(?:/[^@?#]*)?"  # host, port and path
+_PAIR = r"[^=&@]*(?:=[^&]*)?"  # a parameter of a query
+#: Scheme, user, password, place and query of a URL; then of one whose password has characters that should be quoted.
+_URLS = (
+    re.compile(rf"([\w+.-]+://)(?:([^:@/?#]*)(?::([^/?#]*))?@)?({_PLACE})(\?{_PAIR}(?:&{_PAIR})*)?"),
+    re.compile(r"([\w+.-]+://)([^:@/?#]*):(.*)@([^@?]*)(\?.*)?", re.DOTALL),
+)
+_NO_HOST = re.compile(r"(rediss?://[^:@/?#[]*):(?!\d*(?:[/?#]|$))[^@]*\Z")  # a password in the place of the port
+_SECRET = re.compile("pass|pwd|secret|token|api_?key", re.IGNORECASE)  # in the name of a query's parameter
 
 
 class Registry(dict[str, type[T]], Generic[T]):
@@ -115,9 +126,14 @@ class Component(BaseModel):
 
     name: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _hide_secrets(cls, given: Any) -> Any:
+        return without_secrets(given)
+
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for the component's constructor."""
+        """Keyword arguments for the component's constructor; URLs are without their passwords."""
         return dict(self.model_extra or {})
 
     def build(self, registry: Registry[T], *args: Any) -> T:
@@ -137,13 +153,13 @@ class Component(BaseModel):
                 _checker(hints.get(option, Any)).validate_python(value, strict=True)
             except ValidationError as error:
                 wrong = error.errors()[0]["msg"]
-                raise ConfigError(f"{kind}: {self.name}: {option}={_shown(value)}: {wrong}") from error
+                raise ConfigError(f"{kind}: {self.name}: {option}={value!r}: {wrong}") from error
         try:
-            return make(*args, **self.options)
+            return make(*args, **_each(self.options, lambda text: getattr(text, "whole", text)))
         except (TypeError, ValueError) as error:
             takes = ", ".join(list(inspect.signature(make).parameters)[len(args) :]) or "none"
             raise ConfigError(
-                f"{kind}: {self.name} does not accept {_shown(self.options)}: {error}; its options: {takes}"
+                f"{kind}: {self.name} does not accept {self.options}: {error}; its options: {takes}"
             ) from error
 
     def _check_options(self, make: type, kind: str, args: Sequence[Any]) -> None:
@@ -170,14 +186,51 @@ class Component(BaseModel):
             )
 
 
-def _shown(value: Any) -> str:
-    """Return the repr of a value for a message, without passwords in URLs."""
-    return re.sub(r"://[^@/]*@", "://***@", repr(value))
-
-
 def _checker(hint: Any) -> TypeAdapter[Any]:
     """Return a validator for an annotated type; for a class unknown to pydantic, it checks `isinstance`."""
     try:
         return TypeAdapter(hint)
     except PydanticSchemaGenerationError:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+class SecretUrl(str):
+    """The text of a URL without its passwords, so that whatever prints, compares or saves it does without them.
+
+    Attributes:
+        whole: The URL as it was given.
+        secrets: Its passwords, unquoted, by name: `password`, or that of a parameter of the query.
+    """
+
+    whole: str
+    secrets: dict[str, str]
+
+    def __new__(cls, whole: str) -> Self:
+        """Take the passwords out of a URL."""
+        found = next((match for form in _URLS if (match := form.fullmatch(whole))), None)
+        scheme, user, password, place, query = ("",) * 5 if found is None else found.groups("")
+        pairs = [pair.partition("=") for pair in query[1:].split("&")]
+        secrets = {name: unquote_plus(value) for name, _, value in pairs if _SECRET.search(name)}
+        secrets |= {"password": unquote(password)} if password else {}
+        rest = "&".join("".join(pair) for pair in pairs if pair[0] not in secrets)
+        text = f"{scheme}{user and f'{user}@'}{place}{rest and f'?{rest}'}"
+        made = super().__new__(cls, text if secrets else _NO_HOST.sub(r"\1:***", whole))
+        made.whole, made.secrets = whole, secrets
+        return made
+
+    def __repr__(self) -> str:
+        return repr(re.sub(r"://(?:([^@/?#]*)@)?", r"://\1:***@", self, count=1) if self.secrets else str(self))
+
+
+def _each(value: Any, change: Callable[[str], str], n_levels: int = 20) -> Any:
+    """Return a setting with its texts changed, also in lists and mappings; what is nested deeper stays as it is."""
+    if type(value) is dict and n_levels:
+        return {name: _each(one, change, n_levels - 1) for name, one in value.items()}
+    if type(value) in (list, tuple) and n_levels:
+        return type(value)(_each(one, change, n_levels - 1) for one in value)
+    return change(value) if isinstance(value, str) else value
+
+
+def without_secrets(value: Any) -> Any:
+    """Return a setting whose URLs are `SecretUrl`s, fit to be printed and saved."""
+    return _each(value, lambda text: SecretUrl(text) if "://" in text and not isinstance(text, SecretUrl) else text)

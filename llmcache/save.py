@@ -203,8 +203,8 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | Path) -> None:
     """Raise `UnfitBankError` if the save does not suit the model, `BankFileError` if anyone may have written it."""
-    if reason := why_unsafe(Path(folder)):
-        raise BankFileError(reason)
+    if danger := why_unsafe(Path(folder)):
+        raise BankFileError(danger)
     trunk = locate(model, str(manifest.config.get("adapter", "auto")))
     watched = Weights(trunk.module)
     weights = watched.digest()

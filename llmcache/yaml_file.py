@@ -53,7 +53,9 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ConfigError(f"{name}: nested too deeply for settings") from error
     except Exception as error:  # PyYAML raises KeyError, IndexError, AttributeError for values that do not fit a tag
         reason = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError | ValueError) else repr(error)
-        raise ConfigError(f"{name}: not valid YAML: {reason}") from error
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"line {error.problem_mark.line + 1}: {', '.join(filter(None, (error.context, error.problem)))}"
+        raise ConfigError(f"{name}: not valid YAML: {reason}") from None  # its text quotes lines, with their passwords
     if is_large:
         raise ConfigError(f"{name}: more than {_MOST_VALUES:,} values, aliases written out: too large for settings")
     return made

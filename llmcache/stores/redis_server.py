@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from llmcache.errors import StoreError
+from llmcache.registry import SecretUrl
 from llmcache.stores.base import FORMAT, StoreKey
 from llmcache.threads import forkable
 
@@ -104,8 +105,11 @@ class Server:
             from redis.retry import Retry
         except ImportError as error:
             raise ValueError("redis-py is not installed: pip install 'llmcache-torch[redis]'") from error
-        at: dict[str, Any] = {"host": "localhost", "port": 6379, "db": 0, **parse_url(url)}  # type: ignore[no-untyped-call]
-        parts = urlsplit(url)
+        public = SecretUrl(url)  # errors show parts of it
+        at: dict[str, Any] = {"host": "localhost", "port": 6379, "db": 0}
+        at |= parse_url(str(public))  # type: ignore[no-untyped-call]
+        at |= public.secrets
+        parts = urlsplit(str(public))
         if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
             raise ValueError(f"url: {parts.path!r} names no database: {_DATABASE}")
         at.setdefault("password", os.environ.get(PASSWORD) or None)

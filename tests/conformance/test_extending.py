@@ -142,6 +142,14 @@ def test_a_rung_and_a_store_serve_rows(register: Callable[..., Any], tmp_path: P
         assert (cache.stats().hits, store.n_used > 0) == ({"exact": 4}, True)
 
 
+def test_a_store_is_given_the_password_that_its_settings_do_not_show(register: Callable[..., Any]) -> None:
+    store, url = register("store"), "db://me:zebra@host/1?token=quokka&size=2"
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), store={"name": "mine", "place": url}) as cache:
+        assert url in store.places
+        assert repr(cache.config.store.options) == "{'place': 'db://me:***@host/1?size=2'}"
+        assert cache.config.store.model_dump(mode="json")["place"] == "db://me@host/1?size=2"
+
+
 @pytest.mark.parametrize("instead", [{"name": None}, {"look_up": None}, {"__init__": lambda self: None}])
 def test_what_is_no_rung_is_refused(instead: dict[str, Any]) -> None:
     mine = type("Mine", (outside.SameTokens,), instead)

@@ -1,10 +1,13 @@
 """Stores on disk and on Redis: purges and writes hold, and trouble costs speed only."""
 
+import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import stat
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from llmcache import BankFileError, ConfigError, LLMCache, StoreError
+from llmcache import BankFileError, ConfigError, LLMCache, StoreError, UnfitBankError
 from tests.contract.judge import check_same
 from tests.contract.slow_proxy import slow_proxy
 from tests.forks import fork, needs_fork
@@ -332,6 +335,98 @@ def test_an_address_that_cannot_work_is_refused_with_its_cure(address: str, cure
     with pytest.raises(ConfigError, match=cure) as raised:
         on_redis(address.format(port=protected.port))
     assert "another prefix" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+# -- passwords ---------------------------------------------------------------------------------------------------------
+
+WORDS = ("zebra", "quokka", "lemur", "walrus")
+PASSWORD, QUOTED = "zebra#quokka/lemur@walrus", "zebra%23quokka%2Flemur%40walrus"
+ADDRESSES = [
+    f"redis://:{QUOTED}@127.0.0.1:{{}}",
+    f"redis://default:{QUOTED}@127.0.0.1:{{}}/0",
+    f"redis://default:{PASSWORD}@127.0.0.1:{{}}/0",
+    f"redis://127.0.0.1:{{}}?password={QUOTED}&db=0",
+    f"redis://127.0.0.1:{{}}/0?password={PASSWORD}",
+]
+
+
+def check_hidden(*shown: object) -> None:
+    """Check that no part of the password is in what was printed; of an error, with all that Python prints of it."""
+    for one in shown:
+        text = "".join(traceback.format_exception(one)) if isinstance(one, BaseException) else f"{one}"
+        assert not [word for word in WORDS if word in text], text
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server whose password has characters that mean something in a URL."""
+    with redis_server(tmp_path_factory.mktemp("locked"), "--requirepass", PASSWORD) as server:
+        yield server
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_password_is_neither_shown_nor_saved(
+    address: str, locked: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A password in a URL is used, and in no repr, dump, error, log or save; a load takes it from where it is told."""
+    store = {"name": "redis", "url": address.format(locked.port), "timeout_ms": PATIENT}
+    with on_redis(store["url"]) as cache:
+        n_hits(cache, TEXTS[0])
+        cache.save(tmp_path)
+        config = cache.config
+    check_hidden(repr(config), config, config.store.options, f"{config.store.options['url']}", config.model_dump())
+    check_hidden(config.model_dump(mode="json"), config.model_dump_json(), json.dumps(config.store.options))
+    check_hidden((tmp_path / "manifest.json").read_text())
+    assert "127.0.0.1" in repr(config) and ("default" in repr(config)) == ("default" in address)
+    with pytest.raises(ConfigError, match="other settings") as refused:
+        LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path, store={**store, "prefix": "other"})
+    with pytest.raises(UnfitBankError, match="LLMCACHE_REDIS_PASSWORD") as lacking:
+        LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path)
+    check_hidden(refused.value, lacking.value)
+    given: list[dict[str, Any]] = [{"store": store}, {"config": pickle.loads(pickle.dumps(config))}, {}]
+    try:
+        for settings in given:
+            if not settings:
+                os.environ["LLMCACHE_REDIS_PASSWORD"] = PASSWORD
+            with LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path, **settings) as cache:
+                assert n_hits(cache, TEXTS[0]) == 1 and n_held(cache) > 0
+    finally:
+        os.environ.pop("LLMCACHE_REDIS_PASSWORD", None)
+    check_hidden(caplog.text)
+
+
+URL = ADDRESSES[2].format(1)
+MISTAKES: list[dict[str, Any] | str] = [
+    {"store": URL},
+    {"store": {"url": URL}},
+    {"store": [URL]},
+    {"stores": {"name": "redis", "url": URL}},
+    {"store": {"name": "redis", "urls": [URL]}},
+    {"store": {"name": "redis", "url": [URL]}},
+    {"store": {"name": "redis", "url": URL, "least_tokens": -1}},
+    {"store": {"name": "redis", "url": URL, "ttl_s": 0}},
+    {"store": {"name": "redis", "url": f"{URL}cache"}},
+    {"store": {"name": "redis", "url": "redis://:zebra"}},
+    {"store": {"name": "redis", "url": "redis://zebra:lemur/0"}},
+    {"store": {"name": "redis", "url": "http://:zebra@127.0.0.1:1"}},
+    {"store": {"name": "disk", "folder": URL, "url": URL}},
+    f"store: {{name: redis, url: {URL!r}",
+    f"store: {{name: redis, url: {URL!r}, ttl_s: 2024-13-45}}",
+]
+
+
+@pytest.mark.parametrize("settings", MISTAKES, ids=range(len(MISTAKES)))
+def test_an_error_about_settings_shows_no_password(settings: Any, tmp_path: Path) -> None:
+    """Whatever is wrong with a store's settings, the error and its causes do not show the password in its URL."""
+    if isinstance(settings, str):  # of a file
+        (tmp_path / "cache.yaml").write_text(settings)
+        settings = {"config": tmp_path / "cache.yaml"}
+    with pytest.raises(ConfigError) as refused:
+        LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings)
+    if "zebra:" in f"{settings}":  # in a user's place
+        assert "lemur" not in "".join(traceback.format_exception(refused.value))
+    else:
+        check_hidden(refused.value)
 
 
 def test_a_prefix_under_which_something_else_is_kept_is_refused(server: RedisServer) -> None:

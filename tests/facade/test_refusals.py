@@ -164,7 +164,7 @@ NO_SETTINGS = {
     "a number for a key": (b"1: 2", "1:"),
     "a long text": (b"tau: " + b"x" * 10_000, "tau"),
     "a list": (b"- tau\n- 0.9\n", "found list"),
-    "no end": (b"tau: [\n", "not valid YAML"),
+    "no end": (b"tau: [\n", "not valid YAML: line 2: "),
     "an unknown setting": (b"ta: 1\n", "ta:"),
 }
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from llmcache.config import CacheConfig, explain
 from llmcache.errors import ConfigError
 from llmcache.folder import MANIFEST
+from llmcache.registry import without_secrets
 from llmcache.serving.settings import ServerSettings
 
 _NOT_ALLOWED = {
@@ -32,13 +33,13 @@ class ReplicaSettings(BaseModel):
         threads: Number of torch threads; None: the replica's number of CPUs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     model: str
     served_name: str | None = None
     models_dir: Path | None = None
     restore: Path | None = None
-    cache: dict[str, Any] = Field(default_factory=dict)
+    cache: Annotated[dict[str, Any], BeforeValidator(without_secrets)] = Field(default_factory=dict)
     server: dict[str, Any] = Field(default_factory=dict)
     threads: int | None = Field(default=None, ge=1)
 
