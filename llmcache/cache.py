@@ -63,7 +63,7 @@ class LLMCache:
             self._way = Core(model, config, tokenizer, answer_of, rungs)
             self._forward = self._way.forward
         elif rungs:
-            raise ConfigError(f"rungs with tau={config.tau}: the paper's cache takes no rungs; leave one of them out")
+            raise ConfigError(f"rungs with tau={config.tau}: the paper's cache takes no rungs; leave rungs out, or tau")
         else:
             self._way = self._forward = build_layerwise(model, config, tokenizer)
 
@@ -182,7 +182,9 @@ class LLMCache:
             except ConfigError as error:
                 if given is not None:
                     raise
-                raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
+                raise UnfitBankError(
+                    f"{folder}: its settings do not suit this model: {error}; or give another folder"
+                ) from error
             try:
                 cache._way.restore(saved)
             except BaseException:

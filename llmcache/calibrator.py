@@ -92,7 +92,7 @@ class Calibrator:
         check_settings(head, config)
         digest = weights.digest()
         if weights.unreadable is None:
-            refuse_coupled("a calibration", coupling.reason(digest))
+            refuse_coupled(coupling.reason(digest))
         names = names_of(model.forward)
         if config.audit and names is not None and "input_ids" not in names:
             raise ConfigError(
@@ -296,7 +296,7 @@ class Calibrator:
             ConfigError: The model is its trunk, which returns states and no answer.
         """
         if model is trunk.module:
-            raise ConfigError("answer: a model without a head returns states and no answer; leave it 'auto'")
+            raise ConfigError("answer: a model without a head returns states and no answer: set answer='auto'")
         swap = ModelForward(model, forward)
         if is_kept:
             self._installed.add(swap.remove)

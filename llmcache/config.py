@@ -303,7 +303,8 @@ class CacheConfig(_Settings):
             "index": self.index.name != "auto",
         }
         if self.tau is None and (names := [name for name, is_given in given.items() if is_given]):
-            raise ValueError(f"{', '.join(names)} without tau: only for the paper's cache; set tau, or leave it out")
+            named = ", ".join(names)
+            raise ValueError(f"{named} without tau: only for the paper's cache; set tau, or leave {named} out")
         return self
 
     @model_validator(mode="after")
@@ -313,7 +314,7 @@ class CacheConfig(_Settings):
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
                 f"recalibrate={self.recalibrate} with audit=0: it learns from audited requests; raise "
-                "audit, or leave it out"
+                "audit, or leave recalibrate out"
             )
         for fingerprint, index in _OWN_INDEX.items():
             if (self.fingerprint.name == fingerprint) != (self.index_component.name == index):

@@ -65,7 +65,7 @@ def is_data_name(name: str) -> bool:
     return re.fullmatch(_DATA, name) is not None
 
 
-def why_unsafe(folder: Path) -> str:
+def why_untrusted(folder: Path) -> str:
     """Return why what a folder holds cannot be trusted: anyone may replace it; "" if only owner and group may."""
     if os.name == "nt" or not folder.stat().st_mode & stat.S_IWOTH:
         return ""
@@ -80,7 +80,7 @@ def locked(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if reason := why_unsafe(folder):
+    if reason := why_untrusted(folder):
         raise StoreError(reason)
     _listed(folder)  # raises before a lock file is created in a foreign folder
     _check_file(folder / _LOCK)

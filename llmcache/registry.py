@@ -81,7 +81,8 @@ class Registry(dict[str, type[T]], Generic[T]):
             ConfigError: The name is unknown.
         """
         if name not in self:
-            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self)) or 'none'}")
+            known = ", ".join(sorted(self)) or "none"
+            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {known}; one of your own: register it first")
         return self[name]
 
     def _check(self, made: type) -> None:

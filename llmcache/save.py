@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from llmcache import __version__
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, ConfigError, StoreError, UnfitBankError
-from llmcache.folder import MANIFEST, is_data_name, locked, replace, sha256, why_unsafe
+from llmcache.folder import MANIFEST, is_data_name, locked, replace, sha256, why_untrusted
 from llmcache.models.adapters import Trunk, locate, special_ids
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
@@ -32,6 +32,7 @@ _META = "__meta__"  # the tensor that holds a section's JSON
 #: Settings that affect neither the stored data nor a calibration's bound.
 _FREE: Final = frozenset(("auto_bypass", "engine", "policy"))
 _BUDGETS: Final = frozenset(("max_bytes", "max_entries"))
+_AGAIN: Final = "save the cache again, or give another folder"
 CALIBRATED: Final = "calibrated"  # the section of a calibration; with it, budgets must not shrink
 
 
@@ -173,7 +174,7 @@ class Saved:
                     meta = json.loads(part.pop(_META).numpy().tobytes())
                     section.restore(meta, part)
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            raise BankFileError(f"{self.folder}: the files do not fit each other: {error!r}") from error
+            raise BankFileError(f"{self.folder}: the files do not fit each other: {error!r}; {_AGAIN}") from error
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -189,21 +190,26 @@ def read_manifest(folder: str | Path) -> Manifest:
             )
         manifest = Manifest.model_validate(found)
         if not all(map(is_data_name, manifest.files)):
-            raise BankFileError(f"{path}: names other files than cache.save() writes: {sorted(manifest.files)}")
+            raise BankFileError(
+                f"{path}: names other files than cache.save() writes: {sorted(manifest.files)}; {_AGAIN}"
+            )
         return manifest
     except BankFileError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BankFileError(f"{folder}: no {MANIFEST} here; give a folder that cache.save() wrote") from error
     except ValidationError as error:
-        raise UnfitBankError(f"{path}: not as this version ({__version__}) writes it: {_first_line(error)}") from error
+        first = error.errors()[0]
+        wrong = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+        raise UnfitBankError(f"{path}: not as this version ({__version__}) writes it: {wrong}; {_AGAIN}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise BankFileError(f"{path}: not a readable manifest: {_first_line(error)}") from error
+        reason = str(error).splitlines()[0]
+        raise BankFileError(f"{path}: not a readable manifest: {reason}; {_AGAIN}") from error
 
 
 def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | Path) -> None:
     """Raise `UnfitBankError` if the save does not suit the model, `BankFileError` if anyone may have written it."""
-    if danger := why_unsafe(Path(folder)):
+    if danger := why_untrusted(Path(folder)):
         raise BankFileError(danger)
     trunk = locate(model, str(manifest.config.get("adapter", "auto")))
     watched = Weights(trunk.module)
@@ -236,7 +242,9 @@ def choose_settings(
     try:
         known = CacheConfig.make(saved)
     except ConfigError as error:
-        raise UnfitBankError(f"{folder}: saved with settings that this version does not accept: {error}") from error
+        raise UnfitBankError(
+            f"{folder}: saved with settings that this version does not accept: {error}; {_AGAIN}"
+        ) from error
     if given is None:
         return known
     before, now = known.model_dump(mode="json"), given.model_dump(mode="json")
@@ -255,19 +263,15 @@ def choose_settings(
     return given
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         if not path.is_file():
-            raise BankFileError(f"{path}: missing; the save is incomplete")
+            raise BankFileError(f"{path}: missing; the save is incomplete: {_AGAIN}")
         if sha256(path) != sha:
-            raise BankFileError(f"{path}: cut short or changed since it was saved")
+            raise BankFileError(f"{path}: cut short or changed since it was saved: {_AGAIN}")
         return load_file(path)
     except (OSError, RuntimeError, SafetensorError) as error:  # load_file raises RuntimeError for a missing file
-        raise BankFileError(f"{path}: not readable: {error}") from error
+        raise BankFileError(f"{path}: not readable: {error}; {_AGAIN}") from error

@@ -265,7 +265,7 @@ class CalibratedReuse:
     def _calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
         started = perf_counter()
         if {case.drafted_by for case in observed} != {self.draft_name}:
-            logger.warning("llmcache: no draft serves, as it failed or was edited while requests were computed")
+            logger.warning("llmcache: no draft serves, as it failed or was edited meanwhile: call calibrate() again")
             observed = [replace(case, draft=None) for case in observed]
         learned, tested = self._divide(observed, risk_target)
         sources = {case.row.key: case for case in learned}

@@ -7,23 +7,13 @@ from llmcache.models.heads import Head
 from llmcache.policies import POLICIES, Policy
 
 
-def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
-    """Refuse approximate reuse for a head whose answers it would replace by those of another input."""
-    if not head.why_unsafe or config.allow_unsafe:
-        return
-    raise UnsafeReuseError(
-        f"{what} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
-        f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
-        "served), or set allow_unsafe=True to measure what that costs."
-    )
-
-
-def refuse_coupled(what: str, coupling: str) -> None:
-    """Refuse approximate reuse if rows of a call affect each other; `coupling` is the reason, or ""."""
+def refuse_coupled(coupling: str) -> None:
+    """Refuse a calibration if rows of a call affect each other; `coupling` is the reason, or ""."""
     if coupling:
         raise ConfigError(
-            f"{what} with a model in which requests of a batch affect each other: {coupling}. A stored answer depends "
-            "on the other requests of its batch: leave this out (repeats of whole calls are still served)"
+            f"a calibration with a model in which requests of a batch affect each other: {coupling}. A stored answer "
+            "depends on the other requests of its batch: do without calibrate() and learn (repeats of whole calls are "
+            "served all the same)"
         )
 
 
@@ -31,12 +21,17 @@ def check_settings(head: Head, config: CacheConfig) -> None:
     """Refuse settings for which no bound could hold."""
     if config.tau is not None:
         raise ConfigError(f"tau={config.tau} chooses what may be reused; to have that calibrated, wrap without tau")
-    refuse_unsafe("a calibration", head, config)
+    if head.why_unsafe and not config.allow_unsafe:
+        raise UnsafeReuseError(
+            f"a calibration with a model that has a {head.name}: a hit would return what another request computed. "
+            f"{head.why_unsafe} So no bound can hold: do without calibrate() and learn (exact repeats and shared "
+            "prefixes are served all the same), or set allow_unsafe=True to measure what that costs."
+        )
     if head.name == "multiple-choice head":
         raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
     if not config.serves_exact:
         raise ConfigError(
-            "exact=False: a calibration assumes that repeats are served from their own states; leave it out"
+            "exact=False: a calibration assumes that repeats are served from their own states; leave exact out"
         )
     if _may_drop_sources(POLICIES.find(config.policy.name)):
         staying = sorted(name for name, policy in POLICIES.items() if not _may_drop_sources(policy))

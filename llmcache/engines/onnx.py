@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from llmcache.engines.engine import Eager
 from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
-from llmcache.folder import why_unsafe
+from llmcache.folder import why_untrusted
 from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
 from llmcache.models.weights import Weights
@@ -194,7 +194,7 @@ class OnnxTrunk(GraphEngine):
     def _is_fit(self) -> bool:
         """Whether the kept graph is intact and computes as the model does."""
         try:
-            if reason := why_unsafe(self._path.parent.parent):
+            if reason := why_untrusted(self._path.parent.parent):
                 raise ValueError(reason)
             if _digest_of(self._path.parent) != (self._path.parent / _DIGEST).read_text():
                 raise ValueError("its files are damaged, or another graph's")

@@ -76,7 +76,7 @@ def _check_mask(config: Any, ids: Tensor, mask: Any) -> None:
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise RequestError("attention_mask: give 1 for tokens and 0 for padding")
     if not bool(mask.any(1).all()):
-        raise RequestError("attention_mask: a row holds nothing but padding, an empty prompt; leave it out")
+        raise RequestError("attention_mask: a row holds nothing but padding, an empty prompt; leave that row out")
     if bool((mask[:, 1:] < mask[:, :-1]).any()) and has_window(config):
         raise RequestError(
             "attention_mask: this model's sliding window counts columns, and padding after a token would fill it; pad "

@@ -337,7 +337,7 @@ def enclosed(model: Any, digest: str | None, embeddings: Any, tokenizer: Any) ->
     elif digest is not None or not isinstance(model, nn.Module):
         made = CallableModel(model, digest, embeddings, tokenizer)
     elif embeddings is not None:
-        raise ConfigError("embeddings: only with a callable or a session, which has none; leave them out")
+        raise ConfigError("embeddings: only with a callable or a session, which has none; leave embeddings out")
     try:
         yield made
     except BaseException:
@@ -360,11 +360,10 @@ def release(model: nn.Module) -> Any:
 
 def refuse_settings(model: nn.Module, config: CacheConfig) -> None:
     """Refuse settings that need layers."""
-    given = [name for name in _NOT_WITH if getattr(config, name) != CacheConfig.model_fields[name].default]
+    given = ", ".join(one for one in _NOT_WITH if getattr(config, one) != CacheConfig.model_fields[one].default)
     if given and any(isinstance(part, CallableTrunk) for part in model.modules()):
         raise ConfigError(
-            f"{', '.join(given)}: not with a callable or a session, which shows no layers, states or weights; leave "
-            "it out"
+            f"{given}: not with a callable or a session, which shows no layers, states or weights; leave {given} out"
         )
 
 

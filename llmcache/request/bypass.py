@@ -66,8 +66,8 @@ CURES: dict[str, str] = {
     "packed": "position_ids restart within a row that has no attention mask: depending on other arguments, models take "
     "that for several texts in one row (for a classifier on a causal model, positions without a mask are reason "
     "enough); pass one text a row, or an attention mask",
-    "unknown_argument": "an argument of the model may change the hidden states: leave it out, if it has its default "
-    "value",
+    "unknown_argument": "an argument besides tokens, mask, types and positions may change the hidden states: leave out "
+    "arguments that have their default values",
     "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "
     "stored states: pass past_key_values=DynamicCache(), made without the model's config, or a StaticCache without a "
     "window",

@@ -267,11 +267,13 @@ def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
         assert rungs_of(cache, fresh(60, seed=8)).count("semantic") <= 6
 
 
-def test_heads_that_answer_by_token_are_refused() -> None:
-    model = build(next(iter(TOKEN_HEADS.values())))
-    with LLMCache.wrap(model) as cache, pytest.raises(UnsafeReuseError):
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+def test_heads_that_answer_by_token_are_refused(head: str) -> None:
+    model, message = build(TOKEN_HEADS[head]), r"would return .*do without calibrate\(\) and learn"
+    with LLMCache.wrap(model) as cache, pytest.raises(UnsafeReuseError, match=message) as refusal:
         cache.calibrate(BATCHES, **LOOSE)
-    with pytest.raises(UnsafeReuseError):
+    assert "tau" not in str(refusal.value)  # it was not given
+    with pytest.raises(UnsafeReuseError, match=message):
         LLMCache.wrap(model, learn=N)
 
 

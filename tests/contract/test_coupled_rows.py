@@ -164,9 +164,10 @@ def test_a_decoder_s_prefixes_and_steps_are_those_of_the_plain_model() -> None:
 
 @pytest.mark.parametrize("settings", [{"tau": 0.9}, {"learn": 1200}], ids=["tau", "learn"])
 def test_approximate_reuse_is_refused(settings: dict[str, Any]) -> None:
-    """`wrap` refuses settings that do not suit the model, with the reason (docs/reuse.md)."""
+    """`wrap` refuses settings that do not suit the model, with the reason and the fix (docs/reuse.md)."""
+    cure = "leave tau out" if "tau" in settings else "do without .*learn"
     for name in ("int8", "batch statistics"):
-        with pytest.raises(ConfigError, match="affect each other"):
+        with pytest.raises(ConfigError, match=f"affect each other.*{cure}"):
             LLMCache.wrap(MODELS[name](), **settings)
 
 

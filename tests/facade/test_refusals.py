@@ -57,7 +57,7 @@ def test_bare_models_take_any_payload(bert: nn.Module, payload: str) -> None:
     [
         ({"taus": 0.9}, ["taus", "unknown setting", "did you mean 'tau'", "policy", "max_bytes"]),
         ({"zzz": 1}, ["zzz", "unknown setting", "known: tau"]),
-        ({"index": "annoy", "tau": 0.9}, ["index", "'annoy'", "binary, flat, hnsw"]),
+        ({"index": "annoy", "tau": 0.9}, ["index", "'annoy'", "binary, flat, hnsw", "register"]),
         ({"index": {"name": "flat", "trees": 3}, "tau": 0.9}, ["index", "flat", "trees", "its options: none"]),
         ({"fingerprint": {"name": "pca", "size": 3}, "tau": 0.9}, ["fingerprint", "pca", "size", "its options: dim"]),
         ({"payload": "max"}, ["payload", "'max'", "cls"]),
@@ -82,6 +82,9 @@ def test_bare_models_take_any_payload(bert: nn.Module, payload: str) -> None:
             {"store": {"name": "redis", "urll": "redis://h"}},
             ["store: redis: unknown option 'urll'", "did you mean 'url'"],
         ),
+        ({"store": {"name": "memory", "folder": "x"}}, ["store: 'memory'", "another store, or leave folder out"]),
+        ({"layers": "all", "index": "flat"}, ["layers, index without tau", "leave layers, index out"]),
+        ({"recalibrate": 9, "audit": 0}, ["recalibrate=9", "raise audit, or leave recalibrate out"]),
         ({"max_bytes": "1,000MB"}, ["max_bytes", "'500MB'", "'1,000MB'"]),
         ({"max_bytes": "1 elephant"}, ["max_bytes", "'500MB'", "'1 elephant'"]),
         ({"policy": 7}, ["policy", "7"]),

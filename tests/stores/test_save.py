@@ -1,6 +1,7 @@
 """Saving and loading: hits survive a restart; a save that does not fit is refused."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,12 +68,15 @@ def put(path: Path, **settings: Any) -> None:
         cache.save(path)
 
 
-def refused(path: Path, match: str) -> None:
-    """Assert that loading fails with a one-line error and leaves the model unwrapped."""
+CURES = "save the cache again|another folder|a folder that cache.save\\(\\) wrote"
+
+
+def refused(path: Path, match: str, kind: type[BankFileError] = BankFileError) -> None:
+    """Assert that loading fails with a one-line error that names a cure, and leaves the model unwrapped."""
     model = build(BARE["bert"])
-    with pytest.raises(BankFileError, match=match) as error:
+    with pytest.raises(kind, match=match) as error:
         LLMCache.load(model, path)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and re.search(CURES, str(error.value))
     LLMCache.wrap(model).unwrap()
 
 
@@ -182,11 +186,15 @@ def test_settings_may_change_where_they_say_nothing_of_what_is_kept(tmp_path: Pa
         assert cache.stats().n_stored == 2
     with pytest.raises(ConfigError, match=r"prefix is {'block': 4}, and was {'block': 16}\. Leave the settings out"):
         LLMCache.load(build(BARE["bert"]), tmp_path, config={"prefix": {"block": 4}})
-    for config in ({"nosuch": 1}, {"max_bytes": -1}, {"policy": "nosuch"}):
+    for config, cure in (
+        ({"nosuch": 1}, "known: "),
+        ({"max_bytes": -1}, "or equal to 1"),
+        ({"policy": "no"}, "register"),
+    ):
         edit_manifest(tmp_path, config=config)
-        with pytest.raises(UnfitBankError) as error:
-            LLMCache.load(build(BARE["bert"]), tmp_path)
-        assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+        refused(tmp_path, f"{tmp_path}.*{cure}", UnfitBankError)
+    edit_manifest(tmp_path, config={}, weights=None)
+    refused(tmp_path, "weights: Field required", UnfitBankError)
 
 
 @pytest.mark.parametrize("budget", ["max_bytes", "max_entries"])
