@@ -192,9 +192,6 @@ class DiskStore(Store):
             if path.name not in known or path.is_symlink():
                 kind = "a link" if path.is_symlink() else "something else"
                 raise ValueError(f"{self._folder}: holds {kind} ({path.name}): name a folder of its own")
-            if path.name in _INDEX_FILES and path.is_file():
-                with suppress(OSError):  # root's, perhaps
-                    path.chmod(0o600)  # earlier versions left it to the umask
         for path in (self._folder, self._values):
             if os.name != "nt" and path.exists():
                 about = path.stat()
@@ -205,6 +202,9 @@ class DiskStore(Store):
 
     def _open_index(self) -> DiskIndex:
         index = DiskIndex(self._folder / _INDEX)
+        for name in _INDEX_FILES:
+            with suppress(OSError):  # not there, or root's
+                (self._folder / name).chmod(0o600)  # earlier versions left it to the umask
         try:
             self._tidy(index)
         except BaseException:
