@@ -40,7 +40,7 @@ def add(
 
 
 def remove(file: _File, name: _Name) -> None:
-    """Remove a key. A running server refuses it within a second; requests in progress finish."""
+    """Remove a key. A running server refuses it within a second, and ends its generations at their next token."""
     from llmcache.serving.keys import remove_key
 
     remove_key(file, name)

@@ -50,8 +50,8 @@ CURES: dict[str, str] = {
     "edits would go unseen: wrap the model before it is scripted or converted",
     "meta_weights": "weights are on the meta device between calls, as accelerate's cpu_offload() and disk_offload() "
     "leave them: load the model to one device",
-    "weights_changed": "weights or settings of the model were edited just before or while the call ran, so nothing of it "
-    "was stored: if each call says so, keep what a forward counts or logs outside of the trunk's modules",
+    "weights_changed": "weights or settings of the model were edited just before or while the call ran, so nothing "
+    "of it was stored: if each call says so, keep what a forward counts or logs outside of the trunk's modules",
     "gradients_held": "the weights hold gradients, so an optimizer may write them unseen in each call: call "
     "optimizer.zero_grad() before the model is evaluated",
     "other_attention": "is_causal of an attention layer or of the config is not what this family has, or not what it "

@@ -34,7 +34,7 @@ class Forget(BaseModel):
     inputs: Classified | Input | None = None
     prompt_name: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     namespace: Annotated[StrictStr, Field(max_length=1024)] | None = None
 
 

@@ -1,7 +1,7 @@
 """The ASGI application of one server: routes, middleware, error handlers, lifespan."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -53,7 +53,8 @@ def create_app(server: Server) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await server.start()
         async with server.history.kept(server.cache.stats):
-            yield
+            with nullcontext() if keys is None else keys.watched():
+                yield
         await server.stop()
 
     path = server.settings.keys

@@ -6,7 +6,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from pydantic_core import to_json
 
 from llmcache.serving.refusals import Refusal
@@ -21,7 +23,7 @@ class BodyRoute(APIRoute):
     """Route whose endpoint takes `request` and, if the route has a body, `body`, a pydantic model."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return a handler that validates the body once; invalid or non-JSON bodies go to FastAPI for its error."""
+        """Return a handler that validates the body once; what is not JSON goes to FastAPI for its error."""
         by_fastapi, endpoint, field = super().get_route_handler(), self.endpoint, self.body_field
         if field is None:
             return by_fastapi
@@ -32,12 +34,20 @@ class BodyRoute(APIRoute):
                 return await by_fastapi(request)
             try:
                 body = validate(await request.json())
+            except ValidationError as error:
+                raise invalid(error) from None
             except (ValueError, RecursionError):
                 return await by_fastapi(request)
             response: Response = await endpoint(body=body, request=request)
             return response
 
         return handler
+
+
+def invalid(error: ValidationError) -> RequestValidationError:
+    """Return FastAPI's error for a body that its model refuses, without the body."""
+    found = error.errors(include_url=False, include_input=False)
+    return RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found])
 
 
 async def rendered(

@@ -1,6 +1,8 @@
 """Error responses in the dialect of each route (TEI or OpenAI). They never quote the request."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -32,11 +34,14 @@ _KINDS: Final[Mapping[int, tuple[Kind, str]]] = {
 
 def install_handlers(app: FastAPI) -> None:
     """Install handlers that answer FastAPI's own errors in the dialect of the route. `Front` answers refusals."""
-    app.add_exception_handler(RequestValidationError, _invalid_response)
+    names = cache(lambda: frozenset(_properties(app.openapi())))  # takes 0.1 s
+    app.add_exception_handler(RequestValidationError, partial(_invalid_response, names))
     app.add_exception_handler(HTTPException, _http_response)
 
 
-async def _invalid_response(request: Request, error: Exception) -> JSONResponse:
+async def _invalid_response(
+    names_of_fields: Callable[[], frozenset[str]], request: Request, error: Exception
+) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -44,7 +49,7 @@ async def _invalid_response(request: Request, error: Exception) -> JSONResponse:
     if not is_json and any(tuple(one["loc"]) == ("body",) and one["type"] != "missing" for one in errors):
         refusal = Refusal("invalid", "send the body as JSON, with Content-Type: application/json")
         return refusal_response(refusal, request.scope)
-    names = frozenset(_properties(request.app.openapi()))
+    names = await asyncio.to_thread(names_of_fields)
     fields = [_field(one["loc"], names) for one in errors[:_N_EXAMINED]]
     problems = list(dict.fromkeys(_explain(field, one) for field, one in zip(fields, errors, strict=False)))
     rest = f"; and {len(problems) - _N_NAMED} more" if len(problems) > _N_NAMED else ""

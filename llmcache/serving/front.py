@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Final, TypeVar
-from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -44,11 +43,16 @@ _FIGURES: Final = frozenset(("/", "/metrics", "/admin/figures", "/admin/stats"))
 #: Template under which requests without a route are counted.
 UNKNOWN: Final = "unknown"
 _SWAGGER: Final = frozenset(("/docs", "/openapi.json"))
-#: Limit of memory for partly received bodies, in bodies of `payload_limit` bytes.
+#: Limit of memory for the partly received bodies of one tenant, in bodies of `payload_limit` bytes.
 N_BODIES: Final = 64
+#: Lists and objects of one body: parsing millions of them takes a second of the event loop.
+MAX_CONTAINERS: Final = 20_000
 
 _READ_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _REQUEST_IDS = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_NEITHER_QUOTES_NOR_BRACKETS = bytes(set(range(256)) - set(b'"[{'))
+_HOST = re.compile(rb"(\[[^\]]+\]|[A-Za-z0-9._-]+)(?::[0-9]*)?")
+_LOCAL = re.compile(r"[a-z0-9_-]+|.+\.localhost")  # names that no public domain has
 _BASIC: Final = ("WWW-Authenticate", 'Basic realm="llmcache", charset="UTF-8"')
 _CLIENT_GONE = 499  # counted as the status if the client disconnects before one is sent
 _WATCH_AFTER_S = 0.02  # work that ends sooner, as a hit does, is not cancelled if its client disconnects
@@ -63,7 +67,7 @@ class Front:
         self._app, self._server, self._keys, self._metrics = app, server, keys, server.metrics
         self._routes = {template: compile_path(template)[0] for template in templates if template}
         self._n_by_tenant: Counter[str] = Counter()  # requests that hold a slot
-        self._n_bytes = 0  # bytes of bodies being received
+        self._n_bytes_by_tenant: Counter[str] = Counter()  # of bodies being received
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -121,9 +125,15 @@ class Front:
     async def _forward(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
         """Check key, body and limits, and pass the request to the application. Raises `Refusal`."""
         needed = scope_of(scope["method"], path)
-        tenant = None if needed is None else self._authenticate(scope, needed)
-        scope["state"]["tenant"] = tenant
-        body: bytes | None = await self._body(scope, receive)
+        # Pages of these origins may send requests for inference.
+        allowed = self._server.settings.cors_allow_origin if needed in (None, "infer") else ()
+        if self._keys is None:
+            _check_host(scope, allowed)
+        tenant = scope["state"]["tenant"] = None if needed is None else self._authenticate(scope, needed, allowed)
+        if tenant is None:  # nothing is read for strangers
+            await self._app(scope, receive, send)
+            return
+        body: bytes | None = await self._body(scope, receive, tenant.name)
 
         async def replayed() -> Message:
             nonlocal body
@@ -133,7 +143,7 @@ class Front:
             body = None
             return message
 
-        if tenant is None or needed != "infer":
+        if needed != "infer":
             await self._app(scope, replayed, send)
             return
         self._server.check_ready()
@@ -151,14 +161,13 @@ class Front:
             if not self._n_by_tenant[tenant.name]:
                 del self._n_by_tenant[tenant.name]  # key names change over time
 
-    def _authenticate(self, scope: Scope, needed: keys_of.Scope) -> Tenant:
+    def _authenticate(self, scope: Scope, needed: keys_of.Scope, allowed: Sequence[str]) -> Tenant:
         """Return the tenant of the key in `Authorization: Bearer KEY`, or in the password of `Basic`, for browsers."""
         given = _headers(scope, b"authorization")
         scheme, _, credentials = given[0].strip().partition(b" ") if given else (b"", b"", b"")
         is_bearer, is_basic = scheme.lower() == b"bearer", scheme.lower() == b"basic"
-        if not is_bearer and scope["method"] not in _READ_METHODS:
+        if not (is_bearer and self._keys is not None) and scope["method"] not in _READ_METHODS:
             # A browser sends its saved password, or needs none, for requests that any web page makes it send (CSRF).
-            allowed = () if needed == "admin" else self._server.settings.cors_allow_origin
             _check_origin(scope, self._keys is not None or needed != "admin", allowed)
         if self._keys is None:
             return ANYONE
@@ -175,8 +184,8 @@ class Front:
             raise Refusal("forbidden", f"this key lacks the scope {needed!r}")
         return tenant
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the whole body. Raises `Refusal` if it is too large or too slow."""
+    async def _body(self, scope: Scope, receive: Receive, tenant: str) -> bytes:
+        """Return the whole body. Raises `Refusal` if it is too large or too slow, or its tenant sends too much."""
         most, most_s = self._server.settings.payload_limit, self._server.settings.body_timeout_s
         too_large = Refusal("too_large", f"the body has more than {most:,} bytes: send less per request")
         if any(int(length) > most for length in _headers(scope, b"content-length") if length.isdigit()):
@@ -193,18 +202,21 @@ class Front:
                         raise ClientDisconnect
                     chunks.append(message.get("body", b""))
                     n_bytes += len(chunks[-1])
-                    self._n_bytes += len(chunks[-1])
+                    self._n_bytes_by_tenant[tenant] += len(chunks[-1])
                     is_whole = scope["state"]["is_body_read"] = not message.get("more_body")
                     if n_bytes > most:
                         raise too_large
                     if is_whole:
-                        return decoded(b"".join(chunks), _headers(scope, b"content-encoding"), most)
-                    if self._n_bytes > N_BODIES * most:
-                        raise overloaded("too many large bodies are being received")
+                        encodings = _headers(scope, b"content-encoding")
+                        return _checked(decoded(b"".join(chunks), encodings, most))
+                    if self._n_bytes_by_tenant[tenant] > N_BODIES * most:
+                        raise overloaded("too many large bodies are being received at once")
         except TimeoutError:
             raise Refusal("timeout", f"the body was not complete after {most_s:g} s") from None
         finally:
-            self._n_bytes -= n_bytes
+            self._n_bytes_by_tenant[tenant] -= n_bytes
+            if not self._n_bytes_by_tenant[tenant]:
+                del self._n_bytes_by_tenant[tenant]
 
 
 def scope_of(method: str, path: str) -> keys_of.Scope | None:
@@ -289,6 +301,31 @@ async def _send_refusal(refusal: Refusal, scope: Scope, receive: Receive, send: 
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def _checked(body: bytes) -> bytes:
+    """Return a body that has at most `MAX_CONTAINERS` lists and objects. Raises `Refusal`."""
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        # Those in strings do not count, but in UTF-16, which has zeros, where a string ends is not known.
+        code = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NEITHER_QUOTES_NOR_BRACKETS)
+        kept = body if b"\0" in body else b"".join(code.replace(b'""', b"").split(b'"')[::2])
+        if kept.count(b"[") + kept.count(b"{") > MAX_CONTAINERS:
+            raise Refusal("too_large", f"the body has more than {MAX_CONTAINERS:,} lists and objects: send less")
+    return body
+
+
+def _check_host(scope: Scope, allowed: Sequence[str]) -> None:
+    """Refuse names that others could point to a server without keys, for their page to ask it (DNS rebinding).
+
+    The Host must be an IP address, `localhost`, a name without a dot, which no public domain is, or that of an origin
+    that is `allowed`. Only clients other than browsers send none.
+    """
+    hosts = _headers(scope, b"host")
+    name, origins = _name(hosts), [origin.partition("://")[2].lower() for origin in allowed]
+    is_local = _is_address(name) or _LOCAL.fullmatch(name)
+    if not hosts or is_local or "*" in allowed or (len(hosts) == 1 and hosts[0].decode("latin-1").lower() in origins):
+        return
+    raise Refusal("forbidden", "without keys, ask this server at localhost or an IP address, not under another name")
+
+
 def _check_origin(scope: Scope, is_name_allowed: bool, allowed: Sequence[str]) -> None:
     """Refuse browser requests from pages of another origin (CSRF), unless it is `allowed`. Others send no origin.
 
@@ -303,16 +340,21 @@ def _check_origin(scope: Scope, is_name_allowed: bool, allowed: Sequence[str]) -
     is_same = bool(origin) and [origin[0].partition(b"://")[2].lower()] == [one.lower() for one in host]
     if not (site[0] in (b"same-origin", b"none") if site else is_same):
         raise Refusal("forbidden", "requests from pages of other sites need the key as Authorization: Bearer KEY")
-    if not (is_name_allowed or _is_address(host)):
+    if not (is_name_allowed or _is_address(_name(host))):
         raise Refusal("forbidden", "without keys, open the page at localhost or an IP address, not under another name")
 
 
-def _is_address(host: Sequence[bytes]) -> bool:
-    """Whether a Host header, ignoring its port, is an IP address or `localhost`."""
+def _name(hosts: Sequence[bytes]) -> str:
+    """Return the name in a Host header without its port, in lower case; "" unless there is one valid header."""
+    found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    return "" if found is None else found[1].decode("latin-1").lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    """Whether a name is an IP address or `localhost`."""
     try:
-        name = urlsplit(f"//{host[0].decode()}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except (ValueError, IndexError):
+        return name == "localhost" or bool(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
         return False
 
 

@@ -19,10 +19,10 @@ import os
 import secrets
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic
 from typing import Annotated, Any, Final, Literal, Self
 
 import yaml
@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmcache.errors import ConfigError
+from llmcache.serving.refusals import Refusal
 from llmcache.yaml_file import parse_yaml
 
 logger = logging.getLogger("llmcache")
@@ -132,7 +133,7 @@ def remove_key(path: Path, name: str) -> None:
 
 
 class Keys:
-    """Keys of a file, checked for changes at most once a second. Use it in one event loop.
+    """Keys of a file, which is checked for changes once a second within `watched`.
 
     If the file becomes unreadable or invalid, the previous keys stay valid; failures are counted, and logged once.
     """
@@ -142,35 +143,57 @@ class Keys:
         self.path = path
         self._count_failure = count_failure
         self._is_failing = False
-        self._checked_at = monotonic()
-        self._seen = _file_state(path)
-        self._known = read_keys(path)
+        self._seen: tuple[int, ...] | None = _file_state(path)
+        self._known = {known.hash: known for known in read_keys(path)}
         self._log_warnings()
 
     @property
     def namespaces(self) -> set[str]:
         """Namespaces of all keys, and the one that all of them read."""
-        return {PUBLIC, *(known.namespace for known in self._known)}
+        return {PUBLIC, *(known.namespace for known in self._known.values())}
 
-    def find(self, key: bytes) -> Tenant | None:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at the file once a second within the context, in a thread: parsing thousands of keys takes seconds."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(_CHECK_EVERY_S):
+                self.look()
+
+        threading.Thread(target=watch, name="llmcache-keys", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def check(self, tenant: KeyEntry) -> None:
+        """Raise `Refusal` if a tenant's key was removed since `find` returned it, or may no longer be used as it is."""
+        known = self._known.get(tenant.hash)
+        if known is None or known.namespace != tenant.namespace or not set(tenant.scopes) <= set(known.scopes):
+            raise Refusal("unauthorised", "this key is no longer valid here")
+
+    def find(self, key: bytes) -> KeyEntry | None:
         """Return the holder of a key, or None if it is unknown. The time taken does not depend on the key."""
-        if monotonic() - self._checked_at >= _CHECK_EVERY_S:
-            self.look()
         given, found = _hash(key), None
-        for known in self._known:  # no early exit: its time would reveal which key matched
+        for known in self._known.values():  # no early exit: its time would reveal which key matched
             if hmac.compare_digest(known.hash, given):
                 found = known
         return found
 
     def look(self) -> None:
-        """Read the file again if it has changed or the last attempt failed."""
-        self._checked_at = monotonic()
+        """Read the file again if it has changed or could not be read."""
         try:
             seen = _file_state(self.path)
-            if seen == self._seen and not self._is_failing:
+            if seen == self._seen:
+                if self._is_failing:
+                    self._count_failure()
                 return
-            known = read_keys(self.path)
+            self._seen = seen  # invalid content is parsed once
+            known = {known.hash: known for known in read_keys(self.path)}
         except Exception as error:  # of any kind: the server keeps its current keys
+            if isinstance(error, OSError):
+                self._seen = None
             self._count_failure()
             if not self._is_failing:
                 # Only the type of other errors: their text may quote the file.
@@ -178,7 +201,7 @@ class Keys:
                 logger.error("the key file cannot be used, its %d old keys stay valid: %s", len(self._known), reason)
             self._is_failing = True
             return
-        self._seen, self._known, self._is_failing = seen, known, False
+        self._known, self._is_failing = known, False
         logger.info("%s: read again, %d keys", self.path, len(known))
         self._log_warnings()
 

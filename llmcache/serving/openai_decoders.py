@@ -165,10 +165,11 @@ class _Chat(_Shape):
 class _Answers:
     """The answers of one request, `n` for each prompt, with the fields that all its chunks share."""
 
-    def __init__(self, server: Server, body: GenerationRequest, shape: _Shape) -> None:
+    def __init__(self, server: Server, body: GenerationRequest, shape: _Shape, check_key: Callable[[], None]) -> None:
         self._server = server
         self._body = body
         self._shape = shape
+        self._check_key = check_key
         self._answers: list[Generating] = []
         self._arrived: Arrived = asyncio.Queue()
         self._n_made = 0
@@ -202,6 +203,7 @@ class _Answers:
         try:
             while not all(answer.is_over for answer in self._answers):
                 answer, item = await self._arrived.get()
+                self._check_key()
                 if answer.is_over:  # ended at a stop text
                     continue
                 index = self._answers.index(answer)
@@ -323,7 +325,8 @@ async def _respond(
         )
     assert decoder is not None
     ids = [await decoder.encode(prompt, namespace) for prompt in prompts]
-    asked = _Answers(server, body, shape(server, body))
+    keys, tenant = request.app.state.keys, request.state.tenant
+    asked = _Answers(server, body, shape(server, body), lambda: keys and keys.check(tenant))
     try:
         asked.start(decoder, namespace, ids, length)
         if not body.stream:

@@ -178,7 +178,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: StrictStr | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: StrictStr | None = None
     function_call: Annotated[None, Field(description="Replaced by `tool_calls`.")] = None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from llmcache.serving import connections
 from llmcache.serving.app import create_app
 from llmcache.serving.server import Server
 
@@ -38,6 +39,8 @@ class Uvicorn(uvicorn.Server):
                 host=host,
                 port=port,
                 loop="asyncio",  # not uvloop just because it happens to be installed
+                http=connections.Connection,
+                ws="none",
                 log_level="warning",
                 access_log=False,  # it would log who requested what, and slow each request
                 lifespan="on",
@@ -47,9 +50,11 @@ class Uvicorn(uvicorn.Server):
             )
         )
         self._server = server
+        logging.getLogger("uvicorn.error").addFilter(connections.is_due)
 
     async def startup(self, sockets: Any = None) -> None:
         """Warm up, listen, and log the address."""
+        asyncio.get_running_loop().set_exception_handler(_log_error)
         await super().startup(sockets)
         for listening in self.servers:
             for socket in listening.sockets:
@@ -83,6 +88,14 @@ class Uvicorn(uvicorn.Server):
         finally:
             cut.cancel()
         logger.info("stopped")
+
+
+def _log_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error of the event loop; those of `accept`, of which it makes thousands a second, once a minute."""
+    if context["message"].startswith("socket.accept()"):
+        connections.logger.warning("no connection can be accepted: %s", context["exception"])
+    else:
+        loop.default_exception_handler(context)
 
 
 def _is_loopback(host: str) -> bool:

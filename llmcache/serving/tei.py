@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 from pydantic import (
@@ -27,7 +26,7 @@ from pydantic import (
 )
 
 from llmcache import __version__
-from llmcache.serving.bodies import BodyRoute, cache_headers, rendered
+from llmcache.serving.bodies import BodyRoute, cache_headers, invalid, rendered
 from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.front import unless_gone
@@ -349,7 +348,7 @@ def _validated(model: type[_M], given: Any) -> _M:
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+        raise invalid(error) from None
 
 
 def items_of(inputs: Any) -> list[Any]:

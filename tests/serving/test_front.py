@@ -11,6 +11,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from llmcache.serving.app import create_app
 from llmcache.serving.bodies import decoded
 from llmcache.serving.front import OPEN
 from llmcache.serving.keys import add_key
@@ -164,9 +166,18 @@ def test_an_origin_that_can_never_match_is_refused(origin: str) -> None:
         ServerSettings(model="a", cors_allow_origin=(origin,))
 
 
-def test_swagger_documents_the_routes(shared: TestClient) -> None:
-    page = shared.get("/docs")
-    assert "swagger-ui" in page.text and page.headers["x-frame-options"] == "DENY"
+def test_pages_load_nothing_from_elsewhere(shared: TestClient) -> None:
+    for path in ("/", "/docs", "/admin/figures"):
+        page = shared.get(path)
+        policy = page.headers["content-security-policy"]
+        assert page.headers["x-frame-options"] == "DENY" and "default-src 'none'" in policy and "http" not in policy
+        assert not re.search(r"""(src|href|url)\s*[=(]\s*["']?(https?:)?//""", page.text)
+        assert path == "/" or "<script" not in page.text
+
+
+def test_the_routes_are_documented(shared: TestClient) -> None:
+    page = shared.get("/docs").text
+    assert "POST /v1/chat/completions" in page and "EmbedRequest" in page and 'href="openapi.json"' in page
     document = shared.get("/openapi.json").json()
     assert {"/", "/rerank", "/v1/embeddings", "/v1/chat/completions", "/admin/purge"} <= document["paths"].keys()
     bodies = document["components"]["schemas"]["AnyRequest"]["anyOf"]
@@ -189,12 +200,56 @@ def test_swagger_documents_the_routes(shared: TestClient) -> None:
     ],
 )
 def test_pages_of_other_origins_change_nothing(shared: TestClient, headers: dict[str, str], status: int) -> None:
-    before = {"Host": "127.0.0.1:8080"}
-    for path in ("/admin/disable", "/admin/enable"):
-        assert shared.post(path, headers=before | headers).status_code == status
-    if "Host" not in headers:
-        assert shared.post("/predict", json={"inputs": "my"}, headers=before | headers).status_code == status
-    assert shared.get("/admin/stats", headers=before | headers).status_code == 200
+    for more in ({}, {"Authorization": "Bearer x"}):  # proves nothing where there are no keys
+        told = {"Host": "127.0.0.1:8080", **headers, **more}
+        for path in ("/admin/disable", "/admin/enable"):
+            assert shared.post(path, headers=told).status_code == status
+        assert shared.post("/predict", json={"inputs": "my"}, headers=told).status_code == status
+        assert shared.get("/admin/stats", headers=told).status_code == (403 if "Host" in headers else 200)
+
+
+@pytest.mark.hostile("keys, paths and origins")
+def test_without_keys_every_route_checks_the_host(
+    shared: TestClient, models: Path, keys: tuple[Path, dict[str, str]]
+) -> None:
+    for method, path in sorted(routes_of(shared)):
+        for more in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Basic eDp4"}):
+            told = {"Host": "evil.example:8080", "X-Forwarded-Host": "localhost", **more}
+            assert shared.request(method, path, headers=told).status_code == 403, f"{method} {path}"
+    with client_of(make_server(models / "classifier", keys=keys[0])) as client:
+        told = {"Host": "llm.example", "Authorization": keys[1]["boss"]}
+        assert client.get("/info", headers=told).status_code == client.get("/health", headers=told).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["localhost:8080", "LocalHost.", "127.0.0.1", "[::1]:8080", "server-1", "a.localhost"])
+def test_names_that_nobody_else_can_own_are_allowed_without_keys(shared: TestClient, host: str) -> None:
+    assert shared.get("/info", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.hostile("keys, paths and origins")
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        *(["evil.example."], ["EVIL.example:80"], ["127.0.0.1.evil.example"], ["localhost.evil.example"], ["[a.b]"]),
+        *(["evil.example@127.0.0.1"], ["127.0.0.1/evil.example"], [""], ["127.0.0.1", "evil.example"]),
+    ],
+)
+def test_other_names_are_not(shared: TestClient, hosts: list[str]) -> None:
+    headers = httpx2.Headers([("Host", host) for host in hosts])
+    assert shared.get("/metrics", headers=headers).status_code == 403
+
+
+def test_the_name_of_an_allowed_origin_is_allowed_for_inference(models: Path) -> None:
+    allowed = ("https://shop.example", "http://llm.example:8080")
+    with client_of(make_server(models / "classifier", cors_allow_origin=allowed)) as client:
+        for host, path, status in (
+            ("shop.example", "/info", 200),
+            ("llm.example:8080", "/info", 200),
+            ("llm.example", "/info", 403),
+            ("shop.example", "/metrics", 403),
+            ("shop.example", "/admin/stats", 403),
+        ):
+            assert client.get(path, headers={"Host": host}).status_code == status
 
 
 @pytest.mark.parametrize("given", ["abc-1.2_3", "a" * 128, "a" * 129, "a b", "", "\xe4"])
@@ -214,7 +269,9 @@ def test_ids_of_requests(shared: TestClient, given: str) -> None:
         (b"[]", "body"),
         (b'{"inputs": NaN}', "inputs"),
         (b'{"inputs": "\\ud800"}', "not valid Unicode"),
-        (b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"inputs": ' + b"[" * 19_000 + b"]" * 19_000 + b"}", "nested too deeply"),
+        (b'{"inputs": [' + b'["a"],' * 100_000 + b'["a"]]}', "more than 20,000 lists"),
+        (b'{"inputs": "' + b'[\\" ' * 100_000 + b'"}', "at most 32 tokens"),
         (b'{"inputs": [' + b'"a",' * 200_000 + b'"a"]}', "inputs|allowed batch size"),
         (b'{"inputs": "' + b"a " * 400_000 + b'"}', "at most 32 tokens"),
         (b'{"inputs": "' + b"a" * 3_000_000 + b'"}', "more than 1,000,000 bytes"),
@@ -281,6 +338,24 @@ def test_a_bomb_is_not_inflated_beyond_the_limit() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["classifier", "decoder"])
+def test_the_first_wrong_item_ends_the_validation_of_a_list(kind: str, models: Path) -> None:
+    """A body with a million wrong items does not make a million errors."""
+
+    def lists(schema: Any) -> Iterator[dict[str, Any]]:
+        inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list | tuple) else ()
+        if isinstance(schema, dict) and schema.get("type") == "list":
+            yield schema
+        for one in inner:
+            yield from lists(one)
+
+    fields = [
+        route.body_field for route in create_app(make_server(models / kind)).routes if hasattr(route, "body_field")
+    ]
+    found = [one for field in fields if field for one in lists(field.field_info.annotation.__pydantic_core_schema__)]
+    assert len(found) > 20 and all(one.get("fail_fast") for one in found if one["items_schema"]["type"] != "any")
 
 
 def test_other_refusals_have_the_routes_dialect(shared: TestClient) -> None:
@@ -385,6 +460,35 @@ def test_over_a_socket(server: Server, pool: ThreadPoolExecutor) -> None:
         assert b" 200 OK" in first.result()
         assert figure(server, "requests_cancelled_total") == before + 1
         assert figure(server, "http_requests_total", status="499") == 1
+
+
+@pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
+def test_bodies_of_strangers_and_of_others_take_nothing_of_a_tenants_budget(
+    models: Path, keys: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    path, of = keys
+    monkeypatch.setattr("llmcache.serving.front.N_BODIES", 1)
+
+    def half(method: str, route: str, name: str | None = None) -> bytes:
+        told = "" if name is None else f"Authorization: {of[name]}\r\n"
+        return f"{method} {route} HTTP/1.1\r\nHost: a\r\n{told}Content-Length: 999\r\n\r\n".encode() + b"a" * 900
+
+    with listening(make_server(models / "classifier", keys=path, payload_limit=1000)) as (_, url), ExitStack() as open_:
+        port = int(url.rpartition(":")[2])
+
+        def hold(content: bytes) -> socket.socket:
+            connection = open_.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            connection.sendall(content)
+            return connection
+
+        for method in ("GET", "HEAD"):
+            assert b" 200 OK" in hold(half(method, "/health")).recv(65_536)  # before the body's end
+        assert b" 401 " in hold(half("POST", "/predict")).recv(65_536)
+        hold(half("POST", "/predict", "bob"))
+        second = hold(half("POST", "/predict", "bob"))
+        assert b" 429 " in second.recv(65_536)
+        answer = httpx2.post(f"{url}/predict", json={"inputs": "my"}, headers={"Authorization": of["ann"]})
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["classifier", "decoder"])

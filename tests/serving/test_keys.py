@@ -9,16 +9,22 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import httpx2
 import pytest
 import yaml
 
 from llmcache.errors import ConfigError
 from llmcache.serving.keys import Keys, add_key, read_keys, remove_key
+from llmcache.serving.refusals import Refusal
+from llmcache.yaml_file import parse_yaml
 from tests.commands import run_main
+from tests.redis_server import wait_until
+from tests.serving.served import figure, listening, make_server, model_held
 
 HASH = hashlib.sha256(b"key").hexdigest()
 ENTRY = {"name": "search", "hash": HASH, "namespace": "team-a", "scopes": ["infer"]}
@@ -150,17 +156,28 @@ def test_adding_at_the_same_time_loses_no_key(path: Path) -> None:
 
 
 def test_keys_come_and_go_without_a_restart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.01)
     first = add_key(path, "first", "a", ["infer"]).encode()
-    keys = Keys(path, Mock())
+    keys, threads = Keys(path, Mock()), set()
+    monkeypatch.setattr(
+        "llmcache.serving.keys.read_keys", lambda path: (threads.add(threading.current_thread()), read_keys(path))[1]
+    )
     second = add_key(path, "second", "b", ["infer", "admin"], 2).encode()
-    found = keys.find(second)
-    assert found is not None and (found.name, found.namespace, found.max_concurrent) == ("second", "b", 2)
-    assert found.scopes == ["infer", "admin"]
-    remove_key(path, "first")
-    assert keys.find(first) is None and keys.find(second) == found
-    remove_key(path, "second")
-    assert keys.find(second) is None
+    threads.clear()
+    with keys.watched():
+        wait_until(lambda: keys.find(second) is not None)
+        found = keys.find(second)
+        assert found is not None and (found.name, found.namespace, found.max_concurrent) == ("second", "b", 2)
+        assert found.scopes == ["infer", "admin"]
+        assert threads and threading.current_thread() not in threads  # the server's thread parses nothing
+        remove_key(path, "first")
+        wait_until(lambda: keys.find(first) is None)
+        assert keys.find(second) == found
+        keys.check(found)
+        remove_key(path, "second")
+        wait_until(lambda: keys.find(second) is None)
+        with pytest.raises(Refusal, match="no longer valid"):
+            keys.check(found)
 
 
 SPOILS: dict[str, Callable[[Path], Any]] = {
@@ -174,14 +191,17 @@ SPOILS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_file_that_became_broken_keeps_the_last_keys(
-    path: Path, spoil: str, caplog: pytest.LogCaptureFixture
+    path: Path, spoil: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = add_key(path, "search", "a", ["infer"]).encode()
     count_failure = Mock()
     keys, good = Keys(path, count_failure), path.read_text()
     SPOILS[spoil](path)
+    parse = Mock(wraps=parse_yaml)
+    monkeypatch.setattr("llmcache.serving.keys.parse_yaml", parse)
     keys.look()
     keys.look()
+    assert parse.call_count <= 1
     assert keys.find(key) is not None and count_failure.call_count == 2
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1 and str(path) in errors[0].getMessage() and "plain-key" not in caplog.text
@@ -189,6 +209,26 @@ def test_a_file_that_became_broken_keeps_the_last_keys(
     remove_key(path, "search")
     keys.look()
     assert count_failure.call_count == 2 and keys.find(key) is None and "every request is refused" in caplog.text
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_removed_keys_generation_ends_at_its_next_token(
+    is_stream: bool, path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.01)
+    told = {"Authorization": f"Bearer {add_key(path, 'shop', 'a', ['infer'])}"}
+    body = {"prompt": "where", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": is_stream}
+    server = make_server(models / "decoder", keys=path)
+    with listening(server) as (_, url):
+        asked = pool.submit(httpx2.post, f"{url}/v1/completions", json=body, headers=told, timeout=20)
+        wait_until(lambda: figure(server, "generation_tokens_total") > 0)
+        with model_held(server):
+            remove_key(path, "shop")
+            wait_until(lambda: httpx2.get(f"{url}/v1/models", headers=told).status_code == 401)
+        answer = asked.result()
+        assert "no longer valid" in answer.text and "[DONE]" not in answer.text
+        assert answer.status_code == (200 if is_stream else 401)
+        assert figure(server, "generation_tokens_total") < 200
 
 
 def test_every_key_is_compared_in_constant_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
