@@ -19,6 +19,8 @@ from llmcache.serving.server import Server
 logger = logging.getLogger("llmcache.serving")
 
 _KEEP_ALIVE_S = 30
+_BACKLOG = 2048  # connections that the kernel holds
+_ACCEPTED_AT_ONCE = 16  # each takes a file before the limit of connections is seen
 _REFUSAL_S = 2  # time to send refusals to requests cut off at the end of the grace period
 
 
@@ -41,6 +43,7 @@ class Uvicorn(uvicorn.Server):
                 loop="asyncio",  # not uvloop just because it happens to be installed
                 http=connections.Connection,
                 ws="none",
+                backlog=_ACCEPTED_AT_ONCE,
                 log_level="warning",
                 access_log=False,  # it would log who requested what, and slow each request
                 lifespan="on",
@@ -58,6 +61,8 @@ class Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         for listening in self.servers:
             for socket in listening.sockets:
+                with socket.dup() as same:
+                    same.listen(_BACKLOG)  # asyncio has one number for both
                 host, port = socket.getsockname()[:2]
                 logger.info("%s is served on http://%s:%d", self._server.name, host, port)
 
