@@ -16,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from time import perf_counter
 from typing import Final, TypeVar
 
@@ -323,7 +324,9 @@ def _check_host(scope: Scope, allowed: Sequence[str]) -> None:
     is_local = _is_address(name) or _LOCAL.fullmatch(name)
     if not hosts or is_local or "*" in allowed or (len(hosts) == 1 and hosts[0].decode("latin-1").lower() in origins):
         return
-    raise Refusal("forbidden", "without keys, ask this server at localhost or an IP address, not under another name")
+    raise Refusal(
+        "forbidden", "without keys, ask this server at localhost or an IP address; for other names give it --keys"
+    )
 
 
 def _check_origin(scope: Scope, is_name_allowed: bool, allowed: Sequence[str]) -> None:
@@ -350,6 +353,7 @@ def _name(hosts: Sequence[bytes]) -> str:
     return "" if found is None else found[1].decode("latin-1").lower().rstrip(".")
 
 
+@lru_cache
 def _is_address(name: str) -> bool:
     """Whether a name is an IP address or `localhost`."""
     try:

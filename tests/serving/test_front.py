@@ -239,6 +239,18 @@ def test_other_names_are_not(shared: TestClient, hosts: list[str]) -> None:
     assert shared.get("/metrics", headers=headers).status_code == 403
 
 
+@pytest.mark.hostile("keys, paths and origins")
+def test_hosts_over_a_socket(server: Server) -> None:
+    with listening(server) as (_, url):
+        evil = b"HTTP/1.1\r\nHost: evil.example\r\n"
+        upgrade = (
+            b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
+        )
+        assert b" 403 " in raw(url, b"GET http://localhost/metrics " + evil + b"\r\n")
+        assert b" 403 " in raw(url, b"GET /metrics " + evil + upgrade + b"\r\n")
+        assert b" 200 OK" in raw(url, b"GET /metrics HTTP/1.0\r\n\r\n")  # no browser sends no host
+
+
 def test_the_name_of_an_allowed_origin_is_allowed_for_inference(models: Path) -> None:
     allowed = ("https://shop.example", "http://llm.example:8080")
     with client_of(make_server(models / "classifier", cors_allow_origin=allowed)) as client:
