@@ -33,7 +33,7 @@ class BodyRoute(APIRoute):
             if request.headers.get("content-type") != _JSON:
                 return await by_fastapi(request)
             try:
-                body = validate(await request.json())
+                body = validate(await request.json(), from_attributes=True)  # as FastAPI does
             except ValidationError as error:
                 raise invalid(error) from None
             except (ValueError, RecursionError):

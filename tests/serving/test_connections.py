@@ -30,12 +30,12 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     connections._logged_at.clear()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(models: Path) -> Server:
     return make_server(models / "classifier", warmup_tokens=0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def at(server: Server) -> Iterator[tuple[Any, int]]:
     """The Uvicorn runner, and its port."""
     with listening(server) as (uvicorn, url):
