@@ -98,7 +98,8 @@ def test_a_head_that_comes_drop_by_drop_has_no_more_time(dial: Callable[..., soc
     wait_until(drip)
 
 
-def test_heads_have_a_size(dial: Callable[..., socket.socket]) -> None:
+def test_heads_have_a_size(dial: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 60)
     line = b"X-A: " + b"a" * 1000 + b"\r\n"
     assert is_answered(dial(ASK[:-2] + line * 20 + b"\r\n"))
     connection = dial(ASK[:-2])
