@@ -19,7 +19,7 @@ from llmcache.audit.recomputer import Recomputer
 from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
-from llmcache.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
+from llmcache.calibration.inputs import BATCH, Requests, batches, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
 from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
@@ -85,14 +85,11 @@ class Calibrator:
             ConfigError: A setting or the model rules out a calibration.
             UnsafeReuseError: The head answers token by token.
         """
-        self._model, self._trunk, self._forward = model, trunk, forward
+        self._model, self._trunk, self._forward, self._coupling = model, trunk, forward, coupling
         self._installed, self._tokenizer = installed, tokenizer
         # Reentrant: the given iterable of requests may itself call `observe`.
         self._lock: AbstractContextManager[Any] = forkable(threading.RLock(), is_waited_for=False)
         check_settings(head, config)
-        digest = weights.digest()
-        if weights.unreadable is None:
-            refuse_coupled(coupling.reason(digest))
         names = names_of(model.forward)
         if config.audit and names is not None and "input_ids" not in names:
             raise ConfigError(
@@ -149,7 +146,7 @@ class Calibrator:
             self.calibrated.end()
             if self.draft is not None:
                 self.draft.refresh()
-            inputs = list(tokenised(requests, self._tokenizer, self._trunk))
+            inputs = self._tokenised(requests)
             n = sum(map(n_rows, inputs))
             known = numbered(labels, n, self._model)
             check_size(n, risk_target.max_drop, risk_target.delta, risk_target.metric)
@@ -165,6 +162,17 @@ class Calibrator:
             if self.sharing is not None:
                 self.sharing.settle()
             return made
+
+    def _tokenised(self, requests: Requests) -> list[Mapping[str, Any]]:
+        """Return the model's inputs for each request; refuse those that cannot be calibrated on."""
+        inputs = list(tokenised(requests, self._tokenizer, self._trunk))
+        refuse_coupled(self._coupled(), inputs)
+        return inputs
+
+    def _coupled(self) -> str:
+        """Return why rows of a call affect each other now; "" if they do not."""
+        digest = self._weights.digest()
+        return self._coupling.reason(digest) if self._weights.unreadable is None else ""
 
     def _observe_all(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
         """Compute requests, and return their observations in order, with the model's own where an engine computes."""
@@ -186,7 +194,7 @@ class Calibrator:
         learned: dict[str, Any] = {"is_learned_from": not engine}
         observed: list[Observation] = []
         with tqdm(total=len(inputs), desc="Calibrating", unit="request", disable=None) as bar:
-            for numbers, some in batches(inputs):
+            for numbers, some in batches(inputs, 1 if self._coupled() else BATCH):
                 try:
                     cases = collect(compute, self._observer, [some], numbers[0], **learned)
                 except CalibrationError:
@@ -206,7 +214,7 @@ class Calibrator:
         """Compute requests and return their observations; see `LLMCache.observe`."""
         with self._lock:
             self._check_installed()
-            observed = self._observe_all(list(tokenised(requests, self._tokenizer, self._trunk)))
+            observed = self._observe_all(self._tokenised(requests))
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
     def forget(self, namespace: str | None) -> None:

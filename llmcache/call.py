@@ -291,13 +291,14 @@ class CachedForward(Swap, Switches):
         is_known = call.kind in self.packings or self.packings.knows(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
+        is_mixed = call.is_whole and len(call.rows) > 1  # no other request can stand for a row
         for rung in self.rungs:
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if rung.is_lossless or (rung is self.draft and not call.is_whole):  # calibration decides if a draft pays
+            if rung.is_lossless or (rung is self.draft and not is_mixed):  # calibration decides if a draft pays
                 rung.look_up(call, rows)
-            elif not call.is_whole and (self.account is None or self.account.pays(call)):
+            elif not is_mixed and (self.account is None or self.account.pays(call)):
                 started, call.n_searched = perf_counter(), len(rows)
                 rung.look_up(call, rows)
                 call.search_s += perf_counter() - started

@@ -154,7 +154,7 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
 def copy_row(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recompute:
     """Copy the arguments that recomputing a row needs from a finished call."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
-    end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers padding as well
+    end = call.arguments["input_ids"].shape[1] if row.has_layout or call.is_whole else end  # its key covers padding
     given = {name: call.arguments.get(name) for name in DECIDING}
     inputs = {name: take_row(one, row.number, end).clone() for name, one in given.items() if one is not None}
     device = inputs["input_ids"].device.type

@@ -64,7 +64,7 @@ class Observer:
             output: The model's output; ignored if answers are read from payloads.
         """
         collected, entries = self.collected.get(), call.entries
-        if not entries or call.requests is None:
+        if not entries or call.requests is None or (call.is_whole and len(call.rows) > 1):
             return
         wanted = entries if collected is not None else () if self.learner is None else self.learner.wanted(call)
         numbers = [number for number in entries if number in wanted]

@@ -1,19 +1,24 @@
 """Refuses models and settings for which approximate reuse can have no bound."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from llmcache.calibration.calibration import check_size
+from llmcache.calibration.inputs import n_rows
 from llmcache.config import CacheConfig
 from llmcache.errors import CalibrationError, ConfigError, UnsafeReuseError
 from llmcache.models.heads import Head
 from llmcache.policies import POLICIES, Policy
 
 
-def refuse_coupled(coupling: str) -> None:
-    """Refuse a calibration if rows of a call affect each other; `coupling` is the reason, or ""."""
-    if coupling:
-        raise ConfigError(
-            f"a calibration with a model in which requests of a batch affect each other: {coupling}. A stored answer "
-            "depends on the other requests of its batch: do without calibrate() and learn (repeats of whole calls are "
-            "served all the same)"
+def refuse_coupled(coupling: str, inputs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse requests of several rows if rows of a call affect each other; `coupling` is the reason, or ""."""
+    number = next((number for number, one in enumerate(inputs) if n_rows(one) > 1), None) if coupling else None
+    if number is not None:
+        raise CalibrationError(
+            f"request {number} has {n_rows(inputs[number])} rows, and rows of a call affect each other: {coupling}. So "
+            "only calls of one row can be served approximately: give, and send, one row a call; or wrap the model in "
+            "float precision, which answers batches too"
         )
 
 

@@ -32,6 +32,7 @@ _N_WORDS = 64  # ids that made-up calls use then: nearly every vocabulary has th
 _WIDTH = 128  # D of made-up vectors
 _SAME, _CLOSE = 1e-5, 1e-4  # largest difference in calls of the same, and of another shape, as a share of the largest
 _READ = ("_token_id", "max_position_embeddings")  # endings of names in a config
+_DYNAMIC = b"DynamicQuantize"  # how names of operators begin that have one scale a call
 _NOT_WITH = ("tau", "draft", "engine", "adapter", "payload")
 #: In an ONNX file, before the name of another file that holds weights: a field `location`, then the name's length.
 _OUTSIDE = re.compile(rb"\n\x08location\x12([\x80-\xff]?)([\x01-\x7f])", re.DOTALL)
@@ -122,7 +123,8 @@ class Function:
         n_rows, n_tokens = self._sizes()
         size = _N_WORDS if self.config.vocab_size == _UNNAMED else min(self.config.vocab_size, 4096)
         content = np.array(sorted({*range(size)} - {*special}) or [0])
-        ids = torch.from_numpy(content[np.random.default_rng(0).integers(len(content), size=(2 * n_rows, n_tokens))])
+        # No token twice, if there are enough: the largest value of a call is that of one row.
+        ids = torch.from_numpy(np.resize(np.random.default_rng(0).permutation(content), (2 * n_rows, n_tokens)))
         rows = ids[:n_rows]
         output = self._first(rows)
         shorter = rows[:, : n_tokens - 3]
@@ -176,14 +178,18 @@ class Function:
         return [part[number].clone() for part in parts]
 
     def _find_coupling(self, whole: Sequence[Tensor], ids: Tensor, n_rows: int) -> str:
+        """Return why rows of a call affect each other; "" if the first two come out alike beside others, and alone."""
         if n_rows == 1:
             return ""
-        first = [part[0] for part in whole]
-        beside_others = torch.cat([ids[:1], ids[n_rows + 1 :]])
+        if _is_dynamic(self.given):
+            return "its graph quantises all activations of a call by the largest"
         try:
-            if not _are_alike(first, self._row(beside_others, 0), _SAME):
-                return "in a trial, a row came out differently beside another row"
-            if not _are_alike(first, self._row(ids[:1], 0), _CLOSE):
+            for number in (0, 1):  # the values that decide may be in either
+                beside_others = ids[n_rows:].clone()
+                beside_others[number] = ids[number]
+                if not _are_alike([part[number] for part in whole], self._row(beside_others, number), _SAME):
+                    return "in a trial, a row came out differently beside another row"
+            if not _are_alike([part[0] for part in whole], self._row(ids[:1], 0), _CLOSE):
                 return "in a trial, a row came out differently alone"
         except Exception as error:
             return f"whether rows affect each other could not be tried ({type(error).__name__}: {error})"
@@ -389,14 +395,28 @@ def _session_of(given: Any) -> Any:
     return next((one for one in candidates if is_session(one)), None)
 
 
-def _digest_of(given: Any) -> str:
-    """Return the SHA-256 of the file that a session was read from, and of the files that it names.
+def _graph_of(given: Any) -> tuple[Any, Any]:
+    """Return the path of the file that a session was read from, and the bytes that it was made of; None: unknown.
 
     Of what holds a session, only an `ORTModel` is known to answer by it alone.
     """
     is_ort = hasattr(given, "config") and hasattr(given, "forward")
-    path = getattr(_session_of(given), "_model_path", None) if is_session(given) or is_ort else None
-    if not (path and Path(path).is_file()):
+    session = _session_of(given) if is_session(given) or is_ort else None
+    path, content = (getattr(session, name, None) for name in ("_model_path", "_model_bytes"))
+    return path if path and Path(path).is_file() else None, content
+
+
+def _is_dynamic(given: Any) -> bool:
+    """Whether a session's graph has an operator that quantises by the values of a call, as far as it can be read."""
+    path, content = _graph_of(given)
+    content = Path(path).read_bytes() if path else content
+    return isinstance(content, bytes) and _DYNAMIC in content
+
+
+def _digest_of(given: Any) -> str:
+    """Return the SHA-256 of the file that a session was read from, and of the files that it names."""
+    path, _ = _graph_of(given)
+    if path is None:
         if not (callable(given) or is_session(given)):
             raise ConfigError(f"a {type(given).__name__} cannot be wrapped: give a model, a session or a callable")
         raise ConfigError(

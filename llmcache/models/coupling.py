@@ -29,6 +29,7 @@ _CLASSES = {
     "Linear8bitLt": "does not quantise columns in which any row of a call has an outlier",
     "NystromformerSelfAttention": "inverts matrices, which amplifies rounding",
 }
+_SO = "only whole calls are cached (calibrated reuse needs calls of one row, or the model in float precision)"
 _N_TOKENS = 8  # of a trial row
 #: By dtype: see `_rounding`. TF32 has float16's.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -59,7 +60,7 @@ class Coupling:
             elif before is None or not self._weights.differs_in_values(before):
                 reason = find_coupling(self._trunk)
             if reason and reason not in self._known.values():
-                logger.warning("rows of a call affect each other, so only whole calls are cached: %s", reason)
+                logger.warning("rows of a call affect each other, so %s: %s", _SO, reason)
             self._known[digest] = reason
             if len(self._known) > _MAX_STATES:
                 self._known.popitem(last=False)

@@ -9,9 +9,11 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-from llmcache import ConfigError, LLMCache
+from llmcache import CalibrationError, ConfigError, LLMCache
 from tests.contract.judge import ask, check_calls, check_same
 from tests.contract.models import SIZES
+from tests.contract.streams import ask as rungs_of
+from tests.contract.streams import batched, classifier, requests
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 
@@ -110,6 +112,28 @@ def test_calls_that_share_rows_are_answered_as_by_the_plain_model(name: str) -> 
         assert cache.stats().n_hits >= len(CALLS)  # repeats of whole calls
 
 
+def one_scale(seed: int) -> Callable[..., Tensor]:
+    """Return a callable that rounds token vectors, some of them large, by the largest of the call."""
+    rng = torch.Generator().manual_seed(seed)
+    table, weight = torch.randn(99, 16, generator=rng) ** 3, torch.randn(16, 5, generator=rng)
+
+    def call(input_ids: Tensor) -> Tensor:
+        hidden = table[input_ids]
+        scale = hidden.abs().max() / 127
+        return ((hidden / scale).round() * scale).mean(dim=1) @ weight
+
+    return call
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_callable_with_one_scale_a_call_is_seen_whichever_row_decides_it(seed: int) -> None:
+    """Callables are tried like trunks: calls that share rows get the answers of the callable (docs/reuse.md)."""
+    call = one_scale(seed)
+    cache = LLMCache.wrap(call, digest=f"one scale {seed}")
+    check_calls(cache, call, *CALLS, exact=True)
+    assert cache.stats().n_hits >= len(CALLS)
+
+
 @pytest.mark.parametrize("edit", [int8, with_part(LargestOfAll)], ids=["int8", "part"])
 def test_a_model_that_comes_to_be_so_after_wrapping_is_seen(edit: Callable[[nn.Module], nn.Module]) -> None:
     """After weights are quantised or modules replaced, nothing stale is served (docs/reuse.md)."""
@@ -162,13 +186,51 @@ def test_a_decoder_s_prefixes_and_steps_are_those_of_the_plain_model() -> None:
             check_same(generated[0].logits, generated[1].logits, exact=True)
 
 
-@pytest.mark.parametrize("settings", [{"tau": 0.9}, {"learn": 1200}], ids=["tau", "learn"])
-def test_approximate_reuse_is_refused(settings: dict[str, Any]) -> None:
-    """`wrap` refuses settings that do not suit the model, with the reason and the fix (docs/reuse.md)."""
-    cure = "leave tau out" if "tau" in settings else "do without .*learn"
+def test_a_threshold_is_refused() -> None:
+    """`wrap` refuses settings that do not suit the model, with the reason (docs/reuse.md)."""
     for name in ("int8", "batch statistics"):
-        with pytest.raises(ConfigError, match=f"affect each other.*{cure}"):
-            LLMCache.wrap(MODELS[name](), **settings)
+        with pytest.raises(ConfigError, match=r"affect each other.*leave tau out"):
+            LLMCache.wrap(MODELS[name](), tau=0.9)
+
+
+@pytest.mark.parametrize("is_learned", [True, False], ids=["learned", "calibrated"])
+def test_calls_of_one_row_are_served_approximately_and_others_as_a_whole(is_learned: bool) -> None:
+    """Calibrated reuse learns from, and serves, calls of one row; others are the plain model's (docs/reuse.md)."""
+    call, ids, new = one_scale(7), requests(300)[0], requests(40, seed=1)[0]
+    settings = {"max_drop": 0.05, "auto_bypass": False, "audit": {"rate": 1.0, "share": 1.0, "in_background": False}}
+    settings |= {"learn": 300} if is_learned else {}
+    with LLMCache.wrap(call, digest="one scale", **settings) as cache:
+        if is_learned:
+            cache(input_ids=new)  # several rows: nothing is learned from them
+            for row in ids:
+                cache(input_ids=row[None])
+            cache.drain()
+        else:
+            with pytest.raises(CalibrationError, match="request 0 has 50 rows, and rows of a call affect each other"):
+                cache.calibrate(batched(ids))
+            cache.calibrate([{"input_ids": row[None]} for row in ids])
+        n_served = sum(rung == "semantic" for row in new for rung in rungs_of(cache, row[None]))
+        assert n_served > 10
+        for rows in (new, new.flip(0), new):
+            assert torch.equal(cache(input_ids=rows), call(rows))
+            assert len({one.rung for one in cache.last} - {"semantic"}) == 1
+        cache.drain()
+        found = cache.stats().audit
+        assert found is not None and found.n_recomputed == found.n_drawn == n_served and cache.stats().errors == 0
+
+
+@pytest.mark.slow
+def test_a_padded_row_is_audited_with_its_padding() -> None:
+    """The audit recomputes the request that was served, whose answer its padding changes (docs/calibration.md)."""
+    ids, new = requests(300)[0], nn.functional.pad(requests(40, seed=1)[0], (0, 3))
+    audit = {"rate": 1.0, "share": 1.0, "in_background": False}
+    with wrap(int8(classifier()), max_drop=0.05, audit=audit) as cache:
+        cache.calibrate([{"input_ids": row[None]} for row in ids])
+        for row in new:
+            cache(input_ids=row[None], attention_mask=(row > 0).long()[None])
+        cache.drain()
+        found = cache.stats().audit
+        assert found is not None and found.n_recomputed == found.n_drawn > 10 and cache.stats().errors == 0
 
 
 def test_approximate_reuse_ends_when_rows_begin_to_affect_each_other() -> None:

@@ -19,7 +19,7 @@ from sentence_transformers.sentence_transformer import modules
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-from llmcache import ConfigError, LLMCache, UnfitBankError, UnsafeReuseError, UnsupportedModelError
+from llmcache import CalibrationError, ConfigError, LLMCache, UnfitBankError, UnsafeReuseError, UnsupportedModelError
 from llmcache.generation import generate
 from llmcache.models import callables
 from llmcache.models.structure import fields_of
@@ -106,6 +106,33 @@ def save_graph(path: Path, is_pooled: bool = True, sizes: Any = ("rows", "tokens
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=64)
+    return path
+
+
+def save_dynamic(path: Path) -> Path:
+    """Save a classifier that rounds by the largest value of a call: ids from 64 on, which no trial has, are large."""
+    rng = np.random.default_rng(0)
+    signs = np.sign(rng.standard_normal((VOCABULARY, 8))) * np.where(np.arange(VOCABULARY) < 64, 1.0, 9.7)[:, None]
+    weights = {"table": signs, "weight": rng.standard_normal((8, 5)), "near": rng.uniform(0.5, 1, 8)}
+    steps = [
+        ("Gather", ["table", "input_ids"], ["signs"]),
+        ("Where", ["small", "near", "signs"], ["values"]),
+        ("DynamicQuantizeLinear", ["values"], ["rounded", "scale", "zero"]),
+        ("DequantizeLinear", ["rounded", "scale", "zero"], ["again"]),
+        ("ReduceMean", ["again", "tokens"], ["means"]),
+        ("MatMul", ["means", "weight"], ["logits"]),
+    ]
+    constants = {"tokens": np.array([1]), "small": np.arange(8) < 4}
+    graph = helper.make_graph(
+        [helper.make_node(kind, given, made, **({"keepdims": 0} if kind == "ReduceMean" else {}))
+         for kind, given, made in steps],
+        "graph",
+        [helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, ["rows", "tokens"])],
+        [helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["rows", 5])],
+        [onnx.numpy_helper.from_array(one.astype(np.float32), name) for name, one in weights.items()]
+        + [onnx.numpy_helper.from_array(one, name) for name, one in constants.items()],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
     return path
 
 
@@ -294,8 +321,18 @@ def test_rows_that_affect_each_other_are_served_with_their_whole_call_alone() ->
     assert rungs(cache) == ["exact"] * 2
     cache(input_ids=ids[:1])
     assert rungs(cache) == [None]
-    with pytest.raises(ConfigError, match="affect each other"):
+    with pytest.raises(CalibrationError, match=r"request 0 has 2 rows, and rows .*: .* float"):
         cache.calibrate([{"input_ids": ids}])
+
+
+@pytest.mark.parametrize("is_read", [str, Path.read_bytes], ids=["file", "bytes"])
+def test_a_graph_with_one_scale_a_call_is_known_by_its_operators(tmp_path: Path, is_read: Any) -> None:
+    session = onnxruntime.InferenceSession(is_read(save_dynamic(tmp_path / "model.onnx")))
+    cache = LLMCache.wrap(session, digest="one")
+    small, large = tokens(1, 5) % 50, tokens(1, 5) % 20 + 64
+    for ids in (small, torch.cat([small, large]), small):
+        np.testing.assert_array_equal(cache(input_ids=ids)["logits"], session.run(None, {"input_ids": ids.numpy()})[0])
+    assert rungs(cache) == ["exact"]
 
 
 def test_padding_counts_where_the_mask_is_not_heeded() -> None:
