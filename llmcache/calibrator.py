@@ -113,8 +113,8 @@ class Calibrator:
                 answers.least = config.draft.min_cosine
             device = torch.device("cpu") if config.device == "cpu" else device_of(trunk.module)
             make = partial(self._make_drafter, config.draft.model, answer_of, payload, answers, make_graph)
-            packings, takes_logits = forward.packings, forward.takes_logits
-            self.draft = Draft(answers, answer_of, packings, self._serving, make, device, takes_logits, counters)
+            packings, seen = forward.packings, forward.seen
+            self.draft = Draft(answers, answer_of, packings, self._serving, make, device, seen, counters)
             self.draft.refresh()
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self.draft)
         self.calibrated = CalibratedReuse(fitter, self.rest, counters, config)
@@ -132,7 +132,7 @@ class Calibrator:
         if config.share_calibration and tier is not None:
             special = special_ids(trunk, tokenizer)
             self.sharing = SharedCalibration(tier, self.calibrated, self.audit.alarm, counters, config, special)
-        if not answers.reads_payload:
+        if not (answers.reads_payload and (model is trunk.module or takes_dict(model))):
             self._watch(model, trunk, forward)
         forward.learn(self._observer, semantic, self.audit, self.sharing)
         if self.draft is not None:

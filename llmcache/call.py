@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from itertools import repeat
+from operator import is_
 from time import perf_counter
 from typing import Any
 
@@ -225,7 +226,7 @@ class CachedForward(Swap, Switches):
             if self._sharing is not None and not call.is_collected:
                 self._sharing.step(call.scope, call.number)
             known = self.prepared.take(call) if self.prepared.kept else None
-            if known is not None and self._may_serve(known):
+            if known is not None and self._may_serve(known, call):
                 call.take_over(known, range(len(known.rows)))
                 return None
             call.requests = self._reader.read(
@@ -237,12 +238,26 @@ class CachedForward(Swap, Switches):
             return "prefix_off" if self.prefix is None else self.prefix.open(call)
         return None
 
-    def _may_serve(self, known: Call) -> bool:
-        """Whether a prepared call is still valid: same calibration, sources may serve, entries in the bank."""
+    def _may_serve(self, known: Call, call: Call) -> bool:
+        """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
         if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
             return False
-        hits, takes = known.hits.values(), self.takes_logits.get()
+        if known.made is not None and self._needs_own(call):
+            return False
+        hits, takes = known.hits.values(), self.seen.get() is not None
         return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
+
+    def _needs_own(self, call: Call) -> bool:
+        """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say).
+
+        Of what a head makes of labels, such as a loss, a calibration knows nothing.
+        """
+        if call.is_whole and len(call.rows) > 1:
+            return True
+        if not (beside := self.beside.get()):
+            return False
+        tensors = [one for one in call.arguments.values() if isinstance(one, torch.Tensor)]
+        return not all(any(map(is_, tensors, repeat(value))) for value in beside)
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
@@ -291,14 +306,17 @@ class CachedForward(Swap, Switches):
         is_known = call.kind in self.packings or self.packings.knows(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
-        is_mixed = call.is_whole and len(call.rows) > 1  # no other request can stand for a row
         for rung in self.rungs:
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if rung.is_lossless or (rung is self.draft and not is_mixed):  # calibration decides if a draft pays
+            if rung.is_lossless:
                 rung.look_up(call, rows)
-            elif not is_mixed and (self.account is None or self.account.pays(call)):
+            elif self._needs_own(call):
+                continue
+            elif rung is self.draft:  # a calibration decides if it pays
+                rung.look_up(call, rows)
+            elif self.account is None or self.account.pays(call):
                 started, call.n_searched = perf_counter(), len(rows)
                 rung.look_up(call, rows)
                 call.search_s += perf_counter() - started
@@ -420,7 +438,8 @@ class CachedForward(Swap, Switches):
             if self.account is not None and call.made is not None:
                 self.account.took(call)
         if self._observer is not None and call.entries and self._observer.answers.reads_payload:
-            self.observe(call, None)
+            with self._counters.guard("observe an answer"):
+                self._observer.see(call, None)
 
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
@@ -482,10 +501,10 @@ class CachedForward(Swap, Switches):
         return Outcome(row.key, hit.rung, layer, source, hit.similarity, hit.risk)
 
     def observe(self, call: Call, output: Any) -> None:
-        """Pass a closed call and the whole model's output to the observer."""
-        assert self._observer is not None
-        with self._counters.guard("observe an answer"):
-            self._observer.see(call, output)
+        """Pass a closed call and the whole model's output to the observer, unless that has read its payloads."""
+        if self._observer is not None and not self._observer.answers.reads_payload:
+            with self._counters.guard("observe an answer"):
+                self._observer.see(call, output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ class Draft:
         serving: "Callable[[str], Calibration | None]",
         make: Callable[[Drafter | None], Drafter],
         device: torch.device,
-        takes_logits: ContextVar[bool],
+        seen: ContextVar[list[Call] | None],
         counters: Counters,
     ) -> None:
         """Begin without a drafter: call `refresh`.
@@ -78,12 +78,12 @@ class Draft:
             serving: `digest of the trunk's weights -> calibration that serves them`, or None.
             make: Makes the drafter for the present weights; takes the previous one.
             device: Where entries are kept.
-            takes_logits: Whether the present forward of the model takes logits, see `join`.
+            seen: Not None within the whole model's forward, whose output takes logits, see `join`.
             counters: Counts failures.
         """
         self._answers, self._read, self._packings = answers, read, packings
         self._serving, self._make, self._device = serving, make, device
-        self._takes_logits, self._counters = takes_logits, counters
+        self._seen, self._counters = seen, counters
         self._weights: Sequence[float] = ()  # of the features (F,), then the intercept
         self._lock = forkable(threading.Lock(), is_waited_for=False)
         self._recent: OrderedDict[str, Proposal] = OrderedDict()  # by key of the row
@@ -171,7 +171,7 @@ class Draft:
         limit = None if made is None else made.limits.get(self.name)
         if made is None or limit is None or packing is None or drafter is None or made.draft != drafter.name:
             return
-        if not (drafter.makes_states or self._takes_logits.get()):  # a loss is computed, or the trunk is called alone
+        if not drafter.makes_states and self._seen.get() is None:  # the trunk is called alone
             return
         if drafter.head not in ("", made.head):
             return

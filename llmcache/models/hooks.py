@@ -26,7 +26,7 @@ from torch.nn.modules import module as _every_module
 
 from llmcache.errors import WrapError
 from llmcache.models.adapters import Trunk
-from llmcache.models.arguments import Arguments
+from llmcache.models.arguments import Arguments, takes_dict
 from llmcache.models.tuners import is_activation
 
 logger = logging.getLogger("llmcache")
@@ -56,8 +56,9 @@ class Watcher(Listener, Protocol):
     is_retired: bool
     #: During the whole model's forward: the closed trunk calls. Else None.
     seen: ContextVar[list[Any] | None]
-    #: Whether that forward's output takes the logits of a draft.
-    takes_logits: ContextVar[bool]
+    #: That forward's arguments that its trunk does not take by name: labels, say.
+    beside: ContextVar[Sequence[Any]]
+    arguments: Arguments  # of the trunk's forward
     draft: Any  # puts its logits into outputs; None without one
 
     def observe(self, call: Any, output: Any) -> None:
@@ -259,6 +260,8 @@ class ModelForward(Swap):
         """Replace the model's forward; `forward` replaces its trunk's."""
         super().__init__(model, forward)
         self._forward = forward
+        #: None: it takes one dict, of which its head reads nothing else.
+        self._of_trunk = None if takes_dict(model) else {*forward.arguments.names, "return_dict"}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, and show it to the observer."""
@@ -266,20 +269,19 @@ class ModelForward(Swap):
         if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         calls: list[Any] = []
-        # A loss is computed from logits within the forward, where a draft's are not in place yet.
-        takes_logits = forward.draft is not None and self.arguments.get(args, kwargs, "labels") is None
-        tokens, is_whole = (forward.seen.set(calls), forward.takes_logits.set(takes_logits)), False
+        beside = self._beside(args, kwargs)
+        tokens, is_whole = (forward.seen.set(calls), forward.beside.set(beside)), False
         failure: Exception | None = None
         try:
             output = self.original(*args, **kwargs)
-            is_whole = not takes_logits or forward.draft.join(calls, output)
+            is_whole = forward.draft is None or forward.draft.join(calls, output)
         except BaseException as error:
-            if not (takes_logits and isinstance(error, Exception) and forward.draft.has_part_in(calls)):
+            if forward.draft is None or not (isinstance(error, Exception) and forward.draft.has_part_in(calls)):
                 raise
             failure = error
         finally:
             forward.seen.reset(tokens[0])
-            forward.takes_logits.reset(tokens[1])
+            forward.beside.reset(tokens[1])
             for call in () if is_whole else calls:
                 forward.withdraw(call)
         if not is_whole:
@@ -287,9 +289,18 @@ class ModelForward(Swap):
             if failure is not None:
                 forward.draft.fail(failure)  # of the placeholders: without them the head does not raise
             return output
-        if len(calls) == 1 and calls[0].entries:  # of several, it is unknown which one made which answer
+        # Of several calls, it is unknown which one made which answer; a tuple begins with the loss, if there is one.
+        if len(calls) == 1 and calls[0].entries and not (beside and isinstance(output, tuple)):
             forward.observe(calls[0], output)
         return output
+
+    def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """Return the arguments that the trunk does not take by name, except None and False."""
+        if self._of_trunk is None or not (args or kwargs.keys() - self._of_trunk):
+            return ()
+        given = self.arguments.bind(args, kwargs)
+        values = (given[name] for name in given.keys() - self._of_trunk)
+        return [value for value in values if value is not None and value is not False]
 
 
 class _OutputHook:

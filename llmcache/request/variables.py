@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import cache
@@ -33,8 +33,8 @@ class Switches:
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         #: Within the whole model's forward: closed trunk calls, to be observed with its output. Else None.
         self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
-        #: Whether that forward's output takes the logits of a draft.
-        self.takes_logits: ContextVar[bool] = ContextVar("llmcache_takes_logits", default=False)
+        #: That forward's arguments that its trunk does not take by name: labels, say.
+        self.beside: ContextVar[Sequence[Any]] = ContextVar("llmcache_beside", default=())
 
     def check_cached(self, call: "Call") -> None:
         """Within `only_if_cached`, raise `NotCachedError` if a call has a row without a hit, or bypasses the cache."""

@@ -138,6 +138,14 @@ def test_a_row_gets_the_same_answer_in_any_batch(cache: LLMCache) -> None:
     torch.testing.assert_close(together[served], torch.cat(alone)[served], atol=1e-4, rtol=1e-4)  # the head rounds
 
 
+def test_a_loss_is_not_drafted(cache: LLMCache) -> None:
+    (row, *_), labels = [row[None] for row in requests(240, seed=3)[0] if ask(cache, row[None]) == ["draft"]], [3]
+    with torch.inference_mode():
+        found, expected = (model(input_ids=row, labels=torch.tensor(labels)) for model in (cache.model, classifier()))
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert cache.last[0].rung is None
+
+
 @pytest.mark.parametrize("edit", ["hook", "weights", "module"])
 def test_a_draft_serves_only_under_the_head_that_it_was_judged_with(cache: LLMCache, edit: str) -> None:
     ids = requests(240, seed=3)[0]

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from llmcache import LLMCache
 from tests.contract.judge import ask
+from tests.contract.streams import ask as rungs_of
 from tests.contract.streams import calibrated, classifier, requests
 from tests.tiny_models import PAD
 
@@ -98,3 +99,27 @@ def test_usual_token_types_of_a_pair_are_reused(cache: LLMCache) -> None:
         ask(cache.model, **made(pair, {"attention_mask": 1, "token_type_ids": types}))
         rungs.append(cache.last[0].rung)
     assert "semantic" in rungs
+
+
+LABELLED: dict[str, Any] = {
+    "by name": lambda model, ids, labels: model(input_ids=ids, labels=labels),
+    "by position": lambda model, ids, labels: model(ids, None, None, None, None, labels),
+    "as a tuple": lambda model, ids, labels: model(input_ids=ids, labels=labels, return_dict=False),
+}
+
+
+@pytest.mark.parametrize("how", LABELLED)
+def test_a_loss_is_that_of_the_request_itself(cache: LLMCache, plain: nn.Module, how: str) -> None:
+    """A bound covers answers: a call with labels is computed, or an exact repeat (docs/calibration.md)."""
+    ids, labels = requests(24, seed=5)[0], torch.arange(24) % 5
+    found = cache.look_up({"input_ids": ids})
+    assert found.served is not None
+    with torch.inference_mode():
+        for number in range(2):
+            expected, made = (LABELLED[how](model, ids, labels) for model in (plain, cache.model))
+            torch.testing.assert_close(made[0], expected[0])
+            assert {one.rung for one in cache.last} == {("exact" if number else None)}
+        rows = list(found.served.rows)  # looked up before labels were given
+        made = cache(**found.served.inputs, labels=labels[rows])
+        torch.testing.assert_close(made.loss, plain(input_ids=ids[rows], labels=labels[rows]).loss)
+    assert cache.stats().errors == 0 and "semantic" in rungs_of(cache, requests(24, seed=6)[0])
