@@ -47,7 +47,7 @@ class Head:
     reads: Reads
     payload: PayloadName = "sequence"  # the smallest that is enough
     why_unsafe: str = ""  # why it must not read another request's states; "" if it may
-    pooled: Pooled | None = None  # the pooling layer of a sentence-transformers model that reads one vector
+    pooled: Pooled | None = None  # the pooling layer of a sentence-transformers model, which reads no padding
     observed: "Observed | None" = None  # for a classifier
     is_own: bool = False  # a class of the user's, which may read states of padding
 
@@ -81,9 +81,10 @@ _MAX_STATES = 16  # digests whose result is kept
 
 def find_head(model: nn.Module, trunk: Trunk) -> Head:
     """Return the head of a model, classified by class name, or by pooling for sentence-transformers."""
+    within, pooled = set(trunk.module.modules()), find_pooled(model)
+    is_own = not all(_is_known(part) for part in model.modules() if part not in within)
     for module in model.modules():
         if type(module).__name__ == "Pooling" and is_from(module, "sentence_transformers"):
-            pooled = find_pooled(model)
             return Head("sentence embedding", "pooled", "sequence" if pooled is None else pooled.kept, pooled=pooled)
     if isinstance(trunk.module, CallableTrunk):
         return _of_callable(trunk.module)
@@ -95,14 +96,12 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
                 if reads == "pooled" and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
                     return Head(f"encoder-decoder's {name}", "tokens", why_unsafe=_TWO_SIDES)
                 if reads == "tokens":
-                    return Head(name, reads, why_unsafe=_BY_TOKEN)
+                    return Head(name, reads, why_unsafe=_BY_TOKEN, pooled=None if is_own else pooled)
                 observed = Observed(model, trunk, name == "multiple-choice head")
                 return Head(name, reads, observed.payload, observed=observed)
     for module in model.modules():
         if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
-    within = set(trunk.module.modules())
-    is_own = not all(_is_known(part) for part in model.modules() if part not in within)
     return Head("hidden states", "states", is_own=is_own)
 
 

@@ -1,10 +1,11 @@
 """Sentence-transformers models: entries keep one vector per text; token states are computed when they are read.
 
-One vector is enough only if a single pooling layer reads the states, right after the trunk. This is checked when a
+A pooling layer reads the states of valid tokens alone, so padding is not part of the key. One vector is enough only if a single pooling layer reads the states, right after the trunk. This is checked when a
 model is wrapped, and again in each call, since modules and pooling modes can be replaced. The model's output holds the
 states of all tokens as well: where they were left out, they are computed at the first access.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from llmcache.models.hooks import Listener, Swap, are_hooked
 _TOKENS = "token_embeddings"
 _SENTENCE = "sentence_embedding"
 _AFTER_POOLING = ("Normalize", "Dense", "Dropout", "LayerNorm")  # sentence-transformers' modules that read the vector
-Kept = Literal["mean", "cls", "last"]
+Kept = Literal["mean", "cls", "last", "sequence"]
 _MODES: dict[str, Kept] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+_HEEDING = re.compile("((cls|max|mean|mean_sqrt_len_tokens|weightedmean|lasttoken)(_|$))+")  # modes that heed the mask
+#: Poolings that read the states of valid tokens alone, by model.
+_POOLINGS = {"SentenceTransformer": "Pooling", "SparseEncoder": "SpladePooling"}
 Compute = Callable[[], Any]
 
 
@@ -31,14 +35,15 @@ class Pooled:
     parent: nn.Module  # the model whose modules run one after the other
     modules: tuple[nn.Module, ...]  # its modules when it was wrapped
     pooling: nn.Module
-    kept: Kept
+    kept: Kept  # `sequence`: it needs several tokens
+    reads_first: bool  # it may read the first token, even if that is padding
 
     def has_changed(self) -> bool:
         """Whether another module may read the states now, or the pooling reads others."""
         first, _, *later = self.modules
         return (
             tuple(self.parent._modules.values()) != self.modules  # modules are equal if identical
-            or _kept(self.pooling) != self.kept
+            or (_kept(self.pooling), _reads_first(self.pooling)) != (self.kept, self.reads_first)
             or not _puts_out_tokens(first)
             or not all(map(_is_on_sentence, later))
             or _is_altered(*self.modules)
@@ -46,16 +51,17 @@ class Pooled:
 
 
 def find_pooled(model: nn.Module) -> Pooled | None:
-    """Return a sentence-transformers model's pooling layer; None unless it alone reads the states, and one vector."""
+    """Return a sentence-transformers model's pooling layer; None unless it alone reads the states."""
     for parent in model.modules():
         modules = tuple(module for module in parent._modules.values() if module is not None)
-        if len(modules) < 2 or not _is_named(parent, "SentenceTransformer"):
+        names = [name for name in _POOLINGS if _is_named(parent, name)]
+        if len(modules) < 2 or not names:
             continue
         first, pooling, *later = modules
-        is_first = _is_named(first, "Transformer") and _puts_out_tokens(first)
-        if is_first and _is_named(pooling, "Pooling") and all(map(_reads_pooled, later)):
+        is_first = any(_is_named(first, name) for name in ("Transformer", "MLMTransformer")) and _puts_out_tokens(first)
+        if is_first and _is_named(pooling, _POOLINGS[names[0]]) and all(map(_reads_pooled, later)):
             kept = None if _is_altered(*modules) else _kept(pooling)
-            return Pooled(parent, modules, pooling, kept) if kept else None
+            return Pooled(parent, modules, pooling, kept, _reads_first(pooling)) if kept else None
     return None
 
 
@@ -66,12 +72,24 @@ def tokenizer_of(model: Any) -> PreTrainedTokenizerBase | None:
     return found if isinstance(found, PreTrainedTokenizerBase) else None
 
 
+def _mode_of(pooling: Any) -> str:
+    """Return a pooling layer's modes, joined by `_`; "" if it has none."""
+    has_method = hasattr(pooling, "get_pooling_mode_str")
+    mode = pooling.get_pooling_mode_str() if has_method else getattr(pooling, "pooling_mode", "")
+    return mode if isinstance(mode, str) else "_".join(mode)
+
+
 def _kept(pooling: Any) -> Kept | None:
-    """Return the vector that a pooling layer reads; None for several or other modes, or if it leaves out a prompt."""
-    if not getattr(pooling, "include_prompt", True):
+    """Return what a pooling layer reads: one vector, or valid tokens (`sequence`); None: padding too, maybe."""
+    mode = _mode_of(pooling)
+    if mode and not _HEEDING.fullmatch(mode):
         return None
-    mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
-    return _MODES.get(mode) if isinstance(mode, str) else None
+    return _MODES.get(mode, "sequence") if getattr(pooling, "include_prompt", True) else "sequence"
+
+
+def _reads_first(pooling: Any) -> bool:
+    """Whether a pooling layer may read the first column whatever the mask, as versions before 6 do for `cls`."""
+    return "cls" in _mode_of(pooling)
 
 
 def _is_altered(*modules: nn.Module) -> bool:

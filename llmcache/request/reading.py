@@ -287,6 +287,8 @@ def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
         return "last"
     if payload.fits_any_length or head.reads == "tokens":
         return ""
+    if head.pooled is not None:
+        return "first" if head.pooled.reads_first else ""
     return "last" if trunk.adapter.is_causal else "first"
 
 

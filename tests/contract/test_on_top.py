@@ -147,6 +147,7 @@ POOLINGS: dict[str, tuple[dict[str, Any], Callable[[], list[nn.Module]]]] = {
     "mean, one vector a text": ({"pooling_mode": "mean"}, list),
     "last": ({"pooling_mode": "lasttoken"}, list),
     "weighted": ({"pooling_mode": "weightedmean"}, list),
+    "largest": ({"pooling_mode": "max"}, list),
     "two": ({"pooling_mode": ["mean", "cls"]}, list),
     "without the prompt": ({"include_prompt": False}, list),
     "dense and normalised": ({}, dense),
@@ -165,6 +166,34 @@ def test_every_pooling(embedder: Embedder, pooling: str) -> None:
         for how, embeddings in zip(ways, expected, strict=True):
             twice(cache, lambda how=how: vectors(model.encode(TEXTS, **how)), embeddings)
             check_same(vectors(model.encode(TEXTS[::-1], batch_size=3, **how)), embeddings.flip(0))
+            check_alone(cache, lambda text, how=how: vectors(model.encode([text], **how)), embeddings)
+
+
+def check_alone(cache: LLMCache, encode: Callable[[str], Any], expected: Any) -> None:
+    """Compare the vector of each text, encoded without padding: padding is not part of a pooled text's key."""
+    for text, vector in zip(TEXTS, expected, strict=True):
+        check_same(encode(text)[0], vector)
+        assert [one.rung for one in cache.last] == ["exact"]
+
+
+def test_a_sparse_encoder(tmp_path: Path) -> None:
+    """docs/reuse.md: SPLADE's pooling heeds the mask, so padding is not part of the key."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    fresh("bert", "masked").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    parts = [Transformer(str(tmp_path), transformer_task="fill-mask"), SpladePooling()]
+    model = SparseEncoder(modules=parts, device="cpu")
+
+    def encode(texts: list[str]) -> Any:
+        return model.encode(texts, convert_to_sparse_tensor=False)
+
+    expected = encode(TEXTS)
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        twice(cache, lambda: encode(TEXTS), expected)
+        check_alone(cache, lambda text: encode([text]), expected)
 
 
 def test_cross_encoders(tmp_path: Path) -> None:
