@@ -162,6 +162,15 @@ class CachedForward(Swap, Switches):
                 self._local.last = before
             return output
 
+    def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of another encoder of the model, which is not cached; count its rows."""
+        call = Call(args, kwargs, self.namespace.get(), arguments=swap.arguments.bind(args, kwargs))
+        call.reason = "disabled" if self.is_disabled.get() else "other_encoder"
+        self.look_up(call)
+        output = swap.original(*args, **kwargs)
+        self.close(call, output)
+        return output
+
     # -- open ----------------------------------------------------------------------------------------------------------
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_collected: bool = False) -> Call:

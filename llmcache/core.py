@@ -26,11 +26,11 @@ from llmcache.engines.compiled import CompiledTrunk, make_buckets
 from llmcache.engines.graphs import GraphEngine, GraphTwin
 from llmcache.engines.onnx import OnnxTrunk, Precision, engine_name, find_missing, is_faster
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
-from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
+from llmcache.models.adapters import Trunk, device_of, find_others, locate, vocabulary_size
 from llmcache.models.callables import CallableTrunk
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
-from llmcache.models.hooks import HeadSwap, Installed, find_lm_head, is_wrapped
+from llmcache.models.hooks import HeadSwap, Installed, Passed, Passer, Swap, find_lm_head, is_wrapped
 from llmcache.models.kinds import Kinds
 from llmcache.models.packing import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
@@ -38,6 +38,7 @@ from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.stored import block_name
+from llmcache.request.bypass import CURES
 from llmcache.request.call import Rung
 from llmcache.request.reading import RequestReader
 from llmcache.save import CALIBRATED, Saved, Section, save
@@ -113,6 +114,7 @@ class Core:
             if self.head.pooled is not None and self.payload.fits_any_length:
                 swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
+            pass_others(model, self.trunk, self.forward, self.installed)
             self.build_engine()
             if config.learn is not None or config.share_calibration:
                 self.learn()
@@ -430,6 +432,16 @@ def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, P
             "encoders that share layers, and classifiers, can be wrapped"
         )
     return trunk, head, payload
+
+
+def pass_others(model: nn.Module, trunk: Trunk, cache: Passer, installed: Installed) -> None:
+    """Have the calls of a model's further encoders counted, which are not cached; a warning names them."""
+    others = find_others(model, trunk).items()
+    names = [name for name, part in others if not isinstance(vars(part).get("forward"), Swap)]  # else it is wrapped
+    for name in names:
+        installed.add(Passed(model.get_submodule(name), cache).remove)
+    if names:
+        logger.warning("llmcache: %s: not cached, but counted: %s", ", ".join(names), CURES["other_encoder"])
 
 
 def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:

@@ -26,8 +26,8 @@ _AT_FIRST = 16  # successes assumed at the start, so that one early failure is l
 _FAILING = 0.1  # share of failures from which the cache is failing
 _LOG_EVERY_S = 60.0  # failures of a store, which may occur in every call
 _RECOVERED = 0.05  # share below which the cache works again: some 45 calls without failure, or 192 if all had failed
-# Bypasses that need no cure: decode steps are a normal part of generation.
-_WANTED = ("decode", "disabled")
+# Bypasses that need no cure, as decode steps are a normal part of generation, or whose cure `wrap` has logged.
+_WANTED = ("decode", "disabled", "other_encoder")
 
 
 class Counters:

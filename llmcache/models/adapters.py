@@ -239,6 +239,18 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
     )
 
 
+def find_others(model: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
+    """Return a model's further encoders, by name: trunks of known classes, or of the located one's, outside of it."""
+    kinds = {type(trunk.module).__name__, *(name for one in ADAPTERS.values() for name in one.trunks)}
+    found = {name: part for name, part in model.named_modules() if type(part).__name__ in kinds}
+    within = set(trunk.module.modules()) | {part for part in found.values() if _is_decoder(part)}
+    return {name: part for name, part in found.items() if part not in within}
+
+
+def _is_decoder(module: Any) -> bool:
+    return bool(getattr(module, "is_decoder", False) or setting(getattr(module, "config", None), "is_decoder"))
+
+
 def is_from(module: nn.Module, package: str) -> bool:
     """Whether a package defines the module's class; False for code that came with a checkpoint."""
     return type(module).__module__.split(".")[0] == package

@@ -50,6 +50,13 @@ class Reader(Listener, Protocol):
         """Take the number of last columns that a head is about to read (None: maybe all); after it, None."""
 
 
+class Passer(Listener, Protocol):
+    """A listener that counts calls of further encoders."""
+
+    def pass_by(self, swap: "Swap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of an encoder that is not cached, whose forward `swap` replaces; count its rows."""
+
+
 class Watcher(Listener, Protocol):
     """A listener that replaces a trunk's forward and shows its calls to an observer."""
 
@@ -236,6 +243,16 @@ class Swap(_Override):
         return copy.deepcopy(self.original, memo) if self.had_own_forward else super().__deepcopy__(memo)
 
 
+class Passed(Swap):
+    """Replaces the forward of an encoder that is not cached: its calls are counted."""
+
+    listener: Passer
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        is_plain = torch.compiler.is_compiling()
+        return self.original(*args, **kwargs) if is_plain else self.listener.pass_by(self, args, kwargs)
+
+
 class HeadSwap(Swap):
     """Replaces a language-model head's forward: reports how many of the last columns it reads."""
 
@@ -401,7 +418,8 @@ def _is_idle_capture(hook: Callable[..., Any]) -> bool:
 
 def is_wrapped(trunk: Trunk) -> bool:
     """Whether a cache is already installed on this trunk or a layer of it."""
-    return any(isinstance(module.__dict__.get("forward"), Swap) for module in (trunk.module, *trunk.layers))
+    forwards = [vars(module).get("forward") for module in (trunk.module, *trunk.layers)]
+    return any(isinstance(forward, Swap) and not isinstance(forward, Passed) for forward in forwards)
 
 
 def listener_of(model: nn.Module) -> Listener | None:

@@ -1,8 +1,9 @@
 """Sentence-transformers models: entries keep one vector per text; token states are computed when they are read.
 
-A pooling layer reads the states of valid tokens alone, so padding is not part of the key. One vector is enough only if a single pooling layer reads the states, right after the trunk. This is checked when a
-model is wrapped, and again in each call, since modules and pooling modes can be replaced. The model's output holds the
-states of all tokens as well: where they were left out, they are computed at the first access.
+A pooling layer reads the states of valid tokens alone, so padding is not part of the key. One vector is enough only if
+it reads one, and is the only reader, right after the trunk. This is checked when a model is wrapped, and again in each
+call, since modules and pooling modes can be replaced. The model's output holds the states of all tokens as well: where
+they were left out, they are computed at the first access.
 """
 
 import re

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llmcache.config import CacheConfig
-from llmcache.core import inspect_model
+from llmcache.core import inspect_model, pass_others
 from llmcache.errors import ConfigError, UnsafeReuseError
 from llmcache.index import INDEXES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate
@@ -82,7 +82,9 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
     reader = RequestReader(trunk, head, payload, tokenizer)
     opener = Opener(trunk, head, payload, fingerprint, weights, coupling, reader)
     attention = first_attention(trunk) if fingerprint.reads_attention else None
-    return Layerwise(trunk, head, payload, fingerprint, banks, is_ahead, weights, opener, attention)
+    made = Layerwise(trunk, head, payload, fingerprint, banks, is_ahead, weights, opener, attention)
+    pass_others(model, trunk, made, made.installed)
+    return made
 
 
 def _refuse_unsafe(head: Head, config: CacheConfig) -> None:

@@ -21,7 +21,7 @@ from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk, repack, unpack
 from llmcache.models.arguments import can_select_rows, count_rows
 from llmcache.models.heads import Head
-from llmcache.models.hooks import Installed, listen
+from llmcache.models.hooks import Installed, Swap, listen
 from llmcache.models.packing import Payload
 from llmcache.models.sentences import Compute, SentenceSwap, deferred
 from llmcache.models.weights import Weights
@@ -124,6 +124,14 @@ class Layerwise(Switches):
         self._close(call, output, perf_counter() - started)
         if is_served and (left_out := self._pooled.get()) is not None:
             left_out.append(deferred(swap.original, args, kwargs, call.arguments["input_ids"].device.type))
+        return output
+
+    def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of another encoder of the model, which is not cached; count its rows."""
+        if self.is_only_if_cached.get():
+            raise NotCachedError(None)
+        output = swap.original(*args, **kwargs)
+        self._bypass("disabled" if self.is_disabled.get() else "other_encoder", swap.arguments.bind(args, kwargs))
         return output
 
     def call_under_way(self) -> Call | None:

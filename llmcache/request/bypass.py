@@ -82,6 +82,8 @@ CURES: dict[str, str] = {
     "token_states": "the states of all tokens were requested, of which entries keep one vector: call the model of "
     "sentence-transformers that was wrapped, not a module in it, or wrap with payload='sequence'",
     "head_reads_padding": "the head would read a token that entries do not keep: pad on the other side",
+    "other_encoder": "the model has several encoders, of which only the first is cached: wrap the part of each by "
+    "itself, such as LLMCache.wrap(model[0].sub_modules['document']) for a Router",
     "error": "the cache failed and the model computed instead; see the log",
 }
 

@@ -1,6 +1,7 @@
 """Loads a model by name for serving: detects its kind and how to call it."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from llmcache.models.loading import (
     packaged_minilm,
     quiet,
 )
+
+logger = logging.getLogger("llmcache")
 
 Kind = Literal["embedding", "classifier", "reranker", "decoder"]
 
@@ -205,6 +208,7 @@ def _sentence_transformer(
         raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)})") from error
     _check_tokens(name, model)
     # Routes normalise vectors themselves, so that raw and normalised requests share an entry.
+    is_normalised = type(model[-1]).__name__ == "Normalize"
     while type(model[-1]).__name__ == "Normalize":
         del model[-1]
     if pooling is not None:
@@ -212,6 +216,8 @@ def _sentence_transformer(
     config: Any = locate(model).config
     width = getattr(model[-1], "out_features", None)
     is_classifier = isinstance(width, int) and width > 1 and width == len(config.id2label)
+    if isinstance(width, int) and not (is_classifier or is_normalised):
+        _tell_of_labels(name, width, len(config.id2label))
     return Served(
         "classifier" if is_classifier else "embedding",
         model,
@@ -226,6 +232,16 @@ def _sentence_transformer(
         is_prompt_pooled=all(getattr(module, "include_prompt", True) for module in model.modules()),
         dimensions=model.truncate_dim,
     )
+
+
+def _tell_of_labels(name: str, width: int, n_labels: int) -> None:
+    """Warn if the outputs of a model's last Dense seem to be scores of labels, by a number unusual for an embedding."""
+    if width < 32 or width % 4:
+        logger.warning(
+            "llmcache: %r ends in a Dense with %d outputs, and is served as an embedding model. If each is the score of "
+            "a label, name %d labels in id2label of its config.json, which has %d: then it is served as a classifier",
+            *(name, width, width, n_labels),
+        )
 
 
 def _set_pooling(name: str, model: Any, pooling: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from llmcache import LLMCache
+from llmcache import LLMCache, NotCachedError
 from tests.contract.judge import ask, check_same
 from tests.contract.models import fresh, plain
 from tests.tiny_models import tokenizer, tokens
@@ -174,6 +174,36 @@ def check_alone(cache: LLMCache, encode: Callable[[str], Any], expected: Any) ->
     for text, vector in zip(TEXTS, expected, strict=True):
         check_same(encode(text)[0], vector)
         assert [one.rung for one in cache.last] == ["exact"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.9999, "layers": "last"}], ids=["exact", "tau"])
+def test_a_router_of_two_encoders(embedder: Embedder, settings: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """docs/howto.md: of several encoders one is cached, the others are named and counted; each route can be wrapped."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Router
+
+    model = SentenceTransformer(modules=[Router.for_query_document(embedder(), embedder())], device="cpu")
+
+    def ask_both() -> None:
+        for encode in (model.encode_query, model.encode_document):
+            check_same(vectors(encode(TEXTS)), expected)
+
+    expected = vectors(model.encode_query(TEXTS))
+    with LLMCache.wrap(model, auto_bypass=False, **settings) as cache:
+        for _ in range(2):
+            ask_both()
+            assert [one.bypassed for one in cache.last] == ["other_encoder"] * len(TEXTS)
+        stats = cache.stats()
+        assert (stats.n_requests, stats.n_hits) == (4 * len(TEXTS), len(TEXTS))
+        assert stats.bypassed == {"other_encoder": 2 * len(TEXTS)}
+        with cache.only_if_cached(), pytest.raises(NotCachedError):
+            model.encode_document(TEXTS)
+    assert [one.message.split(":")[1] for one in caplog.records] == [" 0.sub_modules.document.0.model"]
+    caches = [LLMCache.wrap(route, auto_bypass=False) for route in model[0].sub_modules.values()]
+    for _ in range(2):
+        ask_both()
+    assert [cache.stats().n_hits for cache in caches] == [len(TEXTS)] * 2
+    assert len(caplog.records) == 1
 
 
 def test_a_sparse_encoder(tmp_path: Path) -> None:

@@ -121,6 +121,29 @@ def test_a_model_that_changes_texts_first_is_refused(models: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("width", "is_normalised", "n_labels", "is_told"),
+    [(5, False, 2, True), (5, False, 5, False), (77, False, 2, True), (5, True, 2, False), (64, False, 2, False)],
+)
+def test_a_dense_of_labels_without_their_names_is_told(
+    models: Path,
+    tmp_path: Path,
+    width: int,
+    is_normalised: bool,
+    n_labels: int,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from sentence_transformers.base.modules import Dense, Normalize
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    folder = _made(models, tmp_path, [Pooling(32), Dense(32, width), *([Normalize()] if is_normalised else [])])
+    _edit(folder / "config.json", id2label={str(one): f"label {one}" for one in range(n_labels)})
+    served = load_served(str(folder))
+    assert served.kind == ("classifier" if width == n_labels else "embedding")
+    assert [f"name {width} labels in id2label" in one.message for one in caplog.records] == [True] * is_told
+
+
+@pytest.mark.parametrize(
     ("edit", "told"),
     [({"model_type": "SparseEncoder"}, "is a SparseEncoder of"), (None, "is not valid JSON")],
     ids=["kind", "damaged"],
