@@ -19,7 +19,7 @@ from llmcache.audit.recomputer import Recomputer
 from llmcache.bank import Bank
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
-from llmcache.calibration.inputs import BATCH, Requests, batches, n_rows, numbered, tokenised
+from llmcache.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.requirements import check_settings, refuse_coupled
 from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget
@@ -164,15 +164,12 @@ class Calibrator:
             return made
 
     def _tokenised(self, requests: Requests) -> list[Mapping[str, Any]]:
-        """Return the model's inputs for each request; refuse those that cannot be calibrated on."""
+        """Return the model's inputs for each request. If rows of a call affect each other, none is batched."""
         inputs = list(tokenised(requests, self._tokenizer, self._trunk))
-        refuse_coupled(self._coupled(), inputs)
-        return inputs
-
-    def _coupled(self) -> str:
-        """Return why rows of a call affect each other now; "" if they do not."""
         digest = self._weights.digest()
-        return self._coupling.reason(digest) if self._weights.unreadable is None else ""
+        coupling = self._coupling.reason(digest) if self._weights.unreadable is None else ""
+        refuse_coupled(coupling, inputs)
+        return [dict(one) for one in inputs] if coupling else inputs  # `batches` joins `Tokenised` alone
 
     def _observe_all(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
         """Compute requests, and return their observations in order, with the model's own where an engine computes."""
@@ -194,7 +191,7 @@ class Calibrator:
         learned: dict[str, Any] = {"is_learned_from": not engine}
         observed: list[Observation] = []
         with tqdm(total=len(inputs), desc="Calibrating", unit="request", disable=None) as bar:
-            for numbers, some in batches(inputs, 1 if self._coupled() else BATCH):
+            for numbers, some in batches(inputs):
                 try:
                     cases = collect(compute, self._observer, [some], numbers[0], **learned)
                 except CalibrationError:

@@ -30,7 +30,7 @@ from llmcache.models.adapters import Trunk, device_of, find_others, locate, voca
 from llmcache.models.callables import CallableTrunk
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
-from llmcache.models.hooks import HeadSwap, Installed, Passed, Passer, Swap, find_lm_head, is_wrapped
+from llmcache.models.hooks import HeadSwap, Installed, Listener, Passed, Swap, find_lm_head, is_wrapped
 from llmcache.models.kinds import Kinds
 from llmcache.models.packing import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
@@ -434,7 +434,7 @@ def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, P
     return trunk, head, payload
 
 
-def pass_others(model: nn.Module, trunk: Trunk, cache: Passer, installed: Installed) -> None:
+def pass_others(model: nn.Module, trunk: Trunk, cache: Listener, installed: Installed) -> None:
     """Have the calls of a model's further encoders counted, which are not cached; a warning names them."""
     others = find_others(model, trunk).items()
     names = [name for name, part in others if not isinstance(vars(part).get("forward"), Swap)]  # else it is wrapped

@@ -16,7 +16,7 @@ from llmcache.models.adapters import Trunk, device_of
 Requests = Iterable[Mapping[str, Any] | str]
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
-BATCH = 32  # texts in a call at most
+_BATCH = 32  # texts in a call
 _NO_LENGTH = 10**9  # tokenizers without a longest length report some huge one
 
 
@@ -24,8 +24,8 @@ class Tokenised(dict[str, Tensor]):
     """Inputs that `tokenised` made of one text: they may be computed in a batch."""
 
 
-def batches(inputs: Sequence[Mapping[str, Any]], most: int = BATCH) -> Iterator[tuple[list[int], Mapping[str, Any]]]:
-    """Batch requests: at most `most` texts with the same number of tokens together, others as given.
+def batches(inputs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], Mapping[str, Any]]]:
+    """Batch requests: texts with the same number of tokens together, others as given.
 
     Yields:
         The numbers of the requests, ascending, and their inputs; no row is padded.
@@ -36,8 +36,8 @@ def batches(inputs: Sequence[Mapping[str, Any]], most: int = BATCH) -> Iterator[
         kind = tuple((name, tuple(tensor.shape)) for name, tensor in one.items()) if is_text else (number,)
         alike.setdefault(kind, []).append(number)
     for numbers in alike.values():
-        for first in range(0, len(numbers), most):
-            some = numbers[first : first + most]
+        for first in range(0, len(numbers), _BATCH):
+            some = numbers[first : first + _BATCH]
             if len(some) == 1:
                 yield some, inputs[some[0]]
             else:

@@ -50,13 +50,6 @@ class Reader(Listener, Protocol):
         """Take the number of last columns that a head is about to read (None: maybe all); after it, None."""
 
 
-class Passer(Listener, Protocol):
-    """A listener that counts calls of further encoders."""
-
-    def pass_by(self, swap: "Swap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of an encoder that is not cached, whose forward `swap` replaces; count its rows."""
-
-
 class Watcher(Listener, Protocol):
     """A listener that replaces a trunk's forward and shows its calls to an observer."""
 
@@ -246,7 +239,7 @@ class Swap(_Override):
 class Passed(Swap):
     """Replaces the forward of an encoder that is not cached: its calls are counted."""
 
-    listener: Passer
+    listener: Any  # a cache, whose `pass_by(swap, args, kwargs)` counts a call and returns its output
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         is_plain = torch.compiler.is_compiling()

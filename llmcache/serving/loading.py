@@ -238,8 +238,8 @@ def _tell_of_labels(name: str, width: int, n_labels: int) -> None:
     """Warn if the outputs of a model's last Dense seem to be scores of labels, by a number unusual for an embedding."""
     if width < 32 or width % 4:
         logger.warning(
-            "llmcache: %r ends in a Dense with %d outputs, and is served as an embedding model. If each is the score of "
-            "a label, name %d labels in id2label of its config.json, which has %d: then it is served as a classifier",
+            "llmcache: %r ends in a Dense with %d outputs, and is served as an embedding model. If these are scores of "
+            "labels, name %d labels in id2label of its config.json, which has %d: then it is served as a classifier",
             *(name, width, width, n_labels),
         )
 
