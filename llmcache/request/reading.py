@@ -230,6 +230,7 @@ class RequestReader:
             self.layout_counts,
             self.layout_is_kept,
             is_whole=is_whole,
+            first_counts=self._head_reads == "first",
         )
         valid = None if is_full else inputs.valid
         requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)
@@ -269,7 +270,7 @@ class RequestReader:
         pad_id = setting(self._trunk.config, "pad_token_id")
         row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
         row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
-        return "head_reads_padding" if row.is_misread and not self.layout_counts else ""
+        return "head_reads_padding" if row.is_misread and not (self.layout_counts or row.has_layout) else ""
 
     def tables(self) -> Tables:
         """Return the tables of the model's present config and embeddings."""
@@ -305,6 +306,7 @@ def read_rows(
     layout_counts: bool = False,
     layout_is_kept: bool = False,
     is_whole: bool = False,
+    first_counts: bool = False,
 ) -> list[Row]:
     """Return each row with its valid tokens and exact key.
 
@@ -319,6 +321,7 @@ def read_rows(
         layout_counts: States of padding may be read: the key of a padded row covers everything they depend on.
         layout_is_kept: States of padding are not read but may be returned: their digest is kept beside the key.
         is_whole: Rows affect each other: each key covers all rows, and the row's place among them.
+        first_counts: The first column may be read: if it is padding, the key covers it where `layout_is_kept`.
     """
     prefix = _sha_of(scope)
     if is_whole:
@@ -370,7 +373,8 @@ def read_rows(
             _update(sha, b"gaps", valid - valid[0])
         if inputs.activated is not None:
             _update(sha, b"activated", _activated(inputs.activated, number, valid, n_tokens))
-        has_layout, layout = layout_counts and n_valid < n_tokens, b""
+        starts_late = first_counts and layout_is_kept and not (mask is None or mask[0])
+        has_layout, layout = (layout_counts or starts_late) and n_valid < n_tokens, b""
         if has_layout:
             _update_layout(sha, inputs, number, mask)
         elif layout_is_kept and n_valid < n_tokens:

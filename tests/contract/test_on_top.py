@@ -176,6 +176,17 @@ def check_alone(cache: LLMCache, encode: Callable[[str], Any], expected: Any) ->
         assert [one.rung for one in cache.last] == ["exact"]
 
 
+@pytest.mark.parametrize("pooling", [{"pooling_mode": "max"}, {"pooling_mode": ["cls", "mean"]}], ids=["max", "two"])
+def test_texts_padded_on_the_left(embedder: Embedder, pooling: dict[str, Any]) -> None:
+    """docs/reuse.md: where the first column may be read, padding there is part of the key, and repeats are served."""
+    model = embedder(**pooling)
+    model.tokenizer.padding_side = "left"
+    expected = vectors(model.encode(TEXTS))
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        twice(cache, lambda: vectors(model.encode(TEXTS)), expected)
+        assert [one.rung for one in cache.last] == ["exact"] * len(TEXTS)
+
+
 @pytest.mark.parametrize("settings", [{}, {"tau": 0.9999, "layers": "last"}], ids=["exact", "tau"])
 def test_a_router_of_two_encoders(embedder: Embedder, settings: Any, caplog: pytest.LogCaptureFixture) -> None:
     """docs/howto.md: of several encoders one is cached, the others are named and counted; each route can be wrapped."""
