@@ -236,7 +236,8 @@ class LLMCache:
 
         Raises:
             CalibrationError: There are too few requests for the claim (the message says how many are enough), the model
-                rejects a request, a label is unknown, or the metric failed. Nothing is reused approximately then.
+                rejects a request, a label is unknown, the metric failed, or a request has several rows and rows affect
+                each other. Nothing is reused approximately then.
             ConfigError: A setting is wrong or rules out a bound, or `recalibrate` is set and the metric needs labels.
                 An earlier calibration then stays.
             UnsafeReuseError: The head answers token by token.
