@@ -455,12 +455,10 @@ class CachedForward(Swap, Switches):
         assert call.scope is not None and call.state is not None and call.engine is not None
         if not (call.engine.holds_weights or self._are_unchanged(call)):
             return "weights_changed"
-        if call.prefill is None and self.prefix and not self._forms.returns_kv and CACHE in parts_of(output):
-            self._forms.notice_kv(call.state)
+        if call.prefill is None and self.prefix and self._forms.returning is not None and CACHE in parts_of(output):
+            self._forms.notice_kv(call, call.state)
             if reason := self.prefix.open(call):
                 return reason
-            assert call.prefill is not None
-            call.prefill.kv_cache = output[CACHE]
         if call.prefill is not None:
             assert self.prefix is not None
             known, served = call.prefill.whole, call.prefill.served

@@ -194,6 +194,12 @@ class Trunk:
         return self.adapter.is_causal or bool(setting(self.config, "is_decoder"))
 
     @property
+    def makes_dynamic_cache(self) -> bool:
+        """Whether it is known to make a `DynamicCache` of its config if it is to make K/V and is passed no cache."""
+        crosses = setting(self.config, "is_encoder_decoder") or setting(self.config, "add_cross_attention")
+        return self.adapter in _ROWS and not crosses
+
+    @property
     def config(self) -> Any:
         return self.module.config
 

@@ -56,6 +56,16 @@ def put(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> None:
     layer.keys, layer.values = keys, values
 
 
+def is_by_column(kv_cache: Any, states: Tensor, n_layers: int) -> bool:
+    """Whether a K/V cache holds, in each layer, one column for each of the states (B, T, D), and layers are alike."""
+    layers = kv_cache.layers
+    if len(layers) != n_layers or any(layer.keys is None for layer in layers):
+        return False
+    shapes = {(layer.keys.shape, layer.values.shape) for layer in layers}
+    has_rows = len(shapes) == 1 and len(layers[0].keys) == len(states)
+    return has_rows and all(layer.get_seq_length() == states.shape[1] for layer in layers)
+
+
 def empty(kv_cache: Any) -> None:
     """Empty a K/V cache that `fill` may have filled."""
     for layer in kv_cache.layers:

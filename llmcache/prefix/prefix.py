@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
 from llmcache.arrays import Positions
@@ -25,13 +26,13 @@ from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
-from llmcache.models.packing import padding_of
+from llmcache.models.packing import padding_of, parts_of
 from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, links, runs
 from llmcache.prefix.block_pool import BlockPool
-from llmcache.prefix.kv_fill import Pieces, empty, fill, join, lay, put
+from llmcache.prefix.kv_fill import Pieces, empty, fill, is_by_column, join, lay, put
 from llmcache.prefix.slabs import slab_blocks
 from llmcache.prefix.stored import StoredBlocks, Wanted
-from llmcache.request.bypass import is_plain_cache
+from llmcache.request.bypass import find_reason_of_cache
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # these modules import this one
 
 #: Runs the trunk with positional and keyword arguments.
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Kind = tuple[type, tuple[str, ...], bool]  # see `Prefix.kinds`
 _STATES = "last_hidden_state"
 
 
@@ -60,9 +62,9 @@ class Prefix:
         """Serve from `blocks` and from the store `stored`: known prefixes if `cuts`, whole requests if `is_exact`."""
         self._cuts, self._stored, self._is_exact = cuts, stored, is_exact
         self._trunk, self.blocks, self._counters, self._arguments = trunk, blocks, counters, arguments
-        self._is_dynamic = False  # all layers of the trunk's K/V caches are `DynamicLayer`s
-        #: By kind of call: class and field names of its output; None if the output is not understood.
-        self.kinds = Kinds[tuple[type, tuple[str, ...]]](lambda known: [name_of(known[0]), known[1]], _read_kind)
+        #: By kind of call: class and field names of its output, and whether the trunk was seen to make a plain
+        #: `DynamicCache`; None if the output is not understood.
+        self.kinds = Kinds[Kind](lambda known: [name_of(known[0]), *known[1:]], _read_kind)
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
@@ -72,10 +74,14 @@ class Prefix:
         assert requests is not None and call.scope is not None and call.state is not None
         kv_cache = passed.get(CACHE)
         if kv_cache is None:
-            kv_cache = self._new_cache()
-        n_tokens = passed["input_ids"].shape[1]
-        if not (is_plain_cache(kv_cache) and _has_room(kv_cache, n_tokens)):
-            return "kv_cache_kind"
+            kv_cache = self._new_cache(call)
+            reason = call.state.kv_refusals.get(False)
+        else:
+            reason = call.state.kv_refusals.get(True) or find_reason_of_cache(kv_cache)
+            if not (reason or _has_room(kv_cache, passed["input_ids"].shape[1])):
+                reason = "kv_cache_kind"
+        if reason:
+            return reason
         if passed.get("token_type_ids") is not None:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
@@ -85,15 +91,16 @@ class Prefix:
         prefill.has_chains = not (call.is_activated or call.is_whole or call.state.sees_later)
         return None
 
-    def _new_cache(self) -> Any:
-        """Make a K/V cache like the trunk does; without the config (0.3 ms to read) if the result is the same."""
-        from transformers import DynamicCache
-
-        if self._is_dynamic:
-            return DynamicCache()
-        made = DynamicCache(config=self._trunk.config)
-        self._is_dynamic = all(type(layer).__name__ == "DynamicLayer" for layer in made.layers)
-        return made
+    def _new_cache(self, call: "Call") -> DynamicCache | None:
+        """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
+        assert call.state is not None
+        refusals = call.state.kv_refusals
+        if False not in refusals:
+            if self._trunk.makes_dynamic_cache:
+                refusals[False] = find_reason_of_cache(DynamicCache(config=self._trunk.config))
+            elif self.kinds.knows(call.kind) and (known := self.kinds[call.kind]) and known[2]:
+                refusals[False] = ""
+        return DynamicCache() if refusals.get(False) == "" else None
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
@@ -103,6 +110,10 @@ class Prefix:
         assert prefill is not None
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
+        if prefill.kv_cache is None:
+            prefill.kv_cache = self._new_cache(call)  # the store may have named its kind
+        if prefill.kv_cache is None:
+            return  # its kind is learned from this call
         tried = [
             (row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.duplicate_key) if key
         ]
@@ -204,7 +215,9 @@ class Prefix:
 
     def _answer(self, call: "Call", prefill: Prefill, run: Run) -> Any:
         kind = self.kinds.get(call.kind)
-        args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, prefill.kv_cache)
+        args, kwargs = call.args, call.kwargs
+        if prefill.kv_cache is not None:
+            args, kwargs = self._arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
         try:
             if prefill.whole and kind is not None:
                 return self._answer_whole(call, prefill, kind, run)
@@ -252,7 +265,7 @@ class Prefix:
             fill(prefill.kv_cache, layer, of_keys, of_values)
         return next(states)
 
-    def _answer_whole(self, call: "Call", prefill: Prefill, kind: tuple[type, tuple[str, ...]], run: Run) -> Any:
+    def _answer_whole(self, call: "Call", prefill: Prefill, kind: Kind, run: Run) -> Any:
         """Return the output of a call with rows that are held in full; the trunk runs on the other rows."""
         ids = call.arguments["input_ids"]
         n_rows, n_tokens = ids.shape
@@ -283,13 +296,13 @@ class Prefix:
                 for name in ("keys", "values")
             )
             put(prefill.kv_cache, layer, keys, values)
-        of, names = kind
+        of, names, _ = kind
         made = {name: states if name == _STATES else prefill.kv_cache for name in names}
         return tuple(made.values()) if of is tuple else of(**made)
 
     def _run_rows(self, call: "Call", rows: Sequence[int], run: Run) -> tuple[Any, Any]:
         """Run the trunk on some rows; return its output and the K/V cache that it filled."""
-        index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), self._new_cache()
+        index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), DynamicCache()
         args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, kv_cache)
         for name in DECIDING:  # a 4-D mask fits the caller's K/V cache; the 2-D mask used here is equivalent
             value = call.arguments.get(name)
@@ -303,20 +316,35 @@ class Prefix:
     # -- store ---------------------------------------------------------------------------------------------------------
 
     def store(self, call: "Call", output: Any) -> str | None:
-        """Store blocks of computed rows; return "more_output" if the output is not understood."""
-        prefill = call.prefill
-        assert prefill is not None
+        """Store blocks of computed rows; return the bypass reason if its output or K/V is not understood."""
+        prefill, state = call.prefill, call.state
+        assert prefill is not None and state is not None
         states = last_states(output)
         names = (_STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
-        self.kinds.learn(call.kind, None if states is None else (type(output), names))
         if states is None:
+            self.kinds.learn(call.kind, None)
             return "more_output"
+        reason = state.kv_refusals[call.arguments.get(CACHE) is not None] = self._check_kv(call, output, states)
+        if reason:
+            return reason
+        self.kinds.learn(call.kind, (type(output), names, state.kv_refusals.get(False) == ""))
         if prefill.n_purges != self.blocks.n_purges:  # the call began before a purge
             return None
         for row in prefill.rows:
             if row.number not in prefill.whole and not row.bypass_reason:
                 self._store(call, prefill, row, states[row.number])
         return None
+
+    def _check_kv(self, call: "Call", output: Any, states: Tensor) -> str:
+        """Take the K/V cache that the trunk returned; return why it cannot be kept with these states, "" if it can."""
+        assert call.prefill is not None
+        parts = parts_of(output)
+        kv_cache = parts.get(CACHE, parts.get(1, call.prefill.kv_cache))
+        call.prefill.kv_cache = kv_cache
+        if reason := find_reason_of_cache(kv_cache):
+            return reason
+        is_alike = states.shape[:2] == call.arguments["input_ids"].shape
+        return "" if is_alike and is_by_column(kv_cache, states, self._trunk.depth) else "kv_layout"
 
     def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
@@ -391,11 +419,11 @@ class Prefix:
             return Slab(keys.to(device), values.to(device), taken.to(device))
 
 
-def _read_kind(described: Any) -> tuple[type, tuple[str, ...]] | None:
-    name, names = described
-    found = type_of(name)
+def _read_kind(described: Any) -> Kind | None:
+    name, names, *is_own_known = described
+    found = type_of(name) if is_own_known else None  # without: made before the K/V was checked
     is_output = found is not None and (found is tuple or issubclass(found, ModelOutput))
-    return (found, tuple(names)) if found is not None and is_output else None
+    return (found, tuple(names), *is_own_known) if found is not None and is_output else None
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:

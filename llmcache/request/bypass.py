@@ -33,8 +33,8 @@ CURES: dict[str, str] = {
     "output_attentions": "attentions were requested, which skipped layers do not compute: turn output_attentions off",
     "output_hidden_states": "all hidden states were requested: turn output_hidden_states off (argument and config)",
     "more_output": "outputs besides the last hidden states were requested (router logits, say), which skipped layers "
-    "do not compute: turn that output_... off (argument and config). Of a callable: its output is not made of tensors "
-    "or arrays with one row per request",
+    "do not compute: turn that output_... off (argument and config). Otherwise the output is not made of tensors (of a "
+    "callable: or arrays) with one row per row of the input, so it cannot be stored by request",
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
     "input_shape": "input_ids, token_type_ids and position_ids are not all integers (batch, tokens), or (1, tokens)",
     "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",
@@ -69,8 +69,10 @@ CURES: dict[str, str] = {
     "unknown_argument": "an argument besides tokens, mask, types and positions may change the hidden states: leave out "
     "arguments that have their default values",
     "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "
-    "stored states: pass past_key_values=DynamicCache(), made without the model's config, or a StaticCache without a "
-    "window",
+    "stored states: pass past_key_values=DynamicCache(), made without the model's config",
+    "kv_layout": "this model does not keep K/V as one column per token in each layer (it adds tokens of its own, or "
+    "keeps states of linear attention, convolutions or an encoder), so no prompt can be cut off or restored: pass "
+    "use_cache=False where no K/V is needed",
     "kv_cache_with_pooled_payload": "K/V was requested, but a classifier's entries keep one vector: pass "
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",
@@ -89,6 +91,8 @@ CURES: dict[str, str] = {
 
 _TENSORS = (Tensor, Parameter)
 
+#: Endings of class names of layers that keep K/V and nothing else.
+_OF_KV = ("DynamicLayer", "StaticLayer", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "QuantizedLayer")
 _BY_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _PLAIN = (bool, int, float, str)
 
@@ -160,6 +164,16 @@ def is_plain_cache(cache: Any) -> bool:
     if type(cache).__name__ not in ("DynamicCache", "StaticCache"):
         return False
     return all(type(layer).__name__ in ("DynamicLayer", "StaticLayer") for layer in layers)
+
+
+def find_reason_of_cache(cache: Any) -> str:
+    """Return the bypass reason of a call with this K/V cache; "" if K/V of skipped layers can be written to it."""
+    if is_plain_cache(cache):
+        return ""
+    layers = {type(layer).__name__ for layer in getattr(cache, "layers", None) or ()}
+    is_known = type(cache).__name__ in ("DynamicCache", "StaticCache", "QuantizedCache")
+    # A model that keeps nothing but K/V accepts a `DynamicCache()`; recurrent states have no place in it.
+    return "kv_cache_kind" if is_known and all(name.endswith(_OF_KV) for name in layers) else "kv_layout"
 
 
 def _are_by_token(values: Any, shape: Sequence[int]) -> bool:

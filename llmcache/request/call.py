@@ -49,6 +49,8 @@ class State:
     sees_later: bool  # a token attends to later tokens of its row
     tables: "Tables"  # vocabulary and position limits of the model
     flags: Callable[[], Iterable[Any]]  # reads the config values that act like arguments
+    #: By whether the caller passes the K/V cache: why its K/V is not kept, "" if it is; absent until it was seen.
+    kv_refusals: dict[bool, str] = field(default_factory=dict)
     forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
     scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by the fields of `Scope`
 

@@ -58,7 +58,8 @@ class Forms:
 
         self._trunk, self._arguments, self._coupling, self._reader = trunk, arguments, coupling, reader
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
-        self.returns_kv = trunk.makes_kv and not trunk.adapter.is_guess  # a guessed adapter: seen at the first call
+        #: Of a guessed adapter: `use_cache`, as passed and as configured, with which the trunk returned K/V; else None.
+        self.returning: set[tuple[Any, Any]] | None = set() if trunk.adapter.is_guess else None
         # Config values that are not part of the weights' digest.
         self._flags = (*trunk.more_outputs, "return_dict", "use_cache", "_attn_implementation")
         # Functions and mask functions of attention implementations, by name.
@@ -123,9 +124,10 @@ class Forms:
             state.forms[key] = form
         return form
 
-    def notice_kv(self, state: State) -> None:
-        """Record that the trunk returns K/V, and forget the state's forms."""
-        self.returns_kv = True
+    def notice_kv(self, call: Call, state: State) -> None:
+        """Record that the trunk returns K/V for calls like this one, and forget the state's forms."""
+        assert self.returning is not None
+        self.returning.add(self._use_cache(call.arguments))
         state.forms.clear()
 
     def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Form:
@@ -147,10 +149,14 @@ class Forms:
 
     def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the caller keeps the K/V of a call."""
-        if arguments.get(CACHE) is not None or not self.returns_kv:
-            return arguments.get(CACHE) is not None
-        asked = arguments.get("use_cache")
-        return bool(setting(self._trunk.config, "use_cache") if asked is None else asked)
+        asked, configured = self._use_cache(arguments)
+        if self.returning is None or arguments.get(CACHE) is not None:
+            return bool(configured if asked is None else asked) or arguments.get(CACHE) is not None
+        return (asked, configured) in self.returning
+
+    def _use_cache(self, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return `use_cache` as passed and as configured. A trunk may heed either, both or neither."""
+        return arguments.get("use_cache"), setting(self._trunk.config, "use_cache")
 
 
 def find_reason_now(trunk: Trunk) -> str | None:

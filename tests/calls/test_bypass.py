@@ -14,6 +14,7 @@ from llmcache import ConfigError, LLMCache, UnsupportedModelError
 from llmcache.request.bypass import CURES
 from tests.calls.helpers import agree, assert_close, one_layer, pair, run, wrapped
 from tests.contract.judge import ask, check_same
+from tests.contract.models import SIZES
 from tests.tiny_models import (
     BARE,
     CLASSIFIERS,
@@ -178,17 +179,42 @@ class QuantizedCache(tf.DynamicCache):
     """Stands for caches whose layers do not keep K/V as given."""
 
 
+_HYBRID: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
+HYBRIDS: dict[str, Make] = {
+    "lfm2": lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**_HYBRID | {"layer_types": ["conv", "full_attention"]})),
+    "minimax": lambda: tf.MiniMaxForCausalLM(
+        tf.MiniMaxConfig(**_HYBRID, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    ),
+}
+
+
+def advice(reason: str) -> dict[str, Any]:
+    """Return what the cure of a reason says to pass."""
+    return {"past_key_values": tf.DynamicCache()} if reason == "kv_cache_kind" else {"use_cache": False}
+
+
 @pytest.mark.parametrize(
-    ("make", "kind"), [(STRANGE_GENERATORS["mistral"], tf.DynamicCache), (GENERATORS["llama"], QuantizedCache)]
+    ("make", "kind", "reason"),
+    [
+        (STRANGE_GENERATORS["mistral"], None, "kv_cache_kind"),
+        (STRANGE_GENERATORS["mistral"], tf.DynamicCache, "kv_cache_kind"),
+        (GENERATORS["llama"], QuantizedCache, "kv_cache_kind"),
+        *((make, None, "kv_layout") for make in HYBRIDS.values()),
+    ],
 )
-def test_kv_caches_that_cannot_be_filled(make: Make, kind: type[tf.DynamicCache]) -> None:
+def test_kv_caches_that_cannot_be_filled(make: Make, kind: type[tf.DynamicCache] | None, reason: str) -> None:
     cache, alone = pair(make)
-    settings = {"config": alone.config} if kind is tf.DynamicCache else {}
-    inputs = padded([7, 5])
-    plain = ask(alone, **inputs, past_key_values=kind(**settings))
+    settings, inputs = {"config": alone.config} if kind is tf.DynamicCache else {}, padded([7, 5])
     for _ in range(2):
-        check_same(cache(**inputs, past_key_values=kind(**settings)), plain, exact=True)
-    assert cache.stats().bypassed == {"kv_cache_kind": 4}
+        more = [{} if kind is None else {"past_key_values": kind(**settings)} for _ in range(2)]
+        found, plain = cache(**inputs, **more[0]), ask(alone, **inputs, **more[1])
+        check_same(found.logits, plain.logits, exact=True)
+        assert type(found.past_key_values) is type(plain.past_key_values)
+    assert cache.stats().bypassed == {reason: 4}
+    # What the cure advises works, on the plain model as well.
+    for _ in range(2):
+        check_same(cache(**inputs, **advice(reason)), ask(alone, **inputs, **advice(reason)), exact=True)
+    assert [one.rung for one in cache.last] == ["exact"] * 2
 
 
 def test_a_causal_classifier_answers_without_the_kv_that_its_head_never_reads() -> None:

@@ -1,6 +1,6 @@
 """Every family and head: the same call gives the plain model's output at every position."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache as once
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from transformers import DynamicCache, StaticCache
 
 from llmcache import LLMCache, UnsupportedModelError
 from tests.contract.judge import ask, check_same
-from tests.contract.models import FAMILIES, fresh, inputs_of, plain, rows
-from tests.tiny_models import batch, padded, tokens
+from tests.contract.models import FAMILIES, SIZES, fresh, inputs_of, plain, rows
+from tests.tiny_models import VOCABULARY, batch, build, padded, tokens
 
 LAYOUTS = ("right", "left", "none", "holes")
 #: Families tested in every layout; others with padding on either side only.
@@ -177,3 +178,72 @@ def test_prompts_that_begin_alike(family: str) -> None:
         assert cache.stats().hits["prefix"] >= 3 and cache.stats().n_prefix_tokens >= 3 * 32
         inputs = batch([STEM, BRANCHES[0][:, :44]], left=True)
         check_same(ask(cache.model, **inputs, logits_to_keep=1), ask(model, **inputs, logits_to_keep=1))
+
+
+# -- K/V of other kinds ------------------------------------------------------------------------------------------------
+
+_GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
+
+
+def cpmant() -> Any:
+    """Adds prompt tokens of its own: more columns of K/V than states."""
+    return tf.CpmAntForCausalLM(
+        tf.CpmAntConfig(**SIZES, dim_head=8, dim_ff=48, prompt_types=4, prompt_length=4, segment_types=4)
+    )
+
+
+def musicgen() -> Any:
+    """Makes an `EncoderDecoderCache`, and one row of states of two rows of ids."""
+    sizes = SIZES | {"vocab_size": 95, "pad_token_id": 95}
+    return tf.MusicgenForCausalLM(tf.MusicgenDecoderConfig(**sizes, ffn_dim=48, num_codebooks=2))
+
+
+def higgs() -> Any:
+    """Returns K/V only if `use_cache` is passed, whatever the config says."""
+    more = {"codebook_size": 16, "num_codebooks": 2, "audio_token_id": 91, "rope_parameters": {"rope_theta": 1e4}}
+    config = tf.HiggsAudioV2Config(**_GROUPED, **more, audio_delay_token_id=92, audio_stream_bos_id=14)
+    return tf.HiggsAudioV2ForConditionalGeneration(config)
+
+
+def with_cross_attention() -> Any:
+    """Puts the K/V cache that it is passed into an `EncoderDecoderCache`."""
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**SIZES, add_cross_attention=True))
+
+
+def sharing_kv() -> Any:
+    """Layers 2 and 3 use the K/V of layers 0 and 1."""
+    sizes = _GROUPED | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    per_layer = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+    config = tf.Gemma4TextConfig(**sizes, **per_layer, head_dim=8, global_head_dim=8, num_kv_shared_layers=2)
+    return tf.Gemma4ForCausalLM(config)
+
+
+#: By model: the bypass reason of calls that keep K/V, and of those that keep none.
+OTHER_KV: dict[Callable[[], Any], tuple[str, str]] = {
+    cpmant: ("kv_layout", ""),
+    musicgen: ("kv_layout", "more_output"),
+    higgs: ("", ""),
+    with_cross_attention: ("kv_layout", ""),
+    sharing_kv: ("kv_layout", ""),
+}
+
+
+@pytest.mark.parametrize("make", OTHER_KV, ids=lambda make: make.__name__)
+def test_kv_that_is_not_one_column_per_token(make: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
+    """docs/prefix.md: K/V is the plain model's, in a cache of its kind; what blocks cannot hold is computed, told once.
+
+    Calls that keep no K/V are served all the same.
+    """
+    model, ids = build(make), tokens(2, 8)
+    calls: list[Callable[[], dict[str, Any]]] = [dict, lambda: {"use_cache": True}, dict, lambda: {"use_cache": False}]
+    calls += [lambda: {"past_key_values": DynamicCache()}] * (make is not higgs)
+    with LLMCache.wrap(build(make), auto_bypass=False) as cache:
+        for more in calls:
+            for turn in ("cold", "warm"):
+                expected = ask(model, input_ids=ids, **more())
+                check_same(ask(cache.model, input_ids=ids, **more()), expected, exact=True, where=turn)
+            reason = OTHER_KV[make]["past_key_values" not in expected]
+            assert {(one.rung, one.bypassed) for one in cache.last} == {(None, reason) if reason else ("exact", None)}
+        told = [one for one in caplog.messages if "is bypassed" in one]
+        assert len(told) == len(cache.stats().bypassed) == len({*OTHER_KV[make]} - {""})
+        assert cache.stats().errors == 0
