@@ -8,10 +8,10 @@ that answers token by token may not: start and end positions would index another
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal
 
@@ -159,6 +159,8 @@ class Observed:
         self._parts += pooler.modules() if isinstance(pooler, nn.Module) else ()
         self._readers = [part for part in self._parts if trunk not in set(part.modules())]
         self._configs = [vars(part) for part in self._parts if "config" in vars(part)]
+        known = {id(vars(part).get("config")) for part in within}  # the digest of the trunk's weights covers these
+        self._own_configs = [vars(one) for one in self.configs if id(one) not in known]
         self._children = [part._modules for part in (*self._parts, trunk)]
         pairs = [(vars(part), name) for part in self._parts for name in _settings_of(part)]
         self._settings = [space for space, _ in pairs], [name for _, name in pairs]
@@ -174,8 +176,15 @@ class Observed:
             is_hooked and are_hooked(self._readers, only_before=True),
             *map(dict.get, *self._settings),
             *configs,
-            *map(getattr, configs, repeat("pad_token_id"), repeat(None)),
+            *chain.from_iterable(map(dict.values, self._own_configs)),
         )
+
+    @property
+    def configs(self) -> list[Any]:
+        """The configs by which the head finds what it reads, with their text parts: of the modules outside the trunk."""
+        configs = {id(one): one for one in map(_CONFIG, self._configs)}.values() or [self._trunk.config]
+        composed = (one.get_text_config() for one in configs if getattr(type(one), "sub_configs", None))
+        return [*configs, *composed]
 
     def _observe(self) -> tuple[PayloadName, bool]:
         """Return the smallest payload that is enough, else `sequence`, and whether the head reads padding."""
@@ -186,10 +195,11 @@ class Observed:
             return "sequence", True
         try:
             with untouched(device_of(trunk.module)):
-                fake = _FakeTrunk(trunk)
+                pad_ids = {setting(one, "pad_token_id") for one in self.configs}
+                fake = _FakeTrunk(trunk, pad_ids)
                 trial = make_trial(self._model, {trunk.module: fake})
                 cases = []
-                for call in _calls(trunk, self._takes_choices):
+                for call in _calls(trunk, self._takes_choices, next(iter(pad_ids))):
                     with suppress(Exception):  # a model may refuse some calls
                         cases.append((call, _outputs_of(trial, call)))
                 enough = next((name for name in _CANDIDATES if _is_enough(trial, fake, name, cases)), None)
@@ -201,7 +211,7 @@ class Observed:
 class _FakeTrunk(nn.Module):
     """Replaces a trunk in a trial: returns random states, complete or as restored from an entry with `payload`."""
 
-    def __init__(self, trunk: Trunk) -> None:
+    def __init__(self, trunk: Trunk, pad_ids: Iterable[int | None]) -> None:
         super().__init__()
         module = trunk.module
         pooler = getattr(module, "pooler", None)
@@ -209,7 +219,7 @@ class _FakeTrunk(nn.Module):
         self.payload: Payload | None = None
         self.n_placed = 0
         self._arguments = Arguments(module.forward)
-        self._width, self._pad_id = setting(trunk.config, "hidden_size"), setting(trunk.config, "pad_token_id")
+        self._width, self._pad_ids = setting(trunk.config, "hidden_size"), pad_ids
         self._dtype = next(one.dtype for one in module.parameters() if one.is_floating_point())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +237,7 @@ class _FakeTrunk(nn.Module):
 
     def _place(self, payload: Payload, states: Tensor, valid: Ids, ids: Ids) -> None:
         """Overwrite a row's states (T, D) by those restored from an entry of it."""
-        if not head_reads_padding(_PLACES[payload.name], valid, ids, self._pad_id):
+        if not head_reads_padding(_PLACES[payload.name], valid, ids, *self._pad_ids):
             states[:] = payload.place([payload.take(states, valid)], [valid], len(states))[0]
             self.n_placed += 1
 
@@ -251,12 +261,11 @@ def _outputs_of(trial: nn.Module, call: Mapping[str, Tensor]) -> list[Tensor]:
     return list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
 
 
-def _calls(trunk: Trunk, takes_choices: bool) -> Iterator[dict[str, Tensor]]:
+def _calls(trunk: Trunk, takes_choices: bool, pad_id: int | None) -> Iterator[dict[str, Tensor]]:
     """Yield calls: a row without padding, padded on either side, or with a hole, alone and beside another row."""
     special, device = special_ids(trunk), device_of(trunk.module)
     content = [one for one in range(min(vocabulary_size(trunk), len(special) + 64)) if one not in special]
     full = torch.tensor((content * 6)[:6], device=device)
-    pad_id = setting(trunk.config, "pad_token_id")
     for hidden in ([], [4, 5], [0, 1], [2]):
         mask = torch.ones_like(full)
         mask[hidden] = 0

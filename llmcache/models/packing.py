@@ -153,8 +153,8 @@ def last_valid(valid: Positions) -> int:
     return valid.stop - 1 if isinstance(valid, slice) else int(valid[-1])
 
 
-def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad_id: int | None) -> bool:
-    """Whether the head would read another token than the payload keeps.
+def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], *pad_ids: int | None) -> bool:
+    """Whether the head would read another token than the payload keeps, with any of these padding ids.
 
     Heads that read the `first` row read position 0 even if it is padding. Causal classifiers of transformers read the
     `last` token whose id is not the padding id (the very last one if there is no padding id), whatever the mask says.
@@ -162,8 +162,8 @@ def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad
     if reads == "first":
         return (valid.start if isinstance(valid, slice) else int(valid[0])) != 0
     if reads == "last":
-        not_pad = np.arange(len(ids)) if pad_id is None else np.flatnonzero(ids != pad_id)
-        return len(not_pad) == 0 or int(not_pad[-1]) != last_valid(valid)
+        read = (np.arange(len(ids)) if one is None else np.flatnonzero(ids != one) for one in pad_ids)
+        return any(len(columns) == 0 or int(columns[-1]) != last_valid(valid) for columns in read)
     return False
 
 

@@ -6,7 +6,7 @@ Sizes: B rows, T tokens of a row (padding included), n valid tokens of a row.
 import base64
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
@@ -169,7 +169,7 @@ class RequestReader:
         self._trunk = trunk
         self._tokenizer = tokenizer
         self._head_reads = _reads(trunk, head, payload)
-        observed = head.observed
+        self._observed = observed = head.observed
         reads_padding = head.is_own if observed is None else observed.reads_padding
         self._reads_padding = reads_padding and payload.name == "sequence"
         keeps_tokens, heeds_mask = not payload.fits_any_length, head.pooled is not None
@@ -241,8 +241,10 @@ class RequestReader:
         is_usual = positions is None and inputs.order is None and activated is None
         if not (is_usual and is_full and self._is_plain and all(has_content)):
             reason = self._refusal_of_all(inputs)
+            configs = (self._trunk.config,) if self._observed is None else self._observed.configs
+            pad_ids = {setting(one, "pad_token_id") for one in configs}
             for row, has_any in zip(rows, has_content, strict=True):
-                row.bypass_reason = reason or self._refusal(row, inputs, has_any)
+                row.bypass_reason = reason or self._refusal(row, inputs, has_any, pad_ids)
         return requests
 
     def _refusal_of_all(self, inputs: HostInputs) -> str:
@@ -257,7 +259,7 @@ class RequestReader:
         length = n_tokens if inputs.positions is None else int(inputs.positions.max(initial=-1)) + 1
         return "" if length < self._steady_length else "rope_by_length"
 
-    def _refusal(self, row: Row, inputs: HostInputs, has_content: bool) -> str:
+    def _refusal(self, row: Row, inputs: HostInputs, has_content: bool, pad_ids: Iterable[int | None]) -> str:
         """Return the bypass reason of a row, or "", and set `row.is_misread`."""
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:
             return "mask_4d"
@@ -267,8 +269,7 @@ class RequestReader:
             return "packed"  # without a mask, transformers takes the row for several texts
         if not has_content:
             return "no_content"
-        pad_id = setting(self._trunk.config, "pad_token_id")
-        row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
+        row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], *pad_ids)
         row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
         return "head_reads_padding" if row.is_misread and not (self.layout_counts or row.has_layout) else ""
 

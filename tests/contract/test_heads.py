@@ -1,6 +1,7 @@
 """Repeats answer as the plain model does, whichever states the head reads."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -137,6 +138,17 @@ def test_a_repeated_choice_is_the_plain_one(name: str) -> None:
         assert cache.stats().n_hits > 0
 
 
+def of_its_own(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Give the model a config that it does not share with its trunk."""
+
+    def made() -> nn.Module:
+        model: Any = make()
+        model.config = deepcopy(model.config)
+        return model
+
+    return made
+
+
 def _exchange(model: Any) -> None:
     torch.manual_seed(1)
     model.classifier = MeanHead().eval()
@@ -163,8 +175,9 @@ def _pool_otherwise(model: Any) -> None:
         (lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES)), _hook, False),
         (electra(tf.ElectraForMultipleChoice), _summarise, True),
         (modern("cls"), _pool_otherwise, False),
+        (of_its_own(modern("cls")), _pool_otherwise, False),
     ],
-    ids=["head", "pooler", "attribute of one's own", "hook", "attribute", "config"],
+    ids=["head", "pooler", "attribute of one's own", "hook", "attribute", "config", "the head's config"],
 )
 def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_reads(
     make: Callable[[], nn.Module], edit: Callable[[Any], None], choices: bool
@@ -177,6 +190,20 @@ def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_rea
         edit(plain)
         edit(model)
         check_calls(model, plain, *cases)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.999}], ids=["exact", "tau"])
+def test_a_padding_id_that_changes_between_calls(settings: dict[str, Any]) -> None:
+    """A classifier that finds the last token by its config's padding id gets the state that it reads (docs/reuse.md)."""
+    make = of_its_own(HEADS["llama"])
+    plain, model = build(make), build(make)
+    calls = [padded([5, 7]), {"input_ids": tokens(2, 6)}]
+    calls[1]["input_ids"][:, 4:] = 95
+    with LLMCache.wrap(model, auto_bypass=False, **settings) as cache:
+        for pad_id in (0, 95, 0, 95):
+            plain.config.pad_token_id = model.config.pad_token_id = pad_id
+            check_calls(model, plain, *calls)
+        assert cache.stats().n_hits > 0
 
 
 def test_a_head_that_is_exchanged_for_one_of_its_kind_is_served() -> None:
