@@ -43,7 +43,7 @@ _IDLE = frozenset(
         *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"),
         *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"),
         *("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_device_mesh", "tensor_model_parallel"),
-        "peft_config",  # its settings that affect states are in PEFT's layers
+        *("peft_config", "_hf_peft_config_loaded"),  # settings that affect states are in PEFT's layers
     )
 )
 # Config attributes that shape the output, are part of the key already, or concern heads, losses, generation and saving.

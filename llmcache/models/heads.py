@@ -181,7 +181,7 @@ class Observed:
 
     @property
     def configs(self) -> list[Any]:
-        """The configs by which the head finds what it reads, with their text parts: of the modules outside the trunk."""
+        """The configs of the modules outside the trunk, with their text parts: by these a head finds what it reads."""
         configs = {id(one): one for one in map(_CONFIG, self._configs)}.values() or [self._trunk.config]
         composed = (one.get_text_config() for one in configs if getattr(type(one), "sub_configs", None))
         return [*configs, *composed]

@@ -1,7 +1,7 @@
 """PEFT's layers, recognised by their attributes: which adapters are active, and which attributes belong to others.
 
 An inactive adapter affects no state, so it is left out of digests: other adapters may be added or removed beside the
-active one.
+active one. A layer without an active adapter counts as the layer that it wraps, by its path.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from llmcache.models.hashing import describe
 # Attributes about all adapters: which exist, which are active, and where they are kept.
 _SHARED_ATTRIBUTES = ("_active_adapter", "_disable_adapters", "_adapters", "adapter_layer_names", "other_param_names")
 _OFFSETS = "alora_offsets"
+_BASES = ("base_layer", "original_module")  # what a layer wraps
 
 
 class Tuner:
@@ -26,8 +27,10 @@ class Tuner:
         self.module = module
         self.merged = str(getattr(module, "merged_adapters", None))
         self.tensors = tuple(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
-        active = [] if module.disable_adapters else list(getattr(module, "active_adapters", ()))
         held = dict(_by_adapter(module))
+        known = {key for kept in held.values() for key in kept}
+        enabled = [] if module.disable_adapters else list(getattr(module, "active_adapters", ()))
+        active = [key for key in enabled if key in known]
         idle = [f"{path}.{name}.{key}" for name, kept in held.items() for key in kept if key not in active]
         #: Prefixes of a digest's lines about inactive adapters, or about all adapters.
         self.left_out = (
@@ -35,18 +38,41 @@ class Tuner:
             *(f"{path}.{name}=" for name in _SHARED_ATTRIBUTES),
             *(f"{path}.{name}{end}" for name in held for end in ("=", "._keys=")),
         )
+        base = next((name for name in _BASES if name in module._modules), None)
+        is_idle = base and not (active or getattr(module, "merged_adapters", None)) and _is_of_peft(module)
+        #: Path of the layer that stands for this one, none of whose adapters is active; "" if one is, or was merged.
+        self.base = f"{path}.{base}" if is_idle else ""
+        if is_idle:
+            names = (name for name in (*vars(module), *module._modules, *module._buffers) if name != base)
+            self.left_out = (f"{path}:", *(f"{path}.{name}{end}" for name in names for end in ".:= "))
         used = {
             name: {key: kept[key] for key in active if key in kept}
             for name, kept in held.items()
             if isinstance(kept, dict)
         }
         #: Lines that replace those about all adapters.
-        self.facts = [f"{path}: {describe(active)} {describe({name: kept for name, kept in used.items() if kept})}"]
+        used = {name: kept for name, kept in used.items() if kept}
+        self.facts = [] if is_idle else [f"{path}: {describe(active)} {describe(used)}"]
 
 
 def is_tuner(part: nn.Module) -> bool:
     """Whether a module is a PEFT layer: on whole models `disable_adapters` is a method of transformers."""
     return isinstance(getattr(part, "disable_adapters", None), bool)
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """Whether a module runs PEFT's own forward, which is that of the layer it wraps if no adapter is active."""
+    forward = vars(module).get("forward", type(module).forward)
+    has_names = bool(getattr(module, "adapter_layer_names", ()))  # of attributes that hold a value per adapter
+    return has_names and all(str(getattr(one, "__module__", "")).startswith("peft.") for one in (type(module), forward))
+
+
+def without(line: str, bases: Iterable[str]) -> str:
+    """Return a digest's line in which each of these paths is named by the layer around it."""
+    if any(name in line for name in _BASES):
+        for base in bases:
+            line = line.replace(base, base.rpartition(".")[0])
+    return line
 
 
 def are_by_row(hooks: Iterable[Mapping[int, Any]]) -> bool:
@@ -73,7 +99,7 @@ def _by_adapter(module: Any) -> Iterator[tuple[str, Any]]:
     found = {name: kept for name in declared if hasattr(kept := _get(module, name), "keys")}
     names = {key for kept in found.values() for key in kept}
     for name, kept in (*vars(module).items(), *module._modules.items()):
-        if hasattr(kept, "keys") and name not in found and len(kept) and names.issuperset(kept.keys()):
+        if hasattr(kept, "keys") and name not in found and names.issuperset(kept.keys()):
             found[name] = kept
     return iter(found.items())
 

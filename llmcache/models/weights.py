@@ -35,7 +35,7 @@ from llmcache.models.attributes import Attributes
 from llmcache.models.hashing import digests, is_readable
 from llmcache.models.rope import changes_with_length
 from llmcache.models.samples import Samples
-from llmcache.models.tuners import Tuner, activated, are_by_row, is_tuner
+from llmcache.models.tuners import Tuner, activated, are_by_row, is_tuner, without
 from llmcache.threads import forkable
 
 # Called hundreds of times in every call.
@@ -507,7 +507,8 @@ class Weights:
         ]
         lines = chain(tensors, self._found.facts, self._ties)
         if self._tuners:
-            in_force = (line for line in lines if not _has_prefix(line, self._left_out))
+            bases = sorted((tuner.base for tuner in self._tuners if tuner.base), key=len, reverse=True)
+            in_force = (without(line, bases) for line in lines if not _has_prefix(line, self._left_out))
             lines = chain(in_force, *(tuner.facts for tuner in self._tuners))
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 

@@ -194,7 +194,7 @@ def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_rea
 
 @pytest.mark.parametrize("settings", [{}, {"tau": 0.999}], ids=["exact", "tau"])
 def test_a_padding_id_that_changes_between_calls(settings: dict[str, Any]) -> None:
-    """A classifier that finds the last token by its config's padding id gets the state that it reads (docs/reuse.md)."""
+    """A classifier that finds the last token by its config's padding id is served the state there (docs/reuse.md)."""
     make = of_its_own(HEADS["llama"])
     plain, model = build(make), build(make)
     calls = [padded([5, 7]), {"input_ids": tokens(2, 6)}]

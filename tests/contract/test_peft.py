@@ -105,6 +105,8 @@ def test_an_adapter_from_its_coming_to_its_merging(method: str) -> None:
     model: Any = get_peft_model(cache.model, config(method)).eval()
     train(model)
     check(cache, model)
+    with model.disable_adapter():
+        check(cache, model, hits=4)  # those of the base model
     with torch.no_grad():
         model.merge_adapter()
         check(cache, model)
@@ -290,12 +292,19 @@ def test_an_unused_adapter_of_another_kind_of_lora() -> None:
         check(cache, cache.model, hits=2)
     cache.model.add_adapter("south", lora(r=2, use_dora=True, target_modules=["key", "query"]))
     cache.model.eval()
-    check(cache, cache.model)  # more modules have an adapter now
+    check(cache, cache.model, hits=4)  # more modules have an adapter now
     cache.model.add_adapter("west", lora(r=8, lora_bias=True, use_rslora=True, target_modules=["key"]))
     cache.model.eval()
     check(cache, cache.model, hits=4)
     with cache.model.disable_adapter():
-        check(cache, cache.model)
+        check(cache, cache.model, hits=4)
+    for name in ("south", "west"):
+        cache.model.delete_adapter(name)
+    check(cache, cache.model, hits=4)
+    unused = next(part for part in cache.model.modules() if hasattr(part, "base_layer"))
+    unused.forward = lambda x, *args, **kwargs: unused.base_layer(x) + 0.5  # not PEFT's
+    with cache.model.disable_adapter():
+        check(cache, cache.model, hits=2)
 
 
 def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
@@ -320,7 +329,7 @@ def test_transformers_own_adapters() -> None:
     model.set_adapter("north")
     check(cache, model, hits=4)
     model.disable_adapters()
-    check(cache, model)
+    check(cache, model, hits=4)
 
 
 def test_an_adapter_for_each_row() -> None:
