@@ -287,7 +287,7 @@ def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
         return "first"
     if head.name == "classifier" and head.payload == "last":
         return "last"
-    if payload.fits_any_length or head.reads == "tokens":
+    if payload.fits_any_length or head.reads == "tokens" or head.pooled is not None:  # that pooling heeds the mask
         return ""
     if head.pooled is not None:
         return "first" if head.pooled.reads_first else ""

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 
 from llmcache import LLMCache
 from llmcache.models.sentences import Features
-from tests.tiny_models import BARE, build, tokenizer
+from tests.contract.models import SIZES
+from tests.tiny_models import BARE, Make, build, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
 
@@ -18,13 +20,33 @@ TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
     """An embedder: the mean of BERT's states."""
+    return embedder(BARE["bert"], "mean", tmp_path)
+
+
+def embedder(make: Make, mode: str, folder: Path) -> Any:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 
-    build(BARE["bert"]).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    parts = [modules.Transformer(str(tmp_path)), modules.Pooling(32, pooling_mode="mean")]
+    build(make).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    parts = [modules.Transformer(str(folder)), modules.Pooling(32, pooling_mode=mode)]
     return SentenceTransformer(modules=parts, device="cpu")
+
+
+def gemma() -> Any:
+    """Like EmbeddingGemma's trunk: known by its structure only, which is a causal one's."""
+    more = {"num_key_value_heads": 2, "head_dim": 8, "use_bidirectional_attention": True}
+    return tf.Gemma3TextModel(tf.Gemma3TextConfig(**SIZES, **more))
+
+
+@pytest.mark.parametrize("mode", ["mean", "lasttoken", "cls"])
+def test_a_pooling_that_heeds_the_mask_reads_no_padding(mode: str, tmp_path: Path) -> None:
+    model = embedder(gemma, mode, tmp_path)
+    plain = model.encode(TEXTS)
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            check(model, plain)
+        assert (cache.stats().n_hits, cache.stats().bypassed) == (len(TEXTS), {})
 
 
 def check(model: Any, expected: Any, **how: Any) -> None:
