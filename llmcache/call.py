@@ -497,13 +497,14 @@ class CachedForward(Swap, Switches):
             if row.number in call.prefill.whole:
                 return Outcome(row.key, "exact", self._depth - 1, call.prefill.whole[row.number][0], 1.0)
             n_prefix = call.prefill.served.get(row.number, 0)
-            return Outcome(row.key, "prefix", n_prefix=n_prefix) if n_prefix else Outcome(row.key)
+            missed = "coupled" if call.is_whole else call.prefill.missed.get(row.number)
+            return Outcome(row.key, "prefix", n_prefix=n_prefix) if n_prefix else Outcome(row.key, missed=missed)
         hit, choice = call.hits.get(row.number), call.choices.get(row.number)
         if row.number in call.copied:
             return Outcome(row.key, "exact", self._depth - 1, row.key, 1.0)
         if hit is None:
             similarity, risk = (None, None) if choice is None else (choice.similarity, choice.risk)
-            return Outcome(row.key, similarity=similarity, risk=risk)
+            return Outcome(row.key, similarity=similarity, risk=risk, missed="coupled" if call.is_whole else None)
         layer, source = (self._depth - 1, hit.source) if hit.source else (None, None)  # of a draft
         return Outcome(row.key, hit.rung, layer, source, hit.similarity, hit.risk)
 

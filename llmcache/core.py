@@ -69,7 +69,7 @@ class Core:
             raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
         if config.draft is not None and config.draft.engine == "model":
             check_model(config.draft.model, model, self.trunk, answer_of)
-        self.counters, self.weights = Counters(), Weights(self.trunk.module)
+        self.counters, self.weights = Counters(model=self.trunk.module), Weights(self.trunk.module)
         self._coupling = Coupling(self.trunk, self.weights)
         with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
             digest = self.weights.digest()  # hashed now, not in the first request

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from llmcache.errors import StoreError
 from llmcache.request.bypass import CURES
@@ -28,13 +29,14 @@ _LOG_EVERY_S = 60.0  # failures of a store, which may occur in every call
 _RECOVERED = 0.05  # share below which the cache works again: some 45 calls without failure, or 192 if all had failed
 # Bypasses that need no cure, as decode steps are a normal part of generation, or whose cure `wrap` has logged.
 _WANTED = ("decode", "disabled", "other_encoder")
+_LOGGED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: reasons that any cache of it logged
 
 
 class Counters:
     """The counters of one cache, updated as calls end. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """Start at zero; `clock` returns monotonic seconds."""
+    def __init__(self, clock: Callable[[], float] = monotonic, model: Any = None) -> None:
+        """Start at zero; `clock` returns monotonic seconds. Bypasses are logged once for a `model` and reason."""
         self._clock = clock
         self._store_logged_s = -_LOG_EVERY_S
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
@@ -44,7 +46,7 @@ class Counters:
         self._lookup_s = 0.0
         self._computing_s = 0.0
         self._storing_s = 0.0
-        self._logged: set[str] = set()
+        self._logged: set[str] = set() if model is None else _LOGGED.setdefault(model, set())
         self._failures: Counter[str] = Counter()
         self._calls, self._recomputes = Share(), Share()
         self._has_failed = False  # a failure since the last call ended

@@ -7,7 +7,7 @@ Sizes: B rows, T tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from llmcache.calibration.calibration import DRAFT, SEMANTIC
 from llmcache.call import CachedForward
 from llmcache.errors import ConfigError
 from llmcache.models.arguments import DECIDING, count_rows, takes_dict
-from llmcache.request.bypass import CURES
+from llmcache.request.bypass import CURES, MISSES
 from llmcache.request.call import Call
 from llmcache.request.outcome import Outcome
 
@@ -59,7 +59,8 @@ class Explanation:
     Attributes:
         outcome: As `cache.last` would hold it, unless the audit withdrew the hit.
         limit: The calibration's limit for the risk in `outcome`; None without a risk.
-        cure: What to change where the call bypasses the cache; None where it does not.
+        cure: What to change where the call bypasses the cache, or misses what is stored (`Outcome.missed`); else
+            None.
     """
 
     outcome: Outcome
@@ -78,7 +79,7 @@ class Explanation:
             return f"served by prefix: the first {one.n_prefix:,} tokens; the rest is computed"
         if one.rung is not None:
             return f"served by {one.rung}" + (f": {risk}" if risk else "")
-        return "computed: nothing stored serves it" + (f"; {risk}" if risk else "")
+        return f"computed: {self.cure or 'nothing stored serves it'}" + (f"; {risk}" if risk else "")
 
 
 def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanation, ...]:
@@ -94,7 +95,10 @@ def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanat
     for row in call.rows:
         one = forward.outcome(call, row)
         rung = one.rung or (DRAFT if one.similarity is None else SEMANTIC)  # a source's risk comes with a similarity
-        found.append(Explanation(one, limits.get(rung), CURES.get(one.bypassed or "")))
+        is_miss = not (one.rung or one.bypassed or one.missed) and call.prefill is None
+        if is_miss and forward.prefix and call.scope and forward.prefix.holds(row, call.scope):
+            one = replace(one, missed="no_kv")
+        found.append(Explanation(one, limits.get(rung), CURES.get(one.bypassed or "", MISSES.get(one.missed or ""))))
     return tuple(found)
 
 

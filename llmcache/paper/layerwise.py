@@ -71,7 +71,7 @@ class Layerwise(Switches):
         self._searched = {0: [*reversed(banks)]} if is_ahead else {layer: [layer] for layer in banks}
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken and inserted there
-        self.counters, self.trunk = Counters(), trunk
+        self.counters, self.trunk = Counters(model=trunk.module), trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0

@@ -34,7 +34,7 @@ from llmcache.prefix.slabs import slab_blocks
 from llmcache.prefix.stored import StoredBlocks, Wanted
 from llmcache.request.bypass import find_reason_of_cache
 from llmcache.request.prefill import Link, Prefill
-from llmcache.request.rows import Row
+from llmcache.request.rows import Row, Scope
 
 if TYPE_CHECKING:  # these modules import this one
     from llmcache.prefix.chunks import Chunks
@@ -127,12 +127,12 @@ class Prefix:
             return
         if call.is_whole:
             prefill.whole = {}
-        if (
-            self._cuts
-            and prefill.has_chains
-            and not any(row.bypass_reason or row.start is None for row in prefill.rows)
-        ):
+        is_mixed = any(row.bypass_reason or row.start is None for row in prefill.rows)
+        if self._cuts and prefill.has_chains and not is_mixed:
             self._find_cut(call, prefill)
+        else:
+            known = [row for row in prefill.rows if self.blocks.n_held(self._chain(prefill, row))]
+            prefill.missed = {row.number: "batch" if self._cuts else "whole_prompts" for row in known}
         if prefill.served:
             prefill.whole = {}
 
@@ -153,6 +153,10 @@ class Prefix:
         for kind in stored.recall(wanted, prefill.n_purges) if wanted else ():
             self.kinds.add_described(*kind)
 
+    def holds(self, row: Row, scope: Scope) -> bool:
+        """Whether the first block of a request is held."""
+        return bool(row.start is not None and row.n_valid and self.blocks.n_held(links(scope, row, self.blocks.size)))
+
     def keys_of(self, call: "Call") -> list[str]:
         """Return the keys of all blocks and tails that may have served a call."""
         prefill = call.prefill
@@ -165,13 +169,19 @@ class Prefix:
         ids = call.arguments["input_ids"]
         reached = [self._reach(prefill, row, call.prefixes_from) for row in prefill.rows]
         prefill.matched, n_known = zip(*reached, strict=True)
-        n_cut = cut_column(prefill.rows, n_known, ids.shape[1])
+        n_cut = n_free = cut_column(prefill.rows, n_known, ids.shape[1])
         if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._trunk.module]):
             n_cut = min(n_cut, _first_padding(prefill.rows))  # the states at padding are unknown
-        used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(prefill.rows, n_known, strict=True)]
-        if sum(used) >= self.blocks.size:
+
+        def used(n_cut: int) -> list[int]:
+            return [max(0, min(n, n_cut - _first(row))) for row, n in zip(prefill.rows, n_known, strict=True)]
+
+        if sum(served := used(n_cut)) >= self.blocks.size:
             prefill.n_cut = n_cut
-            prefill.served = {number: n for number, n in enumerate(used) if n}
+            prefill.served = {number: n for number, n in enumerate(served) if n}
+        elif (is_padded := sum(used(n_free)) >= self.blocks.size) or len(n_known) > 1:
+            why = "padding" if is_padded else "batch"
+            prefill.missed = {number: why for number, n in enumerate(n_known) if n >= self.blocks.size}
 
     def _reach(self, prefill: Prefill, row: Row, shared: str | None) -> tuple[list[Block], int]:
         """Return `BlockPool.reach` of a row in its namespace, or in the namespace `shared` if that reaches further."""

@@ -89,6 +89,18 @@ CURES: dict[str, str] = {
     "error": "the cache failed and the model computed instead; see the log",
 }
 
+#: Why a row is computed although something that might serve it is stored, each with its cure.
+MISSES: dict[str, str] = {
+    "padding": "its stored prefix lies in columns where a row has padding, whose states the head may read: pass "
+    "logits_to_keep=1, as generate() does, with no hook on the trunk",
+    "batch": "all rows are cut at one column, and a row beside it has no stored prefix up to there, or has gaps or "
+    "bypasses the cache: call it apart",
+    "whole_prompts": "its prefix is stored, but only whole prompts are served with prefix=False, and for families "
+    "recognised by structure: set prefix, or register an adapter",
+    "no_kv": "its prefix is stored with K/V, which this call does not keep: leave out use_cache=False",
+    "coupled": "rows of a call affect each other in this model, so only a repeat of the whole call is served",
+}
+
 _TENSORS = (Tensor, Parameter)
 
 #: Endings of class names of layers that keep K/V and nothing else.

@@ -19,6 +19,8 @@ class Outcome:
             content gate refused the source or it is quarantined. None without a search or without a neighbour.
         n_prefix: Number of first tokens that a stored prefix served.
         bypassed: The reason for a bypass (`llmcache.request.bypass.CURES`), or None.
+        missed: Why it was computed although something that might serve it is stored (`llmcache.request.bypass.MISSES`),
+            or None.
     """
 
     key: str = ""
@@ -29,3 +31,4 @@ class Outcome:
     risk: float | None = None
     n_prefix: int = 0
     bypassed: str | None = None
+    missed: str | None = None

@@ -39,6 +39,7 @@ class Prefill:
         served: Number of tokens that a stored prefix serves, at least 1, by row number.
         matched: The stored blocks that each row begins with.
         n_cut: C.
+        missed: Why stored prefixes of rows are not served, a key of `MISSES`, by row number.
     """
 
     kv_cache: Any
@@ -51,6 +52,7 @@ class Prefill:
     served: Mapping[int, int] = field(default_factory=dict)
     matched: Sequence[Any] = ()
     n_cut: int = 0
+    missed: Mapping[int, str] = field(default_factory=dict)
 
     def drop(self) -> None:
         """Discard all hits."""

@@ -1,6 +1,7 @@
 """What a new user tries first: texts, sizes in words, a pipeline; and what the cache says of a call."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import transformers as tf
 from torch import nn
 
 from llmcache import ConfigError, LLMCache, WrapError
-from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokenizer
+from tests.contract.models import fresh
+from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokenizer, tokens
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10"]
 
@@ -81,6 +83,62 @@ def test_explain_names_the_prefix_of_a_prompt() -> None:
     assert found.outcome.n_prefix >= 16 and str(found).startswith(
         f"served by prefix: the first {found.outcome.n_prefix}"
     )
+
+
+STEM = tokens(1, 40)
+LONGER = torch.cat([STEM, tokens(1, 2, seed=1)], dim=1)
+PADDED: dict[str, Any] = {
+    "input_ids": torch.cat([torch.zeros(1, 4, dtype=torch.int64), LONGER], dim=1),
+    "attention_mask": torch.tensor([[0] * 4 + [1] * 42]),
+    "position_ids": torch.tensor([[0] * 4 + [*range(42)]]),
+}
+BESIDE: dict[str, Any] = {"input_ids": torch.cat([LONGER, tokens(1, 42, seed=2)])}
+#: By reason of a miss: settings, the call, and the call that the cure advises, if it can be had without other settings.
+MISSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "padding": ("llama", {}, PADDED, PADDED | {"logits_to_keep": 1}),
+    "batch": ("llama", {}, BESIDE, {"input_ids": LONGER}),
+    "no_kv": ("llama", {}, {"input_ids": LONGER, "use_cache": False}, {"input_ids": LONGER}),
+    "whole_prompts": ("llama", {"prefix": False}, {"input_ids": LONGER}, None),
+    "whole_prompts, by structure": ("opt", {}, {"input_ids": LONGER}, None),
+    "coupled": ("mixtral", {}, {"input_ids": BESIDE["input_ids"][:, :20]}, None),
+}
+
+
+@pytest.mark.parametrize("case", MISSED)
+def test_why_a_stored_prompt_did_not_serve_a_call(case: str) -> None:
+    family, settings, call, advised = MISSED[case]
+    model = fresh(family, "causal")
+    if case == "coupled":
+        model.model.layers[0].mlp = Largest()
+    with LLMCache.wrap(model, auto_bypass=False, **settings) as cache:
+        cache(input_ids=STEM)
+        told, *others = cache.explain(**call)
+        assert told.outcome.missed == case.partition(",")[0] and str(told) == f"computed: {told.cure}"
+        assert all(str(one) == "computed: nothing stored serves it" or case == "coupled" for one in others)
+        if advised is not None:
+            assert [one.outcome.rung for one in cache.explain(**advised)] == ["prefix"]
+        cache(**call)
+        assert [one.missed for one in cache.last] == [
+            None if case == "no_kv" else one.outcome.missed for one in (told, *others)
+        ]
+
+
+class Largest(nn.Module):
+    """Scales by the largest value of the call."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden / hidden.abs().max()
+
+
+def test_a_bypass_is_logged_once_for_a_model_and_reason(caplog: pytest.LogCaptureFixture) -> None:
+    model = fresh("mistral", "causal")
+    for _ in range(3):
+        with LLMCache.wrap(model) as cache:
+            for _ in range(2):
+                cache(input_ids=STEM)
+            assert cache.stats().bypassed == {"kv_cache_kind": 2}
+            assert cache.last[0].bypassed == cache.explain(input_ids=STEM)[0].outcome.bypassed == "kv_cache_kind"
+    assert len([one for one in caplog.messages if "kv_cache_kind" in one]) == 1
 
 
 def test_stats_are_a_table_in_a_notebook() -> None:
