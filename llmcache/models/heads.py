@@ -159,8 +159,9 @@ class Observed:
         self._parts += pooler.modules() if isinstance(pooler, nn.Module) else ()
         self._readers = [part for part in self._parts if trunk not in set(part.modules())]
         self._configs = [vars(part) for part in self._parts if "config" in vars(part)]
-        known = {id(vars(part).get("config")) for part in within}  # the digest of the trunk's weights covers these
-        self._own_configs = [vars(one) for one in self.configs if id(one) not in known]
+        covered = {id(vars(part).get("config")) for part in within}  # by the digest of the trunk's weights
+        own = {id(one): one for one in self.configs if id(one) not in covered and hasattr(one, "__dict__")}
+        self._own_configs = [vars(one) for one in own.values()]
         self._children = [part._modules for part in (*self._parts, trunk)]
         pairs = [(vars(part), name) for part in self._parts for name in _settings_of(part)]
         self._settings = [space for space, _ in pairs], [name for _, name in pairs]
@@ -182,7 +183,8 @@ class Observed:
     @property
     def configs(self) -> list[Any]:
         """The configs of the modules outside the trunk, with their text parts: by these a head finds what it reads."""
-        configs = {id(one): one for one in map(_CONFIG, self._configs)}.values() or [self._trunk.config]
+        read = (one for one in map(_CONFIG, self._configs) if hasattr(one, "pad_token_id"))
+        configs = {id(one): one for one in read}.values() or [self._trunk.config]
         composed = (one.get_text_config() for one in configs if getattr(type(one), "sub_configs", None))
         return [*configs, *composed]
 

@@ -28,9 +28,9 @@ class Tuner:
         self.merged = str(getattr(module, "merged_adapters", None))
         self.tensors = tuple(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
         held = dict(_by_adapter(module))
-        known = {key for kept in held.values() for key in kept}
+        keys = {key for kept in held.values() for key in kept}
         enabled = [] if module.disable_adapters else list(getattr(module, "active_adapters", ()))
-        active = [key for key in enabled if key in known]
+        active = [key for key in enabled if key in keys]
         idle = [f"{path}.{name}.{key}" for name, kept in held.items() for key in kept if key not in active]
         #: Prefixes of a digest's lines about inactive adapters, or about all adapters.
         self.left_out = (
@@ -50,8 +50,8 @@ class Tuner:
             for name, kept in held.items()
             if isinstance(kept, dict)
         }
-        #: Lines that replace those about all adapters.
         used = {name: kept for name, kept in used.items() if kept}
+        #: Lines that replace those about all adapters.
         self.facts = [] if is_idle else [f"{path}: {describe(active)} {describe(used)}"]
 
 
