@@ -19,7 +19,7 @@ from llmcache.models.weights import Weights
 from llmcache.paper.bank import Kind
 from llmcache.paper.call import Call
 from llmcache.paper.fingerprints import Fingerprint, View
-from llmcache.request.bypass import is_plain_cache
+from llmcache.request.bypass import find_reason_of_cache
 from llmcache.request.call import Call as TrunkCall
 from llmcache.request.forms import Forms, find_reason_now
 from llmcache.request.reading import RequestReader, to_host
@@ -81,8 +81,8 @@ class Opener:
     def begin(self, call: Call, hidden: Tensor, kv_cache: Any) -> str | None:
         """Check the K/V cache and the states (B, T, D) that enter layer 0; return the reason for a bypass, or None."""
         call.kv_cache = kv_cache
-        if kv_cache is not None and not is_plain_cache(kv_cache):
-            return "kv_cache_kind"
+        if kv_cache is not None and (reason := find_reason_of_cache(kv_cache)):
+            return reason
         if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
             return "unknown_layout"
         return None
