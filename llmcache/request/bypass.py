@@ -70,9 +70,9 @@ CURES: dict[str, str] = {
     "arguments that have their default values",
     "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "
     "stored states: pass past_key_values=DynamicCache(), made without the model's config",
-    "kv_layout": "this model does not keep K/V as one column per token in each layer (it adds tokens of its own, shares "
-    "K/V between layers, or keeps states of linear attention, convolutions or an encoder), so no prompt can be cut off "
-    "or restored: pass use_cache=False where no K/V is needed",
+    "kv_layout": "this model does not keep K/V as one column per token in each layer (it adds tokens of its own, "
+    "shares K/V between layers, or keeps states of linear attention, convolutions or an encoder), so no prompt can be "
+    "cut off or restored: pass use_cache=False where no K/V is needed",
     "kv_cache_with_pooled_payload": "K/V was requested, but a classifier's entries keep one vector: pass "
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",
