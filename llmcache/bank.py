@@ -5,7 +5,6 @@ The bank alone evicts entries. Stored tensors are never written to: serving copi
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ if TYPE_CHECKING:  # it imports this module
 logger = logging.getLogger("llmcache")
 
 _MANY = 32  # entries evicted without a hit, from which on a warning is logged
+_MOST_FORGOTTEN = 65_536  # forgotten keys that are remembered, for calls under way
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +86,9 @@ class Bank:
         self._shares = Shares(make_policy)
         self._entries: dict[str, Entry] = {}
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
-        self._n_clears = Counter[str]()
-        self._n_clears_of_all = 0
+        self.generation = 0  # clears and forgets so far: see `is_current`
+        self._cleared: dict[str | None, int] = {}  # generation of the latest clear, by namespace; None: of all
+        self._forgotten: dict[str, int] = {}  # generation of the latest forget, by key
         kind = type(make_policy())
         self.expires = kind.expired is not Policy.expired
         self.heeds_costs = kind.on_cost is not Policy.on_cost
@@ -159,20 +160,18 @@ class Bank:
         return key in self._pinned
 
     def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
-        """Store entries of one call, unless their namespace was cleared since; return how many are too large.
+        """Store entries of one call, except those cleared or forgotten since; return how many are too large.
 
         Args:
             entries: Entries of one namespace, now owned by the bank.
-            generation: `generation` of that namespace when the call began.
+            generation: `generation` when the call began.
             cost: Cost of computing each entry, see `Policy.on_cost`; None: unknown.
         """
         n_too_large = n_stored = 0
         with self._lock:
             for entry in entries:
                 namespace = entry.scope.namespace
-                if generation != self.generation(namespace):
-                    break
-                if entry.key in self._pinned:
+                if entry.key in self._pinned or not self.is_current(namespace, entry.key, generation):
                     continue
                 has_room = self.max_entries is None or len(self._pinned) < self.max_entries
                 if entry.nbytes > self.max_bytes - self._pinned_nbytes or not has_room:
@@ -190,9 +189,10 @@ class Bank:
         self.make_way()
         return n_too_large
 
-    def generation(self, namespace: str) -> int:
-        """Return how often a namespace was cleared, alone or with all others."""
-        return self._n_clears_of_all + self._n_clears[namespace]
+    def is_current(self, namespace: str, key: str, generation: int) -> bool:
+        """Whether a request that was read at this `generation` has been neither cleared nor forgotten since."""
+        cleared = max(self._cleared.get(None, 0), self._cleared.get(namespace, 0))
+        return max(cleared, self._forgotten.get(key, 0)) <= generation
 
     def namespaces(self) -> list[str]:
         """Return the namespaces with entries."""
@@ -202,20 +202,20 @@ class Bank:
     def clear(self, namespace: str | None = None) -> int:
         """Remove the entries of a namespace (None: all), pinned ones too; return their number."""
         with self._lock:
-            if namespace is None:
-                self._n_clears_of_all += 1
-            else:
-                self._n_clears[namespace] += 1
+            self.generation += 1
+            self._cleared[namespace] = self.generation
             pinned = [key for key in self._pinned if namespace in (None, self._entries[key].scope.namespace)]
-            return self.forget([*self._shares.keys(namespace), *pinned])
+            return self._drop_all([*self._shares.keys(namespace), *pinned])
 
-    def forget(self, keys: Iterable[str]) -> int:
-        """Remove entries by key, pinned ones too; return how many were held."""
+    def forget(self, keys: Sequence[str]) -> int:
+        """Remove entries by key, pinned ones too; return how many were held. Calls under way do not bring them back."""
         with self._lock:
-            held = [key for key in keys if key in self._entries]
-            for key in held:
-                self._drop(key)
-            return len(held)
+            self.generation += 1
+            if len(self._forgotten) + len(keys) > _MOST_FORGOTTEN:
+                self._forgotten.clear()
+                self._cleared[None] = self.generation  # calls under way store nothing at all
+            self._forgotten |= dict.fromkeys(keys, self.generation)
+            return self._drop_all(keys)
 
     def entries(self) -> list[Entry]:
         """Return a snapshot of all entries, oldest first."""
@@ -236,7 +236,7 @@ class Bank:
         """Store the entries that `state` returned, oldest first, as far as they fit."""
         for own, (key, scope, layout) in unpack(meta, tensors):
             entry = Entry.of(key, Scope(*scope), own, layout)
-            self.put([entry], self.generation(entry.scope.namespace))
+            self.put([entry], self.generation)
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 
@@ -283,6 +283,12 @@ class Bank:
         except BaseException:  # the policy would never evict it
             self._drop(entry.key)
             raise
+
+    def _drop_all(self, keys: Iterable[str]) -> int:
+        held = [key for key in keys if key in self._entries]
+        for key in held:
+            self._drop(key)
+        return len(held)
 
     def _drop(self, key: str) -> None:
         is_pinned = key in self._pinned

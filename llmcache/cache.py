@@ -1,7 +1,8 @@
 """`LLMCache`, the public facade. `core` builds its parts (with `tau`, `paper` does); `call` has the path of a call."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -425,7 +426,8 @@ class LLMCache:
 
         The call's requests are computed and stored anew when they come again. For a prompt, blocks that it shares with
         other prompts are forgotten too. Sources that served it approximately serve no other request from now on; the
-        calibration stays. Applies to the current namespace and, with a store, to all caches that share it.
+        calibration stays. Applies to the current namespace and, with a store, to all caches that share it. No call that
+        began before this returns brings any of it back.
 
         Returns:
             How many requests were in memory.
@@ -433,7 +435,11 @@ class LLMCache:
         Raises:
             StoreError: The store could not forget them. This cache's memory has forgotten them all the same.
         """
-        return self._way.forget(lambda: self(*args, **kwargs))
+        return self._forget_all([partial(self, *args, **kwargs)])
+
+    def _forget_all(self, calls: Iterable[Callable[[], object]]) -> int:
+        """Forget what serves calls of this cache, at once: a store on Redis waits once; see `forget`."""
+        return self._way.forget(calls)
 
     @contextmanager
     def namespace(self, name: str, *, prefixes_from: str | None = None) -> Iterator[Self]:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -218,6 +218,15 @@ class Calibrator:
         """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
         self.calibrated.forget(namespace)
         self.calibrated.fitter.sources.forget(namespace)
+
+    def bury(self, namespace: str, keys: Collection[str]) -> None:
+        """Bury the sources among forgotten requests. Queued hits are audited all the same, as the rate needs it."""
+        sources = self.semantic.sources
+        for key in keys:
+            if key in sources:
+                sources.bury(key, namespace)
+        if self.draft is not None:
+            self.draft.forget()
 
     def check_engine(self) -> None:
         """End a calibration whose sources another engine computed: none of them would be found."""

@@ -198,7 +198,7 @@ class CachedForward(Swap, Switches):
         if self._is_pooled and self.pooled.get() is None and not call.is_collected:
             return "token_states"
         if self._tier is not None:
-            self._tier.follow()  # apply purges by other processes first
+            call.since = self._tier.follow()  # apply purges by other processes first
             call.number = self._tier.number(call.namespace)
         # Hits are checked before they are served, misses before they are stored (`_are_unchanged`).
         look = weights.look(not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager)
@@ -221,7 +221,7 @@ class CachedForward(Swap, Switches):
         call.kind = (look.digest, autocast, *form.kind)
         if self.packings.get(call.kind, True) is None:  # known as unpackable; an unknown kind passes
             return "more_output"
-        call.generation, call.is_whole = self._bank.generation(call.namespace), bool(state.coupling)
+        call.generation, call.is_whole = self._bank.generation, bool(state.coupling)
         engine = self.engine if look.activated is None else self.eager  # a graph has no hooks
         if engine is not self.eager:
             engine = engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)

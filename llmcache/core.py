@@ -39,16 +39,19 @@ from llmcache.policies import POLICIES
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.stored import block_name
 from llmcache.request.bypass import CURES
-from llmcache.request.call import Rung
+from llmcache.request.call import Call, Rung
 from llmcache.request.reading import RequestReader
+from llmcache.request.rows import Scope
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import EngineStats, Stats
 from llmcache.stores import MEMORY, STORES
 from llmcache.stores.entries import entry_name
-from llmcache.stores.seal import Seal
+from llmcache.stores.seal import SECRET, Seal
 from llmcache.stores.tier import Memory, Tier
 
 logger = logging.getLogger("llmcache")
+
+_SOURCE = "a."  # prefix of the name of a source that would have served a forgotten request: its entry stays
 
 
 class Core:
@@ -237,29 +240,35 @@ class Core:
         if self.calibrator is not None:
             self.calibrator.rest.recheck()
 
-    def forget(self, call: Callable[[], object]) -> int:
-        """Forget the entries and blocks that may serve a call; return the number of requests that were in memory.
+    def forget(self, calls: Iterable[Callable[[], object]]) -> int:
+        """Forget the entries and blocks that may serve calls, all of one namespace; return how many requests were held.
 
         Raises:
             StoreError: As `clear`.
         """
-        one = self.forward.prepared.look_up(call)
-        if one is None or one.reason is not None or one.scope is None:
+        named: dict[Scope, list[str]] = {}
+        for call in calls:
+            one = self.forward.prepared.look_up(call)
+            if one is not None and one.reason is None and one.scope is not None:
+                named.setdefault(one.scope, []).extend(self._names_of(one))
+        if not named:
             return 0
-        entries = [row.key for row in one.rows if row.key]
-        blocks = [] if one.prefill is None or self.forward.prefix is None else self.forward.prefix.keys_of(one)
+        namespace = next(iter(named)).namespace
         if self.tier is not None:
-            n_requests = self.tier.forget(one.scope, [*map(entry_name, entries), *map(block_name, blocks)])
-        else:
-            n_requests = self.drop_keys([*entries, *blocks])
+            return self.tier.forget(namespace, named)
+        return self.drop_names(namespace, [name for names in named.values() for name in names])
+
+    def _names_of(self, call: Call) -> list[str]:
+        """Return the names of all that may serve a call: entries, blocks, and sources that would serve its rows."""
+        keys, prefix = [row.key for row in call.rows if row.key], self.forward.prefix
+        names = [*map(entry_name, keys)]
+        if call.prefill is not None and prefix is not None:
+            names += map(block_name, prefix.keys_of(call))
         if self.calibrator is not None:
-            one.hits.clear()  # find the sources that would serve these rows next, and bury them too
-            self.calibrator.semantic.look_up(one, [row for row in one.rows if not row.bypass_reason])
-            sources = self.calibrator.semantic.sources
-            for key in {*entries, *(hit.source for hit in one.hits.values())}:
-                if key in sources:
-                    sources.bury(key, one.namespace)
-        return n_requests
+            call.hits.clear()
+            self.calibrator.semantic.look_up(call, [row for row in call.rows if not row.bypass_reason])
+            names += (f"{_SOURCE}{hit.source}" for hit in call.hits.values())
+        return names
 
     def restart_stats(self) -> None:
         """Reset the counts of requests, hits and times."""
@@ -277,12 +286,14 @@ class Core:
                 self.calibrator.draft.forget()
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
-    def drop_keys(self, keys: Iterable[str]) -> int:
-        """Forget entries and blocks in memory by key, not in the store; return the number of requests."""
-        keys = list(keys)
-        if self.calibrator is not None and self.calibrator.draft is not None:
-            self.calibrator.draft.forget()
-        return self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
+    def drop_names(self, namespace: str, names: Sequence[str]) -> int:
+        """Forget entries and blocks in memory by name, and bury sources, not in the store; return how many requests."""
+        every = {name.partition(".")[2] for name in names}
+        keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
+        n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
+        if self.calibrator is not None:
+            self.calibrator.bury(namespace, every)
+        return n_requests
 
     def namespaces(self) -> set[str]:
         """Return the namespaces with entries or blocks in memory."""
@@ -417,6 +428,11 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
         "versions": [torch.__version__, transformers.__version__],
     }
     seal = Seal.from_environment()  # first: if it raises, no store is left open
+    if config.store.name == "redis" and not seal.is_authentic:
+        logger.warning(
+            "llmcache: values on Redis are not signed, so whoever can write to it can forge answers: set %s",
+            SECRET,
+        )
     return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store.least_tokens)
 
 

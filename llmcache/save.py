@@ -58,7 +58,7 @@ class Manifest(BaseModel):
     weights: str  # digest of the trunk's weights
     head: str  # digest of the model's other weights; "" if reuse is exact only
     special_ids: list[int]  # token ids excluded from fingerprints; must be the same when loading
-    numbers: dict[str, int] | None = None  # numbers of namespaces in the store; None: there was no store
+    numbers: dict[str, tuple[int, int]] | None = None  # of namespaces, see `Tier.numbers`; None: there was no store
     kinds: dict[str, list[Any]]  # descriptions of the trunk's outputs, by component; see `Kinds`
     files: dict[str, str] = {}  # SHA-256 by file name
 
@@ -71,7 +71,7 @@ def save(
     config: CacheConfig,
     tokenizer: Any,
     payload: str,
-    numbers: Mapping[str, int] | None,
+    numbers: Mapping[str, tuple[int, int]] | None,
     kinds: Mapping[str, list[Any]],
     sections: Mapping[str, Section],
 ) -> None:

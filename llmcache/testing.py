@@ -15,7 +15,7 @@ from llmcache.index.base import Index
 from llmcache.paper.codecs import Codec
 from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.policies.base import Policy
-from llmcache.stores.base import Purge, Put, Store, StoreKey
+from llmcache.stores.base import Purge, Put, Store, StoreKey, forgets_of
 
 
 def check_policy(make: Callable[[], Policy], seed: int = 0) -> None:
@@ -193,16 +193,26 @@ def _check_values(one: Store, other: Store, run: str) -> None:
 def _check_purges(one: Store, other: Store, name: str) -> None:
     keys, stays = [_key(name, i) for i in range(5)], _key(f"{name}:b", 0)
     begin, own, before = other.purges(None), one.purges(None), one.numbers([name, f"{name}:b"])
+    forgets = one.numbers([forgets_of(name), forgets_of(f"{name}:b")])
     _rule(begin.is_complete and not begin.found, "purges(None): no purges, and the current cursor")
     _put(one, dict.fromkeys([*keys, stays], b"value"))
     (kept,) = one.get_many(keys[:1], time.monotonic() + 60)
     one.forget(keys[:2])
-    _rule(_get(other, [*keys, stays]) == [None] * 2 + [b"value"] * 4, "forget: no forgotten value is returned")
+    for store, since in ((one, own), (other, begin)):
+        store.put_many([Put(key, b"late", before[0], since.cursor) for key in keys[:2]])
+        store.put_many([Put(keys[1], b"late", before[0], "no cursor of this store")])
+        is_gone = _get(store, [*keys, stays]) == [None] * 2 + [b"value"] * 4
+        _rule(is_gone, "forget: no forgotten value is returned, or put with a cursor from before or an unknown one")
+        (number,), now = store.numbers([name]), store.numbers([forgets_of(name), forgets_of(f"{name}:b")])
+        is_counted = number == before[0] and [a == b for a, b in zip(now, forgets, strict=True)] == [False, True]
+        _rule(is_counted, "forget: the number of `forgets_of` the namespace changes in all stores, and no other")
+    _put(one, {keys[1]: b"anew"})
+    _rule(_get(other, keys[:2]) == [None, b"anew"], "forget: a key may be put again with a later cursor")
     one.purge(name)
     for store in (one, other):
         number, unchanged = store.numbers([name, f"{name}:b"])
         _rule(number != before[0] and unchanged == before[1], "purge: the namespace has another number in all stores")
-        store.put_many([Put(keys[0], b"late", before[0])])
+        store.put_many([Put(keys[0], b"late", before[0], store.purges(None).cursor)])
         _rule(_get(store, keys) == [None] * 5, "purge: no value put before it, or with the old number, is returned")
     _rule(kept is not None and bytes(kept) == b"value", "get_many: returned bytes stay when values are removed")
     wanted = [Purge(name, tuple(key.name for key in keys[:2])), Purge(name)]
@@ -219,7 +229,8 @@ def _check_purges(one: Store, other: Store, name: str) -> None:
 
 
 def _put(store: Store, values: Mapping[StoreKey, bytes]) -> None:
-    store.put_many([Put(key, value, store.numbers([key.namespace])[0]) for key, value in values.items()])
+    cursor, numbers = store.purges(None).cursor, store.numbers([key.namespace for key in values])
+    store.put_many([Put(*put, number, cursor) for put, number in zip(values.items(), numbers, strict=True)])
 
 
 def _get(store: Store, keys: Sequence[StoreKey]) -> list[bytes | None]:

@@ -44,6 +44,7 @@ class Recompute:
     autocast: tuple[str, torch.dtype, bool]  # device type, dtype, is enabled
     engine: str  # name of the engine that its key covers
     origin: Origin  # of the answer served: only the same model's answer tells whether it was right
+    generation: int  # `Bank.generation` when it was served: what is forgotten later is recomputed, but not stored
     since_s: float = field(default_factory=monotonic)  # when it was served, monotonic
 
 
@@ -160,4 +161,4 @@ def copy_row(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recomput
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     engine = "" if call.engine is None else call.engine.name
-    return Recompute(drawn, row.key, call.namespace, inputs, autocast, engine, origin)
+    return Recompute(drawn, row.key, call.namespace, inputs, autocast, engine, origin, call.generation)

@@ -99,6 +99,7 @@ class Recomputer:
             self.queue.park(tasks)
         for task, case in zip(tasks, cases, strict=False):
             if case.row.key == task.key:
+                case.generation = task.generation
                 with self.counters.guard("store an audited request"):
                     if not task.engine:  # states of two engines are not mixed
                         self._store(case)

@@ -9,7 +9,7 @@ Until a calibration succeeds, and after one fails, nothing is reused approximate
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from time import perf_counter
@@ -116,8 +116,8 @@ class CalibratedReuse:
                 self.end()
 
     def remaining(self, observed: Sequence[Observation]) -> list[Observation]:
-        """Return the requests whose namespace was not purged since they were computed."""
-        return [case for case in observed if self._bank.generation(case.scope.namespace) == case.generation]
+        """Return the requests that were neither purged nor forgotten since they were computed."""
+        return [case for case in observed if self._bank.is_current(case.scope.namespace, case.row.key, case.generation)]
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Collect computed requests; once there are `learn` of them, calibrate in a thread."""
@@ -358,8 +358,8 @@ class CalibratedReuse:
         """Return a context in which no calibration begins or ends."""
         return self._lock
 
-    def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned, and serve within its limit.
+    def restore(self, meta: Any, tensors: Mapping[str, Tensor], gone: Collection[str] = ()) -> None:
+        """Restore what `state` returned, and serve within its limit. Sources whose key is in `gone` are buried.
 
         Raises:
             ValueError: The sources do not fit the budgets.
@@ -374,7 +374,8 @@ class CalibratedReuse:
         sources = []
         records = unpack(meta["sources"], {name: one for name, one in tensors.items() if "/" in name})
         for (own, (key, scope, layout, ids, length)), answer in zip(records, arrays["answers"], strict=True):
-            sources.append(Source(Entry.of(key, Scope(*scope), own, layout), bytes.fromhex(ids), answer, length))
+            held = {} if key in gone else own
+            sources.append(Source(Entry.of(key, Scope(*scope), held, layout), bytes.fromhex(ids), answer, length))
         with self._lock:
             self.end()
             self.fitter.fingerprint.restore(below("fingerprint.", arrays))
@@ -386,12 +387,15 @@ class CalibratedReuse:
             entries = [one.entry for one in sources if one.entry.fields]
             if made.sources == "growing":
                 for entry in entries:
-                    self._bank.put([entry], self._bank.generation(entry.scope.namespace))
+                    self._bank.put([entry], self._bank.generation)
             elif not self._bank.pin(entries):
                 raise ValueError("max_bytes or max_entries are too small for the sources of the calibration")
             self.fitter.sources.add(sources, arrays["vectors"])
             for key, namespace in meta["quarantined"].items():
                 self.fitter.sources.quarantine(key, namespace)
+            for source in sources:
+                if source.key in gone:
+                    self.fitter.sources.bury(source.key, source.entry.scope.namespace)
             self.namespaces = set(meta["namespaces"])
             self.calibration = self.latest = made
 

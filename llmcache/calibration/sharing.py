@@ -130,6 +130,7 @@ class SharedCalibration:
         return shows and made.watch is not None and made.sources == config.sources and not made.n_alarms
 
     def _publish(self, place: Place) -> None:
+        now = self._tier.now(place.scope.namespace)
         meta, tensors = self._calibrated.state(place.scope.weights)
         packed = json.dumps(meta).encode()
         sha = hashlib.sha256(packed)
@@ -137,7 +138,7 @@ class SharedCalibration:
             sha.update(name.encode() + one.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         self._body, self._version, self._place = sha.hexdigest()[:24], self._version + 1, place
         packed_meta = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self._write(place, f"b.{self._group()}.{self._body}", {**tensors, _META: packed_meta}, {})
+        self._write(place, f"b.{self._group()}.{self._body}", {**tensors, _META: packed_meta}, now)
         self._write(place, f"s.{self._group()}.{self._version}", {}, {"body": self._body})
 
     def _check(self, place: Place) -> None:
@@ -175,16 +176,20 @@ class SharedCalibration:
         try:
             with self._counters.guard("adopt a calibration from the store"):
                 namespace, bank = place.scope.namespace, self._calibrated.fitter.bank
-                generation = bank.generation(namespace)
                 (found,) = self._tier.peek([(place.scope, f"b.{self._group()}.{body}")], _BODY_TIMEOUT_S)
                 if found is None:  # not written yet, or gone
                     return
                 self._unusable = self._version, body  # until it is adopted
                 meta = json.loads(found.tensors.pop(_META).numpy().tobytes())
                 with self._calibrated.held():
-                    if bank.generation(namespace) != generation:  # purged since
+                    generation, gone = bank.generation, self._tier.forgotten_since(namespace, found.about)
+                    if gone is None:
                         return
-                    self._calibrated.restore(meta, found.tensors)
+                    self._calibrated.restore(meta, found.tensors, gone)
+                    if bank.generation != generation:  # something was forgotten meanwhile: try again
+                        self._calibrated.end()
+                        self._unusable = 0, ""
+                        return
                 self._tier.follow()  # a purge elsewhere drops the restored sources and ends the calibration
                 made = self._calibrated.calibration
                 if made is not None and made.head != self._calibrated.head_digest():
@@ -200,7 +205,7 @@ class SharedCalibration:
             self._thread = None
 
     def _write(self, place: Place, name: str, tensors: dict[str, Any], about: dict[str, Any]) -> None:
-        self._tier.write(place.scope, name, tensors, about, place.number)
+        self._tier.write(place.scope, name, tensors, about, place.number, self._tier.follow())
 
     def _group(self) -> str:
         """Return a digest of the settings and head that caches must share, beside the scope."""

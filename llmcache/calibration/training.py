@@ -256,8 +256,11 @@ class CalibrationFitter:
             vectors = np.stack([self._forecast(case)[0] for case in held])
             self.sources.add(map(self.source_of, held), vectors)
             for case in held:
-                if case.row.key not in self.bank:  # evicted meanwhile
-                    self.sources.remove(case.row.key)
+                key = case.row.key
+                if not self.bank.is_current(case.scope.namespace, key, case.generation):  # forgotten meanwhile
+                    self.bank.forget([key])
+                if key not in self.bank:  # evicted meanwhile
+                    self.sources.remove(key)
 
     def source_of(self, case: Observation) -> Source:
         """Return a computed request as a source."""

@@ -56,7 +56,7 @@ class Banks(dict[int, LayerBank]):
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may ask for the stats
         self._waiting: dict[str, tuple[str, Floats]] = {}  # until the fit, by key: namespace, features (F0,)
         self._trimmer = Trimmer()
-        self.n_purges = 0  # purges so far; a call that began before the latest purge stores nothing
+        self.n_purges = 0  # purges and forgets so far; a call that began before the latest stores nothing
         self._heeds_costs = any(type(bank.policy).on_cost is not Policy.on_cost for bank in banks.values())
 
     def search(self, layer: int, kinds: Sequence[Kind], vectors: Floats, keys: Sequence[str]) -> list[Near | None]:
@@ -128,6 +128,7 @@ class Banks(dict[int, LayerBank]):
         """Remove requests by key; return how many were held."""
         gone = set(keys)
         with self._lock:
+            self.n_purges += 1
             found = gone & (self._keys() | self._waiting.keys())
             for key in found:
                 self._waiting.pop(key, None)

@@ -5,7 +5,7 @@ Sizes: B rows, T tokens, D hidden width.
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -375,10 +375,13 @@ class Layerwise(Switches):
             self._weights.recheck()
         return self._banks.drop(namespace)
 
-    def forget(self, run: Callable[[], object]) -> int:
-        """Call `run`, then forget the requests of that call and those that served them; return how many were held."""
-        run()
-        return self._banks.forget({key for one in self.last for key in (one.key, one.source) if key})
+    def forget(self, calls: Iterable[Callable[[], object]]) -> int:
+        """Make the calls, then forget their requests and those that served them; return how many were held."""
+        keys = set[str]()
+        for call in calls:
+            call()
+            keys |= {key for one in self.last for key in (one.key, one.source) if key}
+        return self._banks.forget(keys)
 
     def drain(self) -> int:
         """Return 0: there is no background work."""

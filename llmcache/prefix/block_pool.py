@@ -61,7 +61,7 @@ class BlockPool:
         self.nbytes = 0
         self.n_evicted = 0
         self.n_tails = 0
-        self.n_purges = 0  # purges so far; a call that began before the latest purge stores nothing
+        self.n_purges = 0  # purges and forgets so far; a call that began before the latest stores nothing
         self._shares = Shares(make_policy)
         self._spent = spent
         self._held: dict[str, Block] = {}
@@ -177,6 +177,7 @@ class BlockPool:
         """Remove blocks and all that follow them; return how many requests that removes."""
         with self._lock:
             n_tails = self.n_tails
+            self.n_purges += 1
             for key in keys:
                 self._drop_from(key)
             self._slabs.settle()

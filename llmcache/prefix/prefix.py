@@ -122,7 +122,7 @@ class Prefix:
         if self._stored is not None and self._stored.tier.has_dropped:
             for number, (key, held) in prefill.whole.items():
                 keys = [link.key for link in self._chain(prefill, prefill.rows[number])[: len(held) - 1]]
-                self._stored.offer_again([*keys, key], held, call.number, self.kinds.describe(call.kind))
+                self._stored.offer_again(call, [*keys, key], held, self.kinds.describe(call.kind))
         if len(prefill.whole) == len(prefill.rows):
             return
         if call.is_whole:
@@ -364,7 +364,7 @@ class Prefix:
             kind = self.kinds.describe(call.kind)
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
                 if link.key in made and link.key not in known:
-                    self._stored.put(link.key, made[link.key], before, call.number, kind)
+                    self._stored.put(call, link.key, made[link.key], before, kind)
         return is_whole
 
     def _store(self, call: "Call", prefill: Prefill, row: Row, states: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from llmcache.prefix.block import Block, lay_together
 from llmcache.prefix.block_pool import BlockPool
 from llmcache.prefix.slabs import slab_blocks
+from llmcache.request.call import Call
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
 from llmcache.stores.seal import Opened
@@ -30,16 +31,16 @@ class StoredBlocks:
     def __init__(self, tier: Tier, pool: BlockPool) -> None:
         self.tier, self._pool = tier, pool
 
-    def put(self, key: str, block: Block, before: str | None, number: int, kind: Any) -> None:
+    def put(self, call: Call, key: str, block: Block, before: str | None, kind: Any) -> None:
         """Queue a block or tail to be written, with the key of the block before it and its call's output kind."""
         about = {"ids": block.ids.hex(), "layout": block.layout.hex(), "before": before, "kind": kind}
-        self.tier.write(block.scope, block_name(key), block.tensors, about, number)
+        self.tier.write(block.scope, block_name(key), block.tensors, about, call.number, call.since)
 
-    def offer_again(self, keys: Sequence[str], blocks: Sequence[Block], number: int, kind: Any) -> None:
+    def offer_again(self, call: Call, keys: Sequence[str], blocks: Sequence[Block], kind: Any) -> None:
         """Queue those blocks of a chain that serve this call and were dropped when they were first queued."""
         for before, key, block in zip([None, *keys], keys, blocks, strict=False):
             if self.tier.lacks(block.scope, block_name(key)):
-                self.put(key, block, before, number, kind)
+                self.put(call, key, block, before, kind)
 
     def recall(self, wanted: Sequence[Wanted], n_purges: int) -> list[Any]:
         """Read the blocks and tails of rows in one read and put them into the pool; return the tails' output kinds."""

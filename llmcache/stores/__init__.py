@@ -9,11 +9,11 @@ The name `memory` means no store: entries live in the process only.
 """
 
 from llmcache.registry import Registry
-from llmcache.stores.base import Bytes, Purge, Purges, Put, Store, StoreKey, StoreStats
+from llmcache.stores.base import Bytes, Purge, Purges, Put, Store, StoreKey, StoreStats, forgets_of
 from llmcache.stores.disk import DiskStore
 from llmcache.stores.redis import RedisStore
 
-__all__ = ["MEMORY", "STORES", "Bytes", "Purge", "Purges", "Put", "Store", "StoreKey", "StoreStats"]
+__all__ = ["MEMORY", "STORES", "Bytes", "Purge", "Purges", "Put", "Store", "StoreKey", "StoreStats", "forgets_of"]
 
 MEMORY = "memory"
 

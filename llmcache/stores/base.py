@@ -10,7 +10,7 @@ from typing import TypeAlias
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 #: Version of names, values and indexes. Raised by every change to the meaning of a value, so versions share no values.
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,18 @@ class Put:
         key: Key of the value.
         value: Bytes made by `seal.Seal`.
         number: Number of the namespace before the value was computed; see `Store.numbers`.
+        since: A cursor from before the value was computed; see `Store.purges`.
     """
 
     key: StoreKey
     value: Bytes
     number: int
+    since: str
+
+
+def forgets_of(namespace: str) -> str:
+    """Return the name under which stores count what they forget of a namespace: its number changes each time."""
+    return f"{namespace}\0forgotten"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class Purge:
 
     Attributes:
         namespace: The namespace, or None for all.
-        names: Names of the purged values; empty for the whole namespace.
+        names: Names of the forgotten values; empty for the whole namespace.
     """
 
     namespace: str | None
@@ -106,7 +113,8 @@ class Store(ABC):
     values to evict for lack of room.
 
     Each namespace has a number. A value is returned only while its namespace still has the number the value was put
-    with. A purge changes the number. A number is never used again, even if the store loses data.
+    with. A purge changes the number. A number is never used again, even if the store loses data. A value that was
+    computed before its key was forgotten is never stored afterwards.
 
     The constructor takes the setting's options as keyword arguments, checked against its annotations. It raises
     `ValueError`, with the remedy, if the store cannot be opened.
@@ -128,8 +136,10 @@ class Store(ABC):
     def put_many(self, puts: Sequence[Put]) -> None:
         """Store values; every store finds them once this returns. Called in the background, so it may be slow.
 
-        A value that exceeds the budget, or whose number is no longer its namespace's, is skipped silently. If a key
-        already has a value, either of the two may remain.
+        Skipped silently are values that exceed the budget, whose number is no longer its namespace's, and whose key was
+        forgotten after the cursor `since`; of a cursor that is too old or unknown, all. The check and the write are
+        one step: no other store returns such a value, however briefly. If a key already has a value, either of the two
+        may remain.
         """
 
     @abstractmethod
@@ -153,7 +163,10 @@ class Store(ABC):
 
     @abstractmethod
     def forget(self, keys: Sequence[StoreKey]) -> None:
-        """Remove values of one namespace, and report it in `purges`. No store returns any of them afterwards."""
+        """Remove values of one namespace, and report it in `purges`. No store returns any of them afterwards.
+
+        The number of `forgets_of` the namespace changes. Keys may have no value: names of other kinds are reported too.
+        """
 
     @abstractmethod
     def purges(self, since: str | None) -> Purges:

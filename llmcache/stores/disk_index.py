@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmcache.errors import StoreError
-from llmcache.stores.base import FORMAT, Purge, Purges, Put
+from llmcache.stores.base import FORMAT, Purge, Purges, Put, forgets_of
 from llmcache.threads import at_fork, forkable
 
 _OURS = int.from_bytes(b"LLMC")  # the application id of our databases
@@ -254,11 +254,11 @@ class Changes:
             self._do("UPDATE held SET used = ? WHERE key = ?", (self._tick, key))
 
     def put(self, put: Put, file: str | None) -> bool:
-        """Add a value, in `file` or in the database; return False if its number is outdated or the key has a value."""
+        """Add a value, in `file` or in the database; return False if it is outdated or the key has a value."""
         self._do("INSERT OR IGNORE INTO namespaces (name, number) VALUES (?, 0)", (put.key.namespace,))
         asked = "SELECT id, number + (SELECT number FROM totals) FROM namespaces WHERE name = ?"
         namespace, number = self._do(asked, (put.key.namespace,)).fetchone()
-        if put.number != number:
+        if put.number != number or self._is_forgotten(put):
             return False
         added = self._do(
             "INSERT OR IGNORE INTO held (key, namespace, number, nbytes, file, used) VALUES (?, ?, ?, ?, ?, ?)",
@@ -282,8 +282,7 @@ class Changes:
         if namespace is None:
             self._do("UPDATE totals SET number = number + 1")
         else:
-            again = "ON CONFLICT (name) DO UPDATE SET number = number + 1"
-            self._do(f"INSERT INTO namespaces (name, number) VALUES (?, 1) {again}", (namespace,))
+            self._renumber(namespace)
         self._record_purge(namespace, ())
         return before - self._one(f"SELECT count(*) FROM {_VALID}")
 
@@ -294,6 +293,7 @@ class Changes:
 
     def forget(self, keys: Sequence[bytes], namespace: str, names: Sequence[str]) -> list[str | None]:
         """Remove values by key and record the purge; return the file of each, or None."""
+        self._renumber(forgets_of(namespace))
         self._record_purge(namespace, names)
         return [file for key in keys for file in self._remove("key = ?", key)]
 
@@ -308,6 +308,20 @@ class Changes:
     def _remove(self, which: str, *values: Any) -> list[str | None]:
         gone = self._do(f"DELETE FROM held WHERE {which} RETURNING file", values).fetchall()
         return [_checked(file) for (file,) in gone]
+
+    def _is_forgotten(self, put: Put) -> bool:
+        """Whether a value was forgotten since its cursor, or may have been."""
+        folder, _, since = put.since.partition(":")
+        asked = int(since) if since.isdigit() else -1
+        ours, first = self._do("SELECT folder, (SELECT coalesce(min(id), 1) FROM purges) FROM totals").fetchone()
+        if folder != ours or asked < first - 1:
+            return True
+        later = "SELECT 1 FROM purges WHERE id > ? AND instr(names, ?)"
+        return self._do(later, (asked, json.dumps(put.key.name))).fetchone() is not None
+
+    def _renumber(self, namespace: str) -> None:
+        again = "ON CONFLICT (name) DO UPDATE SET number = number + 1"
+        self._do(f"INSERT INTO namespaces (name, number) VALUES (?, 1) {again}", (namespace,))
 
     def _record_purge(self, namespace: str | None, names: Sequence[str]) -> None:
         added = self._do("INSERT INTO purges (namespace, names) VALUES (?, ?)", (namespace, json.dumps(names)))

@@ -36,9 +36,8 @@ class StoredEntries:
         """Queue entries of a call to be written."""
         kind = self._packings.describe(call.kind)
         for one in entries:
-            self.tier.write(
-                one.scope, entry_name(one.key), one.tensors, {"layout": one.layout.hex(), "kind": kind}, call.number
-            )
+            about = {"layout": one.layout.hex(), "kind": kind}
+            self.tier.write(one.scope, entry_name(one.key), one.tensors, about, call.number, call.since)
 
     def offer_again(self, call: Call, entries: Iterable[Entry]) -> None:
         """Queue those entries that serve this call and were dropped when they were first queued."""

@@ -7,6 +7,7 @@ A value's name contains the number of its namespace, so a purge only changes tha
 the values in one round trip. The server evicts as configured; anything it lost is a miss.
 """
 
+import json
 import logging
 import re
 import secrets
@@ -17,7 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from llmcache.errors import StoreError
-from llmcache.stores.base import FORMAT, Bytes, Purges, Put, Store, StoreKey, StoreStats
+from llmcache.stores.base import FORMAT, Bytes, Purges, Put, Store, StoreKey, StoreStats, forgets_of
 from llmcache.stores.redis_follower import AWAY, LEASE_S, PATIENCE_S, Follower, purge_command
 from llmcache.stores.redis_server import ALL, Command, Run, Server, UnusableError, field_of, read_numbers
 from llmcache.threads import at_fork, forkable
@@ -32,6 +33,19 @@ _AT_ONCE = 64  # values read together; the deadline is checked in between
 _SCANNED = 1_000  # names per SCAN
 _COUNTED = 20_000  # names scanned for the statistics
 _LOOKED_AT = 100_000  # names scanned at the start, to find foreign ones
+#: Sets a value unless its number changed, or a purge after the entry `since` names it, or entries after it are gone.
+#: In one step: a forgotten value that was visible for a moment could stay in the memory of a process that read it.
+_PUT = """
+local field, number, since, name, value, ttl_s = unpack(ARGV)
+local now = redis.call('HMGET', KEYS[1], 'all', field)
+local purges = redis.call('XRANGE', KEYS[2], since, '+')
+if (now[2] or now[1]) ~= number or not purges[1] or purges[1][1] ~= since then return 0 end
+for i = 2, #purges do
+  if string.find(purges[i][2][2], name, 1, true) then return 0 end
+end
+redis.call('SET', KEYS[3], value, 'EX', ttl_s)
+return 1
+"""
 
 
 class _Links(NamedTuple):
@@ -83,17 +97,21 @@ class RedisStore(Store):
         return [*found, *[None] * (len(keys) - len(found))]
 
     def put_many(self, puts: Sequence[Put]) -> None:
-        names = list(dict.fromkeys(put.key.namespace for put in puts))
         with self._server.exchange(self._links.patient) as at:
-            now = self._now(at, names)
-            kept = [p for p in puts if p.number == now[p.key.namespace] and len(p.value) <= _LARGEST]
-            named = {at.value(put.key, put.number): put for put in kept}
-            sets: list[Command] = [("SET", name, memoryview(p.value), "EX", self._ttl_s) for name, p in named.items()]
+            sets = [
+                self._put_command(at, put, since)
+                for put in puts
+                if len(put.value) <= _LARGEST and (since := at.entry_of(put.since))
+            ]
             at.ask(*sets, *at.expire_commands(self._ttl_s))
-            after = self._now(at, names)
-            if gone := [name for name, put in named.items() if put.number != after[put.key.namespace]]:
-                # A purge came in between, and may have scanned for values to remove before these were set.
-                at.ask(("UNLINK", *gone))
+
+    def _put_command(self, at: Run, put: Put, since: str) -> Command:
+        names = at.numbers, at.purges, at.value(put.key, put.number)
+        number, name = str(put.number), json.dumps(put.key.name)
+        return (
+            *("EVAL", _PUT, len(names), *names),
+            *(field_of(put.key.namespace), number, since, name, memoryview(put.value), self._ttl_s),
+        )
 
     def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
         with self._server.exchange(self._links.patient) as at:
@@ -105,6 +123,9 @@ class RedisStore(Store):
         """As `Store.numbers`. Waits longer for the server than a read does: nothing is written without a number."""
         with self._server.exchange(self._links.numbering) as at:
             now = self._now(at, namespaces)
+            (last,) = at.ask(("XREVRANGE", at.purges, "+", "-", "COUNT", 1))
+        if namespaces and last:
+            self._links.follower.wait_for(last[0][0])  # `purges` must know of every purge that the numbers do
         return [now[namespace] for namespace in namespaces]
 
     def purge(self, namespace: str | None) -> int:
@@ -129,8 +150,12 @@ class RedisStore(Store):
         namespace = keys[0].namespace
         with self._server.exchange(self._links.patient) as at:
             number = self._now(at, [namespace])[namespace]
-            remove: Command = ("UNLINK", *(at.value(key, number) for key in keys))
-            at.ask(remove, purge_command(at, namespace, [key.name for key in keys]))
+            # Recorded first: what is put later is refused, and what was put before is removed.
+            at.ask(
+                ("HSET", at.numbers, field_of(forgets_of(namespace)), secrets.randbits(_NUMBER_BITS)),
+                purge_command(at, namespace, [key.name for key in keys]),
+                ("UNLINK", *(at.value(key, number) for key in keys)),
+            )
         self._closing.wait(LEASE_S)
 
     def purges(self, since: str | None) -> Purges:

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from time import monotonic
 from typing import Any
 
@@ -42,8 +43,7 @@ class Follower:
         """Start the thread. While the server is unreachable, it keeps trying."""
         self._server, self._ttl_s = server, ttl_s
         self._client = server.client(PATIENCE_S)
-        self._log: deque[Purge] = deque(maxlen=_MOST_PURGES)
-        self._name, self._n = "", 0  # name of the log, new at each restart, and the purges read since
+        self._log: deque[tuple[str, Purge | None]] = deque(maxlen=_MOST_PURGES)  # with cursors; None: no purge
         self._root = ""  # name prefix of the server's run
         self._entry: bytes = b""  # id of the last stream entry read
         self._current_until = 0.0
@@ -62,14 +62,21 @@ class Follower:
         with self._changed:
             # Waits only if the thread was kept from running: a lost server is marked away within the lease.
             self._changed.wait_for(lambda: self._is_away or self._is_current, LEASE_S)
-            cursor = f"{self._name}:{self._n}"
+            cursor = self._log[-1][0] if self._log else ""
             if not self._is_current and (not self._root or since in (None, cursor)):
                 raise StoreError("Redis: no answer for a while")
-            name, _, number = (since or "").partition(":")
-            n_after = self._n - int(number) if name == self._name and number.isdigit() else -1
-            if not 0 <= n_after <= len(self._log):
+            if since == cursor:
+                return Purges((), cursor)
+            later = [*takewhile(lambda one: one[0] != since, reversed(self._log))]
+            if len(later) == len(self._log):
                 return Purges((), cursor, is_complete=since is None)
-            return Purges([self._log[i] for i in range(-n_after, 0)], cursor)
+            return Purges([purge for _, purge in reversed(later) if purge is not None], cursor)
+
+    def wait_for(self, entry: bytes) -> None:
+        """Wait until an entry of the stream has been read; raise `StoreError` if it takes longer than `LEASE_S`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: _order(entry) <= _order(self._entry), LEASE_S):
+                raise StoreError("Redis: its purges could not be read in time")
 
     def close(self) -> None:
         self._closing.set()
@@ -110,16 +117,15 @@ class Follower:
         entries = found[0][1] if found else []
         with self._changed:
             for self._entry, fields in entries:
-                if (purge := _read_purge(fields)) is not None:
-                    self._n += 1
-                    self._log.append(purge)
+                self._log.append((self._cursor(), _read_purge(fields)))
+            self._changed.notify_all()
             if not last:  # streams are trimmed at the start: later entries may be gone as well
                 self._entry = b""
             elif len(entries) < _AT_ONCE:
                 self._mark_current(began)
 
     def _begin(self, at: Run) -> None:
-        """Continue from the last entry of the stream; add one if the stream is empty.
+        """Read the stream anew; add an entry if it is empty.
 
         A server that is out of memory accepts no entry, but may have been purged. Until it accepts one, every read
         starts a new log, so that purges count as missing.
@@ -127,18 +133,25 @@ class Follower:
         from redis.exceptions import OutOfMemoryError
 
         began = monotonic()
-        (last,) = at.ask(("XREVRANGE", at.purges, "+", "-", "COUNT", 1))
-        if not last:
+        (entries,) = at.ask(("XRANGE", at.purges, "-", "+"))
+        if not entries:
             try:
-                last = [at.ask(_add(at, "begun", ""))]
+                entries = [(*at.ask(_add(at, "begun", "")), {b"begun": b""})]
             except StoreError as error:
                 if not isinstance(error.__cause__, OutOfMemoryError):
                     raise
         with self._changed:
-            self._root, self._entry = at.root, last[0][0] if last else b""
-            self._name, self._n = secrets.token_hex(8), 0
+            self._root, self._entry = at.root, b""
             self._log.clear()
+            for self._entry, fields in entries:
+                self._log.append((self._cursor(), _read_purge(fields)))
+            if not entries:
+                self._log.append((self._cursor(), None))
             self._mark_current(began)
+
+    def _cursor(self) -> str:
+        """Return the cursor at the last entry; without one, a new cursor that no server knows."""
+        return f"{self._root}@{self._entry.decode() or secrets.token_hex(8)}"
 
     def _mark_current(self, began: float) -> None:
         """Note that all purges up to the time `began` are known."""
@@ -161,3 +174,8 @@ def _read_purge(fields: Mapping[bytes, Any]) -> Purge | None:
         return Purge(namespace, tuple(names))
     except (KeyError, ValueError, TypeError):
         return Purge(None)
+
+
+def _order(entry: bytes) -> list[int]:
+    """Return what the ids of entries are ordered by."""
+    return [int(part) for part in entry.split(b"-") if part]

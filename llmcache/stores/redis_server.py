@@ -58,6 +58,11 @@ class Run:
     def purges(self) -> str:
         return f"{self.root}:purges"
 
+    def entry_of(self, cursor: str) -> str | None:
+        """Return the entry of the stream of purges that a cursor names; None if it names none of this run."""
+        root, _, entry = cursor.rpartition("@")
+        return entry if root == self.root and re.fullmatch(r"\d+-\d+", entry) else None
+
     def value(self, key: StoreKey, number: int) -> str:
         return f"{self.root}:{field_of(key.namespace)}:{number:x}:{key.digest.hex()}"
 
@@ -70,8 +75,8 @@ class Run:
         return ("HMGET", self.numbers, ALL, *map(field_of, namespaces))
 
     def expire_commands(self, ttl_s: int) -> list[Command]:
-        """Return commands that renew expiry: purges outlive values, and numbers outlive saves in folders."""
-        return [("EXPIRE", self.numbers, max(ttl_s, _NUMBERS_S)), ("EXPIRE", self.purges, ttl_s)]
+        """Return commands that renew expiry: numbers and purges outlive values, and saves in folders."""
+        return [("EXPIRE", name, max(ttl_s, _NUMBERS_S)) for name in (self.numbers, self.purges)]
 
     def number_of(self, name: bytes) -> int | None:
         """Return the number in the name of a value; None for other names."""

@@ -1,10 +1,11 @@
 """Turns tensors into the bytes that stores hold, and back. Every value is verified before it is used.
 
-    magic, format, flags, SHA-256 of the key          header of fixed size
+    magic, format, flags, SHA-256 of key and number   header of fixed size
     SHA-256, or HMAC-SHA-256 if a secret is set       checksum of header and body
     safetensors                                       body: tensors and metadata
 
-If an encryption key is set, the body is encrypted with AES-256-GCM, with a new nonce each time and with header and
+The number is that of the namespace when the value was computed: a value from before a purge is one of another key. If
+an encryption key is set, the body is encrypted with AES-256-GCM, with a new nonce each time and with header and
 secret as associated data; there is no checksum then. No pickle: nothing in a value is ever executed.
 """
 
@@ -37,7 +38,8 @@ class MismatchError(ValueError):
     """A value does not match its key or is not ours: a miss.
 
     Attributes:
-        reason: `damaged` (truncated, changed, or made with another secret or key), `other_format` or `other_key`.
+        reason: `damaged` (truncated, changed, or made with another secret or key), `other_format` or `other_key` (or
+            another number).
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -92,32 +94,37 @@ class Seal:
             )
         return cls(os.environ.get(SECRET, "").encode(), key)
 
-    def close(self, key: StoreKey, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
-        """Make a value from tensors on any device and JSON-serialisable metadata."""
+    @property
+    def is_authentic(self) -> bool:
+        """Whether only those with the secret or the encryption key can make values."""
+        return bool(self._flags)
+
+    def close(self, key: StoreKey, number: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+        """Make a value from tensors on any device and JSON-serialisable metadata; `number` as of `Put`."""
         # Copies: safetensors rejects tensors that share memory.
         held = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         held[_ABOUT] = torch.frombuffer(bytearray(json.dumps(dict(about)).encode()), dtype=torch.uint8)
-        head, body = _HEAD.pack(_MAGIC, FORMAT, self._flags, key.digest), save(held)
+        head, body = _HEAD.pack(_MAGIC, FORMAT, self._flags, _digest(key, number)), save(held)
         if self._cipher is None:
             return b"".join((head, self._checksum(head, body), body))
         nonce = os.urandom(_NONCE_BYTES)
         return b"".join((head, nonce, self._cipher.encrypt(nonce, body, head + self._secret)))
 
-    def open(self, key: StoreKey, value: Bytes) -> Opened:
+    def open(self, key: StoreKey, number: int, value: Bytes) -> Opened:
         """Verify a value and return its content.
 
         Raises:
-            MismatchError: The value was not sealed under this key with this secret and encryption key.
+            MismatchError: The value was not sealed under this key and number with this secret and encryption key.
         """
         whole = memoryview(value)
         head, rest = whole[: _HEAD.size], whole[_HEAD.size :]
         if len(head) < _HEAD.size or head[:4] != _MAGIC:
             raise MismatchError("damaged", "this is no value of ours")
-        _, number, flags, digest = _HEAD.unpack(head)
-        if number != FORMAT:
-            raise MismatchError("other_format", f"a value of format {number}; this version reads {FORMAT}")
-        if digest != key.digest:
-            raise MismatchError("other_key", "a value of another key")
+        _, version, flags, digest = _HEAD.unpack(head)
+        if version != FORMAT:
+            raise MismatchError("other_format", f"a value of format {version}; this version reads {FORMAT}")
+        if digest != _digest(key, number):
+            raise MismatchError("other_key", "a value of another key, or from before a purge")
         if flags != self._flags or (body := self._checked(head, rest)) is None:
             raise MismatchError("damaged", "cut short or changed, or made with another secret or key")
         try:
@@ -145,3 +152,7 @@ class Seal:
         except (InvalidTag, ValueError):  # ValueError: a truncated nonce
             return None
         return bytes(body)
+
+
+def _digest(key: StoreKey, number: int) -> bytes:
+    return hashlib.sha256(key.digest + str(number).encode()).digest()

@@ -2,7 +2,7 @@
 
     each call     -> follow   removes from memory what other processes purged
     a local miss  -> read     returns the verified values of all rows; the caller puts them into memory
-    a local put   -> write    queues a value, with the number its namespace had when the call was read
+    a local put   -> write    queues a value, with the number and the cursor from when the call was read
 
 A failure costs speed, never correctness: it is counted, logged once, and the request is computed.
 """
@@ -23,7 +23,7 @@ from llmcache.counters import Counters
 from llmcache.request.call import Call
 from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
-from llmcache.stores.base import FORMAT, Bytes, Store, StoreKey
+from llmcache.stores.base import FORMAT, Bytes, Store, StoreKey, forgets_of
 from llmcache.stores.break_even import BreakEven
 from llmcache.stores.seal import MismatchError, Opened, Seal
 from llmcache.stores.write_behind import NO_NUMBER, Job, WriteBehind
@@ -34,6 +34,7 @@ logger = logging.getLogger("llmcache")
 _T = TypeVar("_T")
 _REST_S = 1.0  # pause after the store failed to return a number
 _MOST_NAMES = 10_000  # remembered namespaces and scopes
+_UNKNOWN = NO_NUMBER, NO_NUMBER
 
 
 class Memory(Protocol):
@@ -45,8 +46,8 @@ class Memory(Protocol):
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace, or all (None), and refuse later puts of calls already begun; return how many requests."""
 
-    def drop_keys(self, keys: Iterable[str]) -> int:
-        """Forget entries and blocks by key; return how many requests."""
+    def drop_names(self, namespace: str, names: Sequence[str]) -> int:
+        """Forget the entries, blocks and sources of these names, as `drop`."""
 
 
 class Tier:
@@ -73,8 +74,8 @@ class Tier:
         self._memory = memory
         self._following = forkable(threading.RLock())
         self._cursor: str | None = None
-        #: Numbers of all namespaces in memory; `NO_NUMBER` if the store did not return one.
-        self._numbers: dict[str, int] = {}
+        #: Numbers of all namespaces in memory, and of `forgets_of` them; `_UNKNOWN` if the store did not return them.
+        self._numbers: dict[str, tuple[int, int]] = {}
         self._n_changes = 0  # changes of these numbers by purges
         self._ask_again_s = 0.0
         self._scopes: dict[Scope, str] = {}
@@ -86,59 +87,69 @@ class Tier:
 
     # -- purges --------------------------------------------------------------------------------------------------------
 
-    def follow(self) -> None:
-        """Remove from memory what was purged in the store since the last call."""
+    def follow(self) -> str:
+        """Remove from memory what was purged in the store since the last call; return the cursor reached."""
         with self._following:  # keeps other calls from finding what is being forgotten
             try:  # even while reads are suspended: no purge may be missed
                 purges = self._store.purges(self._cursor)
             except Exception as error:
                 if not self._behind.reads.is_open:
                     self._behind.failed("follow the store", error)
-                return
-            if purges.cursor == self._cursor:
-                return
-            if purges.is_complete:
-                for purge in purges.found:
-                    self._forget(purge.namespace, purge.names)
-            elif self._cursor is not None:
-                self._compare()
-            self._cursor = purges.cursor
+                return self._cursor or ""
+            if purges.cursor != self._cursor:
+                if purges.is_complete:
+                    for purge in purges.found:
+                        self._forget(purge.namespace, purge.names)
+                elif self._cursor is not None:
+                    self._compare()
+                self._cursor = purges.cursor
+            return purges.cursor
 
     def number(self, namespace: str) -> int:
         """Return the number to put a namespace's values with; `NO_NUMBER` if the store does not return one."""
         for is_last in (False, False, True):
-            if (known := self._numbers.get(namespace, NO_NUMBER)) != NO_NUMBER:
-                return known
+            if (known := self._numbers.get(namespace, _UNKNOWN)) != _UNKNOWN:
+                return known[0]
             n_changes, found = self._n_changes, self._ask_number(namespace)
+            self.follow()  # memory must know of every purge that the number does
             with self._following:
                 if n_changes != self._n_changes:  # a purge meanwhile: the number may be outdated
                     if not is_last:
                         continue  # another call may have read it meanwhile
-                    found = NO_NUMBER
-                elif found != NO_NUMBER and self._numbers.get(namespace) == NO_NUMBER:
+                    found = _UNKNOWN
+                elif found != _UNKNOWN and self._numbers.get(namespace) == _UNKNOWN:
                     self._forget(namespace)  # entries in memory may be older than a purge
                 if len(self._numbers) >= _MOST_NAMES:
                     held = {*self._memory.namespaces()}
                     self._numbers = {name: number for name, number in self._numbers.items() if name in held}
                 self._numbers[namespace] = found
                 break
-        return found
+        return found[0]
 
-    def _ask_number(self, namespace: str) -> int:
-        """Read a number from the store, even while reads fail: without it no value of the namespace is written."""
+    def _ask_number(self, namespace: str) -> tuple[int, int]:
+        """Read numbers from the store, even while reads fail: without them no value of the namespace is written."""
         if monotonic() < self._ask_again_s or (self._behind.reads.is_open and self._behind.is_resting):
-            return NO_NUMBER
-        answer = self._ask("ask the store for a number", lambda: self._store.numbers([namespace]), is_urgent=True)
+            return _UNKNOWN
+        answer = self._ask_numbers([namespace])
         self._ask_again_s = 0.0 if answer else monotonic() + _REST_S
-        return answer[0] if answer else NO_NUMBER
+        return answer.get(namespace, _UNKNOWN)
 
-    def numbers(self) -> Mapping[str, int]:
-        """Return the known numbers of all namespaces that memory may hold."""
+    def _ask_numbers(self, namespaces: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Read the numbers of namespaces and of `forgets_of` them, by namespace; empty if the store fails."""
+        asked = [*namespaces, *map(forgets_of, namespaces)]
+        answer = self._ask("ask the store for numbers", lambda: self._store.numbers(asked), is_urgent=True) or []
+        return dict(zip(namespaces, zip(answer, answer[len(namespaces) :], strict=False), strict=False))
+
+    def numbers(self) -> Mapping[str, tuple[int, int]]:
+        """Return the known numbers of all namespaces that memory may hold, and of `forgets_of` them."""
+        for namespace in self._memory.namespaces():
+            self.number(namespace)
+        self.follow()  # before memory is read
         with self._following:
-            return {name: number for name, number in self._numbers.items() if number != NO_NUMBER}
+            return {name: number for name, number in self._numbers.items() if number != _UNKNOWN}
 
-    def expect(self, numbers: Mapping[str, int]) -> None:
-        """Set the numbers stored with a save that was loaded into memory; the next `follow` compares them."""
+    def expect(self, numbers: Mapping[str, tuple[int, int]]) -> None:
+        """Set the `numbers` stored with a save that was loaded into memory; the next `follow` compares them."""
         with self._following:
             self._numbers |= numbers
             self._cursor = ""
@@ -149,33 +160,47 @@ class Tier:
         Raises:
             StoreError: The store failed to purge, and may still serve these values. Memory is purged anyway.
         """
+        return self._drop(lambda: self._store.purge(namespace), namespace)
+
+    def forget(self, namespace: str, named: Mapping[Scope, Sequence[str]]) -> int:
+        """Forget values of a namespace in the store and in memory, by scope; as `purge`."""
+        keys = [self._key(scope, name) for scope, names in named.items() for name in names]
+        return self._drop(lambda: self._store.forget(keys), namespace, [key.name for key in keys])
+
+    def _drop(self, act: Callable[[], object], namespace: str | None, names: Sequence[str] = ()) -> int:
+        """Remove values from memory, and from the store by `act`, which may be slow; calls go on meanwhile."""
+        with self._following:
+            n_requests = self._forget(namespace, names)
         try:
-            self._store.purge(namespace)  # may be slow; calls go on meanwhile
-        finally:  # even if the store failed
+            act()
+        finally:  # also what was read from the store meanwhile, even if it failed
             with self._following:
-                n_requests = self._forget(namespace)
+                self._forget(namespace, names)
         self.follow()  # also apply purges by other processes
         return n_requests
 
-    def forget(self, scope: Scope, names: Sequence[str]) -> int:
-        """Forget single values in the store and in memory; return how many requests memory held."""
-        self._behind.drain()  # queued values must not be put afterwards
-        try:
-            self._store.forget([self._key(scope, name) for name in names])
-        finally:
-            with self._following:
-                n_requests = self._forget(scope.namespace, names)
-        return n_requests
+    def now(self, namespace: str) -> dict[str, Any]:
+        """Return what `forgotten_since` needs to know of the present."""
+        self.number(namespace)
+        return {"since": self.follow(), "forgets": self._numbers.get(namespace, _UNKNOWN)[1]}
+
+    def forgotten_since(self, namespace: str, then: Mapping[str, Any]) -> set[str] | None:
+        """Return the keys of a namespace forgotten since it was `now`; None if some are unknown, or it was purged."""
+        purges = self._store.purges(then["since"])
+        if not purges.is_complete:  # too long ago
+            return set() if self.now(namespace)["forgets"] == then["forgets"] != NO_NUMBER else None
+        names = [one.names for one in purges.found if one.namespace in (None, namespace)]
+        return {name.partition(".")[2] for some in names for name in some} if all(names) else None
 
     def _forget(self, namespace: str | None, names: Sequence[str] = ()) -> int:
         """Remove a purged namespace or values from memory; return how many requests. The caller holds the lock."""
-        self._n_changes += 1
-        if names:
-            return self._memory.drop_keys([name.partition(".")[2] for name in names])
         if namespace is None:
             self._numbers.clear()
         else:
             self._numbers.pop(namespace, None)
+            if names:
+                return self._memory.drop_names(namespace, names)
+        self._n_changes += 1
         n_requests = self._memory.drop(namespace)
         self._n_changes += 1  # again, for numbers read while memory was being purged
         return n_requests
@@ -183,8 +208,7 @@ class Tier:
     def _compare(self) -> None:
         """Forget the namespaces whose number changed or cannot be read: purges may have been missed."""
         known = dict(self._numbers)
-        answer = self._ask("ask the store for numbers", lambda: self._store.numbers(list(known)), is_urgent=True)
-        now = dict(zip(known, answer or (), strict=False))
+        now = self._ask_numbers(list(known))
         gone = [name for name, number in known.items() if now.get(name) != number]
         for name in gone:
             self._forget(name)
@@ -218,10 +242,13 @@ class Tier:
         return self._get(asked, monotonic() + patience_s, open_until=inf)
 
     def write(
-        self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int
+        self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int, since: str
     ) -> None:
-        """Queue a value to be written unless the store has it. Its tensors must not be modified afterwards."""
-        self._behind.add(Job(self._key(scope, name), number, tensors, about))
+        """Queue a value to be written unless the store has it. Its tensors must not be modified afterwards.
+
+        `number` and `since` are those from before it was computed: see `Put`.
+        """
+        self._behind.add(Job(self._key(scope, name), number, since, tensors, about))
 
     @property
     def has_dropped(self) -> bool:
@@ -234,15 +261,18 @@ class Tier:
 
     def _get(self, asked: Sequence[tuple[Scope, str]], deadline: float, open_until: float) -> list[Opened | None]:
         keys = [self._key(*one) for one in asked]
+        numbers = {name: self.number(name) for name in {key.namespace for key in keys}}
         values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
         return [
-            None if value is None or monotonic() >= open_until else self._opened(key, value)
+            None
+            if value is None or monotonic() >= open_until or numbers[key.namespace] == NO_NUMBER
+            else self._opened(key, numbers[key.namespace], value)
             for key, value in zip(keys, values or [None] * len(keys), strict=True)
         ]
 
-    def _opened(self, key: StoreKey, value: Bytes) -> Opened | None:
+    def _opened(self, key: StoreKey, number: int, value: Bytes) -> Opened | None:
         try:
-            return self._seal.open(key, value)
+            return self._seal.open(key, number, value)
         except MismatchError as error:
             self._mismatched[error.reason] += 1
             return None

@@ -33,6 +33,7 @@ class Job:
 
     key: StoreKey
     number: int
+    since: str
     tensors: Mapping[str, Tensor]
     about: Mapping[str, Any]
 
@@ -223,7 +224,8 @@ class WriteBehind:
         for job in jobs:
             if job.key in absent:
                 with self.counters.guard("seal a value"):  # a retry would fail as well
-                    puts.append(Put(job.key, self.seal.close(job.key, job.tensors, job.about), job.number))
+                    value = self.seal.close(job.key, job.number, job.tensors, job.about)
+                    puts.append(Put(job.key, value, job.number, job.since))
         if puts:
             self.store.put_many(puts)
         return len(puts)

@@ -74,6 +74,17 @@ def test_a_purge_while_the_audit_recomputes_leaves_nothing(monkeypatch: pytest.M
         assert len(inside.bank(cache)) == 0
 
 
+def test_a_drawn_hit_that_is_forgotten_is_audited_and_not_stored() -> None:
+    with calibrated(audit=1.0) as cache:
+        served = [i for i, rung in enumerate(ask(inside.keep_quiet(cache), FRESH)) if rung == "semantic"]
+        cache.forget(input_ids=FRESH[served[:1]])
+        cache.drain()
+        stats = cache.stats().audit
+        assert stats is not None and stats.n_recomputed == len(served) > 1
+        assert ask(cache, FRESH[served[:2]])[0] != "exact"
+        assert ask(cache, FRESH[served[1:2]]) == ["exact"]
+
+
 def test_a_late_verdict_on_a_lost_sample_is_not_counted_twice_by_the_alarm() -> None:
     account = AuditAccount(limit=0.01, floor=1.0, alpha=0.05)
     sample = account.see(1.0)

@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 def look(n_tokens: int, namespace: str = "default", has_mask: bool = True, origin: Origin = NOW) -> Recompute:
     ids = torch.arange(10, 10 + n_tokens)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if has_mask else {"input_ids": ids}
-    return Recompute(DRAWN, f"{n_tokens}", namespace, inputs, OFF, "", origin)
+    return Recompute(DRAWN, f"{n_tokens}", namespace, inputs, OFF, "", origin, 0)
 
 
 def taken(looks: RecomputeQueue) -> list[str]:

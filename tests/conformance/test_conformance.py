@@ -1,6 +1,7 @@
 """The checks of `llmcache.testing` pass a class from outside, and name the rule that a wrong class breaks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcache import View
-from llmcache.stores import Bytes, StoreKey
+from llmcache.stores import Bytes, Purges, Put, StoreKey
 from llmcache.testing import check_codec, check_fingerprint, check_index, check_policy, check_store
 from tests.conformance import outside
 from tests.stores.shared import Shared
@@ -108,7 +109,7 @@ class Unmoved(Shared):
     """Keeps its numbers at a purge: a put that began before the purge still lands."""
 
     def number(self, namespace: str) -> int:
-        return 0
+        return self.place.n_purged[namespace] if namespace.endswith("forgotten") else 0
 
 
 class Shuffled(Shared):
@@ -132,9 +133,23 @@ class Nameless(Shared):
 class Silent(Shared):
     """Does not report forgotten keys."""
 
-    def forget(self, keys: Sequence[StoreKey]) -> None:
-        super().forget(keys)
-        self.place.told.pop()
+    def purges(self, since: str | None) -> Purges:
+        all_of_them = super().purges(since)
+        return replace(all_of_them, found=[purge for purge in all_of_them.found if not purge.names])
+
+
+class Late(Shared):
+    """Takes values that were forgotten while they were computed."""
+
+    def is_forgotten(self, put: Put) -> bool:
+        return False
+
+
+class Uncounted(Shared):
+    """Does not count what it forgets."""
+
+    def numbers(self, namespaces: Sequence[str]) -> list[int]:
+        return super().numbers([name.partition("\0")[0] for name in namespaces])
 
 
 class Alone(Shared):
@@ -161,6 +176,8 @@ class Alone(Shared):
         ("store", Shuffled, "get_many: a value for each key, in their order, bit for bit"),
         ("store", Patient, "get_many: nothing after the deadline, and no error"),
         ("store", Silent, "purges: all purges, in order"),
+        ("store", Late, "forget: no forgotten value is returned"),
+        ("store", Uncounted, "forget: the number of `forgets_of` the namespace changes"),
         ("store", Nameless, "get_many: a value for each key, in their order, bit for bit"),
         ("store", Alone, "get_many: a value for each key, in their order, bit for bit"),
     ],

@@ -1,15 +1,19 @@
 """`forget` drops one wrong answer: its source serves nothing again, from memory or from a store."""
 
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.contract.streams import ask, calibrated, classifier, requests
+from tests.contract.streams import ask, batched, calibrated, classifier, requests
+from tests.redis_server import redis_server
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokens
 
 A, B = tokens(1, 6, 1), tokens(1, 6, 2)
@@ -161,6 +165,173 @@ def test_a_store_forgets_too(tmp_path: Path) -> None:
             forget(cache, A)
         with wrapped() as later:
             assert (rung(later, A), rung(later, B)) == (None, "exact")
+
+
+# -- calls under way ---------------------------------------------------------------------------------------------------
+
+
+class Waiting(nn.Module):
+    """An activation that waits once, in the first thread that gets there after `is_on` was set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on, self.is_reached, self.may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on.is_set():
+            self.is_on.clear()
+            self.is_reached.set()
+            assert self.may_end.wait(20)
+        return x.relu()
+
+
+def slow(kind: str) -> tuple[nn.Module, Waiting]:
+    """Return a tiny encoder or decoder whose first layer can be made to wait."""
+    model, waiting = build({"bert": BARE["bert"], "gpt2": GENERATORS["gpt2"]}[kind]), Waiting()
+    if kind == "bert":
+        model.encoder.layer[0].intermediate.intermediate_act_fn = waiting
+    else:
+        model.transformer.h[0].mlp.act = waiting
+    return model, waiting
+
+
+def wrap_slow(kind: str, **settings: Any) -> tuple[LLMCache, Waiting]:
+    model, waiting = slow(kind)
+    return LLMCache.wrap(model, auto_bypass=False, **settings), waiting
+
+
+def forget_during(cache: LLMCache, waiting: Waiting, act: Callable[[], object]) -> None:
+    """Act while another thread computes A."""
+    waiting.is_on.set()
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(rung, cache, A)
+        assert waiting.is_reached.wait(20)
+        act()
+        waiting.may_end.set()
+        assert under_way.result() is None
+    cache.drain()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("bert", {}), ("gpt2", {}), ("bert", {"tau": 1.0}), ("bert", {"store": "disk"}), ("gpt2", {"store": "disk"})],
+)
+def test_a_call_under_way_stores_nothing_that_was_forgotten_meanwhile(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """What was computed before `forget` is in neither memory nor store afterwards; it is then stored anew."""
+    if "store" in settings:
+        settings = {"store": {"name": "disk", "folder": str(tmp_path / "store")}}
+    cache, waiting = wrap_slow(kind, **settings)
+    with cache:
+        forget_during(cache, waiting, lambda: forget(cache, A))
+        assert rung(cache, A) is None
+        assert rung(cache, A) == ("paper" if "tau" in settings else "exact")
+
+
+@pytest.fixture(params=["disk", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    if request.param == "disk":
+        yield {"name": "disk", "folder": str(tmp_path / "store")}
+        return
+    with redis_server(tmp_path) as server:
+        yield {"name": "redis", "url": server.url, "timeout_ms": 5_000.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_call_under_way_elsewhere_stores_nothing_that_was_forgotten(kind: str, store: dict[str, Any]) -> None:
+    """Other caches on the store do not bring a forgotten request back; other requests of theirs are stored."""
+    cache, waiting = wrap_slow(kind, store=store)
+    other, _ = wrap_slow(kind, store=store)
+    with cache, other:
+        rung(other, B)
+        rung(other, A)
+        other.drain()
+        other.forget(input_ids=A)
+        forget_during(cache, waiting, lambda: forget(other, A))
+        assert rung(cache, B) == "exact"
+        later, _ = wrap_slow(kind, store=store)
+        with later:
+            assert rung(later, A) is None
+
+
+def test_a_save_loaded_beside_its_store_does_not_bring_back_what_was_forgotten_since(tmp_path: Path) -> None:
+    """`LLMCache.load` leaves out a namespace of which something was forgotten since the save, and keeps the others."""
+    model, store = BARE["bert"], {"name": "disk", "folder": str(tmp_path / "store")}
+    with LLMCache.wrap(build(model), auto_bypass=False, store=store) as cache:
+        for name in ("a", "b"):
+            with cache.namespace(name):
+                rung(cache, A)
+        forget(cache, B)
+        cache.save(tmp_path / "save")
+        with cache.namespace("a"):
+            forget(cache, A)
+    with LLMCache.load(build(model), tmp_path / "save") as cache:
+        found = {}
+        for name in ("a", "b"):
+            with cache.namespace(name):
+                found[name] = rung(cache, A)
+        assert found == {"a": None, "b": "exact"}
+
+
+def test_what_was_looked_up_before_is_computed() -> None:
+    """A part of `look_up` that is run after `forget` is computed, and not served the old answer."""
+    model = build(CLASSIFIERS["bert"])
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        rung(cache, A)
+        found = cache.look_up({"input_ids": A})
+        assert found.served is not None
+        forget(cache, A)
+        with torch.inference_mode():
+            model(**found.served.inputs)
+        assert cache.last[0].rung is None
+
+
+@pytest.mark.slow
+def test_one_request_is_forgotten_while_requests_are_collected_to_learn_from() -> None:
+    """`forget` takes one request out of those that `learn` collects: the others count, and it becomes no source."""
+    ids = requests(300)[0]
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, learn=299, audit=0) as cache:
+        for part in ids.split(50)[:-1]:
+            cache(input_ids=part)
+        forget(cache, ids[[0]])
+        cache(input_ids=ids[250:])
+        cache.drain()
+        assert cache.calibration is None
+        cache(input_ids=requests(8, seed=5)[0])
+        cache.drain()
+        assert cache.calibration is not None
+        assert rung(cache, ids[[0]]) != "exact"
+
+
+@pytest.mark.slow
+def test_a_source_serves_in_no_cache_that_shares_its_calibration(tmp_path: Path) -> None:
+    """A source that was forgotten in one cache serves in no other: not where it is in memory, nor where it is read."""
+
+    def wrapped() -> LLMCache:
+        store = {"name": "disk", "folder": str(tmp_path / "store"), "least_tokens": 1_000}
+        cache = LLMCache.wrap(
+            classifier(), store=store, share_calibration=True, max_drop=0.05, auto_bypass=False, audit=0
+        )
+        cache(input_ids=requests(1, seed=77)[0])
+        cache.drain()
+        return cache
+
+    ids = requests(60, seed=7)[0]
+    with wrapped() as one:
+        one.calibrate(batched(requests(300)[0]))
+        one.drain()
+        with wrapped() as other:
+            sources = hits(one, ids)
+            gone, _ = Counter(sources.values()).most_common(1)[0]
+            row, *rest = (row for row, source in sources.items() if source == gone)
+            assert rest
+            forget(one, ids[[row]])
+            with wrapped() as later:
+                assert other.calibration is not None and later.calibration is not None
+                for cache in (one, other, later):
+                    assert gone not in hits(cache, ids[rest]).values()
 
 
 def test_until_then_a_purge_forgets(frozen: LLMCache) -> None:

@@ -53,8 +53,8 @@ def write(place: Place, seed: int, say: int) -> None:
             tag += 1
             os.write(say, b"purged\n")
         numbers = chance.sample(range(N_KEYS), chance.randint(1, 6))
-        (number,) = store.numbers(["a"])
-        store.put_many([Put(key(n), SEAL.close(key(n), value(n, tag), {}), number) for n in numbers])
+        since, (number,) = store.purges(None).cursor, store.numbers(["a"])
+        store.put_many([Put(key(n), SEAL.close(key(n), 0, value(n, tag), {}), number, since) for n in numbers])
         os.write(say, "".join(f"put {n}\n" for n in numbers).encode())
 
 
@@ -90,7 +90,7 @@ def look(place: Place) -> dict[str, int]:
     store, found, counts = DiskStore(str(place.folder), place.max_bytes), set(), {"wrong": 0, "purged": 0}
     for number, held in enumerate(store.get_many([key(n) for n in range(N_KEYS)], time.monotonic() + 60)):
         if held is not None:
-            tensors = SEAL.open(key(number), held).tensors
+            tensors = SEAL.open(key(number), 0, held).tensors
             counts["wrong"] += not torch.equal(tensors["h"], value(number, 0)["h"])
             counts["purged"] += int(tensors["tag"]) < place.least
             found.add(number)

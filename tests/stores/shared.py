@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from llmcache import Store, StoreError
-from llmcache.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats
+from llmcache.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats, forgets_of
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Shared(Store):
         self.check_open()
         with self.place.lock:
             for put in puts:
-                if put.number == self.number(put.key.namespace):
+                if put.number == self.number(put.key.namespace) and not self.is_forgotten(put):
                     self.place.values[put.key] = put.number, bytes(put.value)
 
     def absent(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
@@ -65,6 +65,7 @@ class Shared(Store):
         with self.place.lock:
             for key in keys:
                 self.place.values.pop(key, None)
+            self.place.n_purged[forgets_of(keys[0].namespace)] += 1
             self.place.told.append(Purge(keys[0].namespace, tuple(key.name for key in keys)))
 
     def purges(self, since: str | None) -> Purges:
@@ -89,6 +90,10 @@ class Shared(Store):
 
     def number(self, namespace: str) -> int:
         return self.place.n_purged[None] + self.place.n_purged[namespace]
+
+    def is_forgotten(self, put: Put) -> bool:
+        later = self.place.told[int(put.since) :] if put.since.isdigit() else [Purge(None, (put.key.name,))]
+        return any(put.key.name in purge.names for purge in later)
 
     def find(self, key: StoreKey) -> bytes | None:
         number, value = self.place.values.get(key, (None, None))

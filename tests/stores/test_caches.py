@@ -197,6 +197,35 @@ def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.Lo
 # -- purges ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("secret", ["", "secret"])
+def test_a_value_that_is_copied_back_after_a_purge_is_a_miss(
+    secret: str, server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The seal covers the number of the namespace. Without a secret the log says once what that means."""
+    monkeypatch.setenv("LLMCACHE_STORE_SECRET", secret)
+
+    def on_redis() -> LLMCache:
+        store = {"name": "redis", "url": server.url, "timeout_ms": 5_000.0, "least_tokens": 0}
+        return LLMCache.wrap(build(MODELS["bert"]), store=store)
+
+    with on_redis() as one, on_redis() as other:
+        told = [line for line in caplog.messages if "LLMCACHE_STORE_SECRET" in line and "not signed" in line]
+        assert len(told) == (0 if secret else 2)  # one for each store
+        served(one, tokens(1, 12))
+        one.drain()
+        (old,) = server.names("llmcache:*:*:*:*:*")
+        value = server.do("GET", old)
+        one.purge(namespace="default")
+        served(one, tokens(1, 12))
+        one.drain()
+        (new,) = server.names("llmcache:*:*:*:*:*")
+        assert new != old
+        server.do("SET", new, value)
+        assert served(other, tokens(1, 12)) == [None]
+        stats = other.stats().store
+        assert stats is not None and stats.n_mismatched == {"other_key": 1}
+
+
 @pytest.mark.parametrize(("family", "shares"), [("bert", None), ("llama", None), ("llama", "public")])
 def test_what_was_read_before_a_purge_is_kept_nowhere(
     start: Start, monkeypatch: pytest.MonkeyPatch, family: str, shares: str | None

@@ -23,7 +23,7 @@ from llmcache.stores.disk import LARGE_BYTES, DiskStore
 from llmcache.testing import check_store
 from tests.forks import in_child, needs_fork
 from tests.stores import killing
-from tests.stores.readers import check_readers
+from tests.stores.readers import check_readers, check_writers
 
 SMALL, LARGE = 1_000, LARGE_BYTES + 1
 
@@ -49,7 +49,9 @@ def value(name: object, size: int = LARGE) -> bytes:
 
 
 def put(store: DiskStore, *names: object, size: int = LARGE) -> None:
-    store.put_many([Put(key(name), value(name, size), store.numbers(["a"])[0]) for name in names])
+    store.put_many(
+        [Put(key(name), value(name, size), store.numbers(["a"])[0], store.purges(None).cursor) for name in names]
+    )
 
 
 def get(store: DiskStore, *names: object) -> list[bytes | None]:
@@ -74,6 +76,12 @@ def test_it_keeps_the_rules(folder: Path) -> None:
     check_store(lambda: DiskStore(str(folder)))
     assert files(folder) == []
     check_readers(lambda: DiskStore(str(folder)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropped_by", ["purge", "forget"])
+def test_nothing_from_before_a_purge_is_served_after_it(folder: Path, dropped_by: str) -> None:
+    check_writers(lambda: DiskStore(str(folder)), dropped_by, 20)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -231,7 +239,8 @@ def test_who_opens_it_removes_what_killed_processes_left(store: DiskStore, folde
 
 def test_nothing_of_what_was_purged_is_left_in_the_folder(store: DiskStore, folder: Path) -> None:
     marks = [f"private {i} ".encode() * n for i, n in enumerate((50, 5_000))]
-    store.put_many([Put(key(i), mark, store.numbers(["a"])[0]) for i, mark in enumerate(marks)])
+    (number,), since = store.numbers(["a"]), store.purges(None).cursor
+    store.put_many([Put(key(i), mark, number, since) for i, mark in enumerate(marks)])
     assert any(b"private 0" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert store.purge("a") == 2
     store.close()

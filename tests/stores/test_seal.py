@@ -32,36 +32,36 @@ TENSORS = {
 
 @pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
 def test_what_is_sealed_comes_back(seal: Seal) -> None:
-    value = seal.close(ONE, TENSORS, {"layout": "ab", "ids": [1, 2]})
+    value = seal.close(ONE, 7, TENSORS, {"layout": "ab", "ids": [1, 2]})
     for whole in (value, bytes(value), memoryview(bytes(value))):
-        opened = seal.open(ONE, whole)
+        opened = seal.open(ONE, 7, whole)
         assert opened.about == {"layout": "ab", "ids": [1, 2]}
         assert opened.tensors.keys() == TENSORS.keys()
         for name, x in TENSORS.items():
             assert opened.tensors[name].dtype == x.dtype and torch.equal(opened.tensors[name], x)
-    assert seal.open(OTHER, seal.close(OTHER, {}, {})) == ({}, {})
+    assert seal.open(OTHER, 7, seal.close(OTHER, 7, {}, {})) == ({}, {})
 
 
 @torch.inference_mode()
 def test_tensors_are_normal_ones_of_their_own() -> None:
     x = torch.ones(4, 5)
-    value = SEALS["plain"].close(ONE, {"h": x[:2], "rest": x[1:]}, {})  # views of one tensor
-    opened = SEALS["plain"].open(ONE, value).tensors
+    value = SEALS["plain"].close(ONE, 7, {"h": x[:2], "rest": x[1:]}, {})  # views of one tensor
+    opened = SEALS["plain"].open(ONE, 7, value).tensors
     assert not opened["h"].is_inference()
     opened["h"].zero_()
-    assert torch.equal(opened["rest"], x[1:]) and torch.equal(SEALS["plain"].open(ONE, value).tensors["h"], x[:2])
+    assert torch.equal(opened["rest"], x[1:]) and torch.equal(SEALS["plain"].open(ONE, 7, value).tensors["h"], x[:2])
 
 
 @pytest.mark.parametrize("name", SEALS)
 @given(data=st.data())
 def test_a_flipped_bit_or_a_cut_is_found(name: str, data: st.DataObject) -> None:
-    value = SEALS[name].close(ONE, {"h": torch.ones(5)}, {"layout": ""})
+    value = SEALS[name].close(ONE, 7, {"h": torch.ones(5)}, {"layout": ""})
     place = data.draw(st.integers(0, len(value) - 1))
     flipped = bytearray(value)
     flipped[place] ^= 1 << data.draw(st.integers(0, 7))
     for wrong in (flipped, value[:place], value + b"\0"):
         with pytest.raises(MismatchError):
-            SEALS[name].open(ONE, wrong)
+            SEALS[name].open(ONE, 7, wrong)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_a_flipped_bit_or_a_cut_is_found(name: str, data: st.DataObject) -> None
 def test_values_of_another_secret_or_key_are_refused(mine: str, theirs: str) -> None:
     others = SEALS | {"another secret": Seal(b"other"), "another key": Seal(key=b"k" * 32)}
     with pytest.raises(MismatchError) as refused:
-        SEALS[mine].open(ONE, others[theirs].close(ONE, TENSORS, {}))
+        SEALS[mine].open(ONE, 7, others[theirs].close(ONE, 7, TENSORS, {}))
     assert refused.value.reason == "damaged"
 
 
 def test_values_of_other_keys_and_formats_are_told_apart() -> None:
-    value = SEALS["plain"].close(ONE, TENSORS, {})
+    value = SEALS["plain"].close(ONE, 7, TENSORS, {})
     with pytest.raises(MismatchError) as refused:
-        SEALS["plain"].open(OTHER, value)
+        SEALS["plain"].open(OTHER, 7, value)
     assert refused.value.reason == "other_key"
     older = value[:4] + (1).to_bytes(2, "little") + value[6:]
-    with pytest.raises(MismatchError, match="format 1; this version reads 3") as refused:
-        SEALS["plain"].open(ONE, older)
+    with pytest.raises(MismatchError, match="format 1; this version reads 4") as refused:
+        SEALS["plain"].open(ONE, 7, older)
     assert refused.value.reason == "other_format"
 
 
@@ -98,9 +98,9 @@ def test_values_of_other_keys_and_formats_are_told_apart() -> None:
     ids=len,
 )
 def test_a_body_that_does_not_fit_is_refused_although_its_checksum_does(body: bytes) -> None:
-    head = SEALS["plain"].close(ONE, {}, {})[:40]
+    head = SEALS["plain"].close(ONE, 7, {}, {})[:40]
     with pytest.raises(MismatchError, match="header does not fit"):
-        SEALS["plain"].open(ONE, head + hashlib.sha256(head + body).digest() + body)
+        SEALS["plain"].open(ONE, 7, head + hashlib.sha256(head + body).digest() + body)
 
 
 def test_no_two_keys_have_one_digest() -> None:
@@ -112,12 +112,12 @@ def test_no_two_keys_have_one_digest() -> None:
 def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "secret")
     monkeypatch.setenv(KEY, base64.b64encode(bytes(32)).decode())
-    value = SEALS["both"].close(ONE, TENSORS, {})
-    assert Seal.from_environment().open(ONE, value).tensors.keys() == TENSORS.keys()
+    value = SEALS["both"].close(ONE, 7, TENSORS, {})
+    assert Seal.from_environment().open(ONE, 7, value).tensors.keys() == TENSORS.keys()
     for wrong in ("no base64!", base64.b64encode(b"short").decode()):
         monkeypatch.setenv(KEY, wrong)
         with pytest.raises(ConfigError, match=KEY):
             Seal.from_environment()
     monkeypatch.setenv(KEY, "")
     monkeypatch.setenv(SECRET, "")
-    assert Seal.from_environment().open(ONE, SEALS["plain"].close(ONE, TENSORS, {}))
+    assert Seal.from_environment().open(ONE, 7, SEALS["plain"].close(ONE, 7, TENSORS, {}))
