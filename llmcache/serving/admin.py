@@ -14,7 +14,17 @@ from llmcache.serving.fields import Fields
 from llmcache.serving.keys import ANYONE, PUBLIC
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tei import Classified, Input, classified_of, items_of, with_prompt
+from llmcache.serving.tei import (
+    Classified,
+    Cut,
+    Input,
+    check_number,
+    classified_of,
+    is_one,
+    items_of,
+    truncates,
+    with_prompt,
+)
 
 logger = logging.getLogger("llmcache")
 
@@ -28,7 +38,7 @@ class Purge(BaseModel):
     namespace: Annotated[StrictStr, Field(max_length=1024)]
 
 
-class Forget(BaseModel):
+class Forget(Cut):
     """Body of `/admin/forget`: an encoder's `inputs`, in the form that its own routes take, or a decoder's prompt."""
 
     inputs: Classified | Input | None = None
@@ -79,16 +89,20 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
         prompt = asked.prompt or asked.messages
         if prompt is None:
             raise Refusal("invalid", "give `prompt` or `messages`", param="prompt")
-        ids = await server.decoder.encode(prompt, request.state.tenant.namespace)
+        ids = await server.decoder.encode(prompt, None)
+        server.decoder.n_new(len(ids), 1, None, ("prompt", "prompt"))  # refuses what no other route takes
         inputs = {"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}
-        return {"forgotten": await _wait_for(server.forget(inputs, namespace))}
+        return {"forgotten": await _wait_for(server.forget([inputs], namespace))}
     if asked.inputs is None or server.encoder is None:
         raise Refusal("invalid", "give `inputs`", param="inputs")
-    is_embedding = server.served.kind == "embedding"
-    items = items_of(asked.inputs) if is_embedding else classified_of(asked.inputs)[0]
-    tokens = await server.encoder.tokens(with_prompt(server, items, asked.prompt_name), True, "right")
-    known = [server.encoder.padded([one]) for one in Fields("inputs", True).all(tokens)]
-    return {"forgotten": sum([await _wait_for(server.forget(one, namespace)) for one in known])}
+    items, is_list = items_of(asked.inputs), not is_one(asked.inputs)
+    if server.served.kind != "embedding":
+        items, is_list = classified_of(asked.inputs)
+    check_number(server, len(items))
+    items, is_cut = with_prompt(server, items, asked.prompt_name), truncates(server, asked.truncate)
+    tokens = await server.encoder.tokens(items, is_cut, asked.truncation_direction)
+    known = [server.encoder.padded([one]) for one in Fields("inputs", is_list).all(tokens)]
+    return {"forgotten": await _wait_for(server.forget(known, namespace))}
 
 
 @router.post("/clear")

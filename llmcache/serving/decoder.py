@@ -97,12 +97,17 @@ class Decoder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, namespace: str | None = None) -> None:
-        """Drop tokenised prompts of a namespace, or of all; later requests do not join its current flights."""
+        """Drop tokenised prompts of a namespace, or of all; its current flights store nothing, none joins them."""
+        for flight in self._active:
+            flight.is_stored &= bool(flight.items) or namespace not in (None, flight.key[0])
         self._prompts = {name: one for name, one in self._prompts.items() if namespace not in (None, name)}
         self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
-    async def encode(self, prompt: Prompt, namespace: str) -> Ids:
-        """Return a prompt's token ids. Raises `Refusal` if there are none or some are outside the vocabulary."""
+    async def encode(self, prompt: Prompt, namespace: str | None) -> Ids:
+        """Return a prompt's token ids, and keep them for the namespace, if any.
+
+        Raises `Refusal` if there are none or some are outside the vocabulary.
+        """
         param = "messages" if prompt and isinstance(prompt[0], Mapping) else "prompt"
         if not prompt:
             raise Refusal("invalid", "the prompt is empty: give at least one token", param=param)
@@ -166,12 +171,14 @@ class Decoder:
         if not flight.readers:
             self._end(flight)
 
-    def _encode(self, prompt: Any, param: str, namespace: str) -> Ids:
+    def _encode(self, prompt: Any, param: str, namespace: str | None) -> Ids:
         """Return a prompt's token ids. Runs in a tokenising thread."""
-        known = self._prompts.get(namespace)
+        known = None if namespace is None else self._prompts.get(namespace)
         if known is None:
-            # One per namespace: a shared one would reveal by its timing which prompts other namespaces sent.
-            known = self._prompts[namespace] = PromptCache(self._tokenizer, max_entries=_MAX_PROMPTS)
+            known = PromptCache(self._tokenizer, max_entries=_MAX_PROMPTS)
+            if namespace is not None:
+                # One per namespace: a shared one would reveal by its timing which prompts other namespaces sent.
+                self._prompts[namespace] = known
         began = perf_counter()
         try:
             ids = known.encode(prompt).ids
@@ -244,7 +251,7 @@ class Decoder:
         """Return the next token. A long prompt is prefilled in chunks before the first one."""
         _, ids, _ = flight.key
         if flight.items or not 0 < self._settings.prefill_chunk < len(ids):
-            return await self._thread.run(partial(self._step, answer, flight.key[0]))
+            return await self._thread.run(partial(self._step, answer, flight.key[0], flight))
         return await asyncio.get_running_loop().run_in_executor(self._prefilling, self._prefill, flight, answer)
 
     def _prefill(self, flight: "_Flight", answer: Stream) -> "_Item":
@@ -260,13 +267,14 @@ class Decoder:
 
         with self._thread.held() as turn, self._cache.chunked(self._settings.prefill_chunk, yield_turn):
             check()
-            return self._step(answer, flight.key[0])
+            return self._step(answer, flight.key[0], flight)
 
-    def _step(self, answer: Stream, namespace: str) -> "_Item":
+    def _step(self, answer: Stream, namespace: str, flight: "_Flight | None" = None) -> "_Item":
         """Return the next token. Runs in the model thread, or in a prefill thread that holds the model."""
         public = None if self._settings.keys is None else PUBLIC  # without keys there is one namespace
         cache = self._cache
-        where = cache.namespace(namespace, prefixes_from=public) if self._is_caching() else cache.disabled()
+        is_caching = self._is_caching() and (flight is None or flight.is_stored)
+        where = cache.namespace(namespace, prefixes_from=public) if is_caching else cache.disabled()
         with where, torch.inference_mode():
             return next(answer), answer.stopped_by
 
@@ -301,6 +309,7 @@ class _Flight:
     items: list[_Item] = field(default_factory=list)
     rung: str | None = None
     n_cached: int = 0
+    is_stored: bool = True  # nothing of its namespace was forgotten since it began
 
     def put(self, token: Token, stopped_by: StoppedBy | None, answer: Stream) -> None:
         """Store a token and pass it to all readers."""

@@ -3,9 +3,10 @@
 import asyncio
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter, time
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from llmcache.serving.tokenizing import Tokenizing
 logger = logging.getLogger("llmcache.serving")
 
 Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
+_T = TypeVar("_T")
 _WARM_UP = "llmcache warm-up"  # not a valid namespace of a key
 _N_INPUTS, _N_ANSWERS = 2048, 32  # maximum per request by default: OpenAI's, and of a decoder's answers to its prompts
 
@@ -88,30 +90,30 @@ class Server:
 
     async def purge(self, namespace: str) -> int:
         """Purge a namespace with its tokenised prompts; later requests join no flight in it. See `LLMCache.purge`."""
-        # Runs between two steps of the model: a step in progress would store its results after the purge.
-        n_requests = await self.thread.run(lambda: self.cache.purge(namespace=namespace))
-        if self.decoder is not None:
-            self.decoder.forget(namespace)
-        return n_requests
+        return await self._drop(partial(self.cache.purge, namespace=namespace), namespace)
 
-    async def forget(self, inputs: Mapping[str, Tensor], namespace: str) -> int:
-        """Remove the entries of these model inputs from a namespace; see `LLMCache.forget`."""
+    async def forget(self, inputs: Sequence[Mapping[str, Tensor]], namespace: str) -> int:
+        """Remove the entries of each of these model inputs from a namespace; see `LLMCache.forget`."""
+        is_dict = takes_dict(self.model)
 
         def work() -> int:
             with self.cache.namespace(namespace):
-                if takes_dict(self.model):
-                    return self.cache.forget(dict(inputs))
-                return self.cache.forget(**inputs)
+                return self.cache._forget_all(
+                    partial(self.cache, dict(one)) if is_dict else partial(self.cache, **one) for one in inputs
+                )
 
-        if self.decoder is not None:
-            self.decoder.forget(namespace)
-        return await self.thread.run(work)
+        return await self._drop(work, namespace)
 
     async def clear(self) -> None:
         """Remove all entries of all namespaces; see `LLMCache.clear`."""
-        await self.thread.run(self.cache.clear)
+        await self._drop(self.cache.clear, None)
+
+    async def _drop(self, work: Callable[[], _T], namespace: str | None) -> _T:
+        """Run what drops entries of a namespace (None: all), beside the model: it may wait for a store."""
         if self.decoder is not None:
-            self.decoder.forget()
+            self.decoder.forget(namespace)
+        await self.thread.run(lambda: None)  # steps that came before end first, so that what they stored is dropped
+        return await asyncio.to_thread(work)
 
     def check_ready(self) -> None:
         """Raise `Refusal` unless the server is ready."""

@@ -432,6 +432,34 @@ def test_what_an_operator_has_forgotten_is_computed_anew(client: TestClient, for
     assert n_cached() == 0
 
 
+@pytest.mark.parametrize("route", ["forget", "purge"])
+def test_a_generation_under_way_does_not_bring_its_prompt_back(models: Path, route: str) -> None:
+    server = make_server(models / "decoder", BLOCKS, reveal_hits=True, prefill_chunk=16, max_streams=1)
+    prompt = text_of(range(20, 84))
+    body = {"purge": {"namespace": "default"}, "forget": {"prompt": prompt}}[route]
+
+    def n_cached(n_new: int) -> int:
+        return int(ask(client, prompt=prompt, max_tokens=n_new)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with client_of(server) as client, ThreadPoolExecutor(3) as pool:
+        with model_held(server):
+            under_way = [pool.submit(n_cached, n) for n in (2, 3)]  # in chunks; the second waits for a slot
+            wait_until(lambda: server.n_waiting == 1)
+            forgetting = pool.submit(client.post, f"/admin/{route}", json=body)
+            time.sleep(0.05)
+        assert forgetting.result().status_code == 200
+        assert [one.result() for one in under_way] == [0, 0] and n_cached(4) == 0
+
+
+def test_what_is_forgotten_is_not_kept_as_a_tokenised_prompt(models: Path) -> None:
+    server = make_server(models / "decoder", BLOCKS)
+    with client_of(server) as client:
+        assert client.post("/admin/forget", json={"prompt": PROMPT}).json() == {"forgotten": 0}
+        for body in ({"prompt": "the card " * 200}, {"messages": []}, {"prompt": ""}):
+            assert client.post("/admin/forget", json=body).status_code == 422
+    assert server.decoder is not None and not server.decoder._prompts
+
+
 @pytest.mark.slow
 def test_the_openai_client(models: Path, plain: Any) -> None:
     openai = pytest.importorskip("openai")

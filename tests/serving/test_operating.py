@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,9 +23,11 @@ from llmcache.serving.keys import add_key
 from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Health, Stats
+from llmcache.stores import STORES, StoreKey
 from tests.redis_server import wait_until
 from tests.serving.served import client_of, is_computing, listening, make_server, model_held
 from tests.serving_browser import SIZES, open_browser
+from tests.stores.shared import Shared
 
 #: Families that dashboards for vLLM and text-embeddings-inference read, with our prefix; and our own.
 FAMILIES = {
@@ -138,6 +140,53 @@ def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(server: Serve
             time.sleep(0.05)
         assert asked.result().status_code == purging.result().status_code == 200
     assert server.cache.stats().n_stored == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "status"), [([], 400), (["my card"] * 33, 413), ("my card " * 40, 422), (["my card", "card " * 40], 422)]
+)
+def test_what_is_to_be_forgotten_has_the_limits_of_other_routes(client: TestClient, inputs: Any, status: int) -> None:
+    body = {"inputs": [[one] for one in inputs] if isinstance(inputs, list) else inputs, "truncate": False}
+    told = [client.post(route, json=body) for route in ("/predict", "/admin/forget")]
+    assert [one.status_code for one in told] == [status] * 2 and told[0].json() == told[1].json()
+
+
+class Held(Shared):
+    """A store in which `forget` and `purge` take as long as the test wants."""
+
+    n_calls = 0
+    is_reached, may_end = threading.Event(), threading.Event()
+
+    def hold(self) -> None:
+        type(self).n_calls += 1
+        self.is_reached.set()
+        assert self.may_end.wait(20)
+
+    def forget(self, keys: Sequence[StoreKey]) -> None:
+        super().forget(keys)
+        self.hold()
+
+    def purge(self, namespace: str | None) -> int:
+        n_removed = super().purge(namespace)
+        if namespace == "default":
+            self.hold()
+        return n_removed
+
+
+@pytest.mark.parametrize("route", ["forget", "purge"])
+def test_the_model_answers_while_a_store_forgets(models: Path, monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+    monkeypatch.setitem(STORES, "held", Held)
+    body = {"forget": {"inputs": [["my card"], ["my cash"], ["where is the card"]]}, "purge": NAMESPACE}[route]
+    server = make_server(models / "classifier", {"store": {"name": "held", "place": route}})
+    Held.n_calls, Held.is_reached, Held.may_end = 0, threading.Event(), threading.Event()
+    with client_of(server) as client, ThreadPoolExecutor(1) as pool:
+        ask(client, "my card"), ask(client, "my cash")
+        dropping = pool.submit(client.post, f"/admin/{route}", json=body)
+        assert Held.is_reached.wait(20)
+        ask(client, "the rate")  # computed meanwhile
+        assert not dropping.done()
+        Held.may_end.set()
+        assert [*done(dropping.result()).values()] == [2] and Held.n_calls == 1
 
 
 def test_the_cache_is_disabled_and_enabled_and_told_in_plain_values(
