@@ -45,9 +45,10 @@ from llmcache.request.rows import Scope
 from llmcache.save import CALIBRATED, Saved, Section, save
 from llmcache.stats import EngineStats, Stats
 from llmcache.stores import MEMORY, STORES
+from llmcache.stores.base import Memory
 from llmcache.stores.entries import entry_name
 from llmcache.stores.seal import SECRET, Seal
-from llmcache.stores.tier import Memory, Tier
+from llmcache.stores.tier import Tier
 
 logger = logging.getLogger("llmcache")
 

@@ -2,9 +2,9 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 #: The bytes of a value. A store may return memory-mapped bytes.
 Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -99,6 +99,19 @@ class StoreStats:
     nbytes: int
     max_bytes: int | None = None
     n_evicted: int = 0
+
+
+class Memory(Protocol):
+    """The memory of a cache that uses a store."""
+
+    def namespaces(self) -> Iterable[str]:
+        """Return the namespaces with anything in memory."""
+
+    def drop(self, namespace: str | None) -> int:
+        """Forget a namespace, or all (None), and refuse later puts of calls already begun; return how many requests."""
+
+    def drop_names(self, namespace: str, names: Sequence[str]) -> int:
+        """Forget the entries, blocks and sources of these names, as `drop`."""
 
 
 class Store(ABC):

@@ -12,10 +12,10 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from llmcache.counters import Counters
 from llmcache.request.call import Call
 from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
-from llmcache.stores.base import FORMAT, Bytes, Store, StoreKey, forgets_of
+from llmcache.stores.base import FORMAT, Bytes, Memory, Store, StoreKey, forgets_of
 from llmcache.stores.break_even import BreakEven
 from llmcache.stores.seal import MismatchError, Opened, Seal
 from llmcache.stores.write_behind import NO_NUMBER, Job, WriteBehind
@@ -35,19 +35,6 @@ _T = TypeVar("_T")
 _REST_S = 1.0  # pause after the store failed to return a number
 _MOST_NAMES = 10_000  # remembered namespaces and scopes
 _UNKNOWN = NO_NUMBER, NO_NUMBER
-
-
-class Memory(Protocol):
-    """The memory of a cache that uses a store."""
-
-    def namespaces(self) -> Iterable[str]:
-        """Return the namespaces with anything in memory."""
-
-    def drop(self, namespace: str | None) -> int:
-        """Forget a namespace, or all (None), and refuse later puts of calls already begun; return how many requests."""
-
-    def drop_names(self, namespace: str, names: Sequence[str]) -> int:
-        """Forget the entries, blocks and sources of these names, as `drop`."""
 
 
 class Tier:
@@ -244,10 +231,7 @@ class Tier:
     def write(
         self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], number: int, since: str
     ) -> None:
-        """Queue a value to be written unless the store has it. Its tensors must not be modified afterwards.
-
-        `number` and `since` are those from before it was computed: see `Put`.
-        """
+        """Queue a value, see `Put`, to be written unless the store has it. Its tensors are not modified afterwards."""
         self._behind.add(Job(self._key(scope, name), number, since, tensors, about))
 
     @property
@@ -264,13 +248,13 @@ class Tier:
         numbers = {name: self.number(name) for name in {key.namespace for key in keys}}
         values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
         return [
-            None
-            if value is None or monotonic() >= open_until or numbers[key.namespace] == NO_NUMBER
-            else self._opened(key, numbers[key.namespace], value)
+            None if value is None or monotonic() >= open_until else self._opened(key, numbers[key.namespace], value)
             for key, value in zip(keys, values or [None] * len(keys), strict=True)
         ]
 
     def _opened(self, key: StoreKey, number: int, value: Bytes) -> Opened | None:
+        if number == NO_NUMBER:
+            return None
         try:
             return self._seal.open(key, number, value)
         except MismatchError as error:
