@@ -65,6 +65,8 @@ class Answer(Iterator[str]):
         """Return the next piece, which no later token changes."""
         while not self.is_whole:
             token = next(self._tokens, None)
+            if token is None and self._tokens.stopped_by is None:
+                break  # closed or interrupted: the answer has no end
             self.is_whole = token is None
             piece = self._detokenizer.rest() if token is None else self._detokenizer.add(token.id)
             self.text += piece

@@ -37,7 +37,8 @@ class PromptCache:
     """Caches the token ids of prompts, for one tokenizer. Thread-safe.
 
     The key of a text is its characters, the tokenizer's number of tokens and special tokens, and whether special tokens
-    are added. The key of a chat's text is its messages and the chat template; templates that read the clock run anew.
+    are added. The key of a chat's text is its messages, the chat template and the special tokens; templates that read
+    the clock run anew.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class PromptCache:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._truncate = truncate
-        self._texts = lru_cache(max_entries)(lambda template, messages: self._format(json.loads(messages)))
+        self._texts = lru_cache(max_entries)(lambda messages, *settings: self._format(json.loads(messages)))
         self._tokens = lru_cache(max_entries)(self._tokenise)
         self._local = threading.local()  # `is_hit`: whether this thread's latest prompt was a hit
 
@@ -123,7 +124,9 @@ class PromptCache:
 
         plain = [dict(one) for one in messages]
         named = None if _READS_THE_CLOCK in str(template) else _to_json(plain)
-        return self._format(plain) if named is None else self._texts(str(template), named)
+        if named is None:
+            return self._format(plain)
+        return self._texts(named, str(template), str(self._tokenizer.special_tokens_map))  # templates read both
 
     def _format(self, messages: list[dict[str, Any]]) -> str:
         try:

@@ -96,6 +96,27 @@ def test_an_answer_that_was_not_read_to_its_end_is_forgotten(begin: Begin) -> No
     assert read(chat, "how are you") == whole
 
 
+def test_an_answer_that_was_closed_has_no_end(begin: Begin) -> None:
+    chat = begin()
+    answer = chat.ask("how are you")
+    begun = next(answer)
+    answer.close()
+    assert not list(answer)
+    assert chat.turn().text == begun and not chat.history
+
+
+def test_an_answer_that_was_interrupted_has_no_end(begin: Begin, model: Any) -> None:
+    chat = begin()
+    answer = chat.ask("how are you")
+    next(answer)
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(answer)
+    hook.remove()
+    assert not list(answer)
+    assert chat.turn().generation.stopped_by is None and not chat.history
+
+
 def test_pieces_never_end_within_a_character(model: Any) -> None:
     class Bytes:
         """A byte tokenizer; two bytes make a letter."""

@@ -117,6 +117,12 @@ def test_another_template_or_more_tokens_make_another_prompt(prompts: PromptCach
     assert not prompts.encode(text).is_hit
 
 
+def test_a_template_that_names_special_tokens_follows_them(prompts: PromptCache, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ bos_token }} " + TEMPLATE
+    for tokenizer.bos_token in ("w2", "w1"):
+        assert prompts.encode(CHAT).ids == plain(tokenizer)
+
+
 @pytest.mark.parametrize(
     ("template", "messages"),
     [("{{ strftime_now('%Y') and '' }}" + TEMPLATE, CHAT)]
