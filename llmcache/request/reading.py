@@ -135,7 +135,9 @@ class Requests:
 
     def take(self, numbers: Sequence[int]) -> "Requests":
         """Return the requests with these numbers, renumbered from 0."""
-        rows = [replace(self.rows[number], number=place) for place, number in enumerate(numbers)]
+        places: dict[int | None, int] = {number: place for place, number in enumerate(numbers)}
+        taken = [self.rows[number] for number in numbers]
+        rows = [replace(row, number=place, same_as=places.get(row.same_as)) for place, row in enumerate(taken)]
         valid = None if self.valid is None else self.valid[numbers]
         return Requests(rows, self.ids[numbers], valid, self.tables, self.first_position, self.inputs)
 

@@ -109,6 +109,21 @@ def test_equal_rows_of_a_call_are_computed_once(family: str) -> None:
         assert (cache.stats().n_misses - (family == "t5"), cache.stats().errors) == (6, 0)
 
 
+def test_equal_rows_of_a_part_are_its_own() -> None:
+    """A part of `look_up` with equal rows answers each of its rows as the model does (docs/howto.md)."""
+    model, plain = build(FAMILIES["classifier"]), build(FAMILIES["classifier"])
+    ids = tokens(4, 6)[[0, 1, 2, 1, 3, 2, 3]]
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
+        ask(model, input_ids=ids[:1])
+        missing = cache.look_up({"input_ids": ids}).missing
+        assert missing is not None and missing.rows == (1, 2, 3, 4, 5, 6)
+        check_same(ask(model, **missing.inputs), ask(plain, input_ids=ids[1:]))
+        assert [one.rung for one in cache.last] == [None, None, "exact", None, "exact", "exact"]
+        served = cache.look_up({"input_ids": ids}).served
+        assert served is not None and served.rows == tuple(range(7)) and cache.stats().errors == 0
+        check_same(ask(model, **served.inputs), ask(plain, input_ids=ids))
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_arguments_by_position(family: str) -> None:
     """Arguments may be passed by position or by name."""
