@@ -138,6 +138,7 @@ class Weights:
         self._trained: list[Tensor] = []  # they hold gradients: an optimizer step may follow at any time
         self._known: OrderedDict[Mark, tuple[str, str | None]] = OrderedDict()  # digest and refusal
         self._state: tuple[Mark | None, str] = (None, "")
+        self._surveyed: Mark | None = None  # the mark of the latest survey; a known state needs none
         self._refusal: str | None = None
         self._rewritten: set[int] = set()
         self._is_doubted = False  # until all tensors were hashed again: other threads wait for that
@@ -343,7 +344,7 @@ class Weights:
             self._set_state(mark, digest)
             return
         edited = self._samples.edited()
-        if self._state[0] is None or self.mark() != self._state[0]:
+        if self._state[0] is None or self.mark() != self._surveyed:
             self._survey()
         # Before the tensors are hashed, so that a write during hashing differs from the samples.
         self._samples.take()
@@ -355,7 +356,7 @@ class Weights:
             self._known.clear()
         self._refusal = self._find_refusal()
         digest = self._no_digest() if self._refusal in _UNREADABLE else self._hash_what_changed(suspects)
-        self._known[mark] = (digest, self._refusal)
+        self._known[mark], self._surveyed = (digest, self._refusal), mark
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
         if self._state[0] is not None:
