@@ -61,6 +61,7 @@ class BlockPool:
         self.nbytes = 0
         self.n_evicted = 0
         self.n_tails = 0
+        self._n_full = 0
         self.n_purges = 0  # purges and forgets so far; a call that began before the latest stores nothing
         self._shares = Shares(make_policy)
         self._spent = spent
@@ -71,7 +72,7 @@ class BlockPool:
         self._lock = forkable(threading.Lock())
 
     def __len__(self) -> int:
-        return len(self._held) - self.n_tails
+        return self._n_full
 
     def __contains__(self, key: str) -> bool:
         return key in self._held
@@ -248,6 +249,7 @@ class BlockPool:
         self._held[key] = block
         self.nbytes += nbytes
         self.n_tails += block.is_tail
+        self._n_full += not block.is_tail
         self._slabs.add(key, block)
         self._shares.add(block.scope.namespace, key, nbytes)
         if before is not None:
@@ -258,6 +260,7 @@ class BlockPool:
         block = self._held.pop(key)
         self.nbytes -= block.nbytes
         self.n_tails -= block.is_tail
+        self._n_full -= not block.is_tail
         self._slabs.remove(key, block)
         self._shares.remove(block.scope.namespace, key)
         self._after.pop(key, None)

@@ -64,6 +64,18 @@ def check_links(blocks: BlockPool) -> None:
     assert blocks.n_tails == sum(one.is_tail for one in blocks._held.values()) == len(blocks._held) - len(blocks)
 
 
+def test_blocks_are_counted_while_another_thread_stores_tails() -> None:
+    class Growing(dict[str, Block]):
+        def __len__(self) -> int:  # another thread's turn
+            n_held = super().__len__()
+            blocks.n_tails += 1
+            return n_held
+
+    blocks = pool()
+    blocks._held = Growing()
+    assert len(blocks) == 0
+
+
 @given(IDS, IDS, st.integers(1, 4))
 def test_equal_leading_keys_are_shared_blocks(first: list[int], second: list[int], size: int) -> None:
     one, other = (chain_of(*ids, size=size) for ids in (first, second))
