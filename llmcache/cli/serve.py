@@ -107,7 +107,7 @@ def command(
     On SIGTERM or Ctrl-C, refuse new requests, finish running ones within --grace seconds, and save the cache.
     """
     try:
-        from llmcache.serving.running import Uvicorn
+        from llmcache.serving.running import Uvicorn, check_address
     except ImportError:
         raise ConfigError("llmcache serve needs the extra 'serve': pip install 'llmcache-torch[serve]'") from None
     import torch
@@ -131,6 +131,7 @@ def command(
         raise ConfigError(str(error.errors()[0]["ctx"]["error"])) from None
     computed_by = {name: one for name, one in (("engine", engine), ("draft", draft)) if one is not None}
     cache_config = CacheConfig.make(config, **computed_by)  # settings that are wrong show before the model is loaded
+    check_address(host, port)  # else the model is loaded for nothing, and another server's save is replaced
     saves = Saves(save)
     log = logging.getLogger("llmcache.serving")
     log.info("loading %s", model)

@@ -5,6 +5,7 @@ import ipaddress
 import logging
 import math
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from llmcache.errors import ConfigError
 from llmcache.serving import connections
 from llmcache.serving.app import create_app
 from llmcache.serving.server import Server
@@ -60,10 +62,10 @@ class Uvicorn(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(_log_error)
         await super().startup(sockets)
         for listening in self.servers:
-            for socket in listening.sockets:
-                with socket.dup() as same:
+            for one in listening.sockets:
+                with one.dup() as same:
                     same.listen(_BACKLOG)  # asyncio has one number for both
-                host, port = socket.getsockname()[:2]
+                host, port = one.getsockname()[:2]
                 logger.info("%s is served on http://%s:%d", self._server.name, host, port)
 
     @contextmanager
@@ -93,6 +95,20 @@ class Uvicorn(uvicorn.Server):
         finally:
             cut.cancel()
         logger.info("stopped")
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise `ConfigError` if no server can listen at this address, for instance because another one does."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in found[:1]:  # the rest may be of a family that this machine lacks
+            with socket.create_server(address, family=family):
+                pass
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: no server can listen there ({error.strerror}); if the port is taken, stop "
+            "what holds it, or give another --port (0: any free one)"
+        ) from error
 
 
 def _log_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

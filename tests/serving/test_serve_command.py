@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,10 @@ def test_an_engine_and_a_draft_are_options_with_a_save_and_without(
         (("--model", "nothing"), "could not be loaded"),
         (("--model", "nothing", "--save", "file/saved"), "file/saved"),
         (("--model", "nothing", "--cors-allow-origin", "nothing"), "give * or scheme://host[:port]"),
+        (("--model", "nothing", "--host=192.0.2.1"), "--host 192.0.2.1 --port 0: no server can listen there"),
+        (("--model", "nothing", "--port={taken}"), "if the port is taken, stop what holds it"),
     ],
-    ids=["model", "save", "origin"],
+    ids=["model", "save", "origin", "host", "port"],
 )
 def test_what_cannot_be_used_is_said_in_a_line(
     tmp_path: Path,
@@ -80,6 +83,8 @@ def test_what_cannot_be_used_is_said_in_a_line(
 ) -> None:
     caplog.set_level(logging.INFO, "llmcache")  # the command sets this level; caplog restores it
     (tmp_path / "file").touch()
-    assert run_main("serve", *(str(tmp_path / one) if one[0] != "-" else one for one in more)) == 2
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        given = [one.format(taken=other.getsockname()[1]) if one[0] == "-" else str(tmp_path / one) for one in more]
+        assert run_main("serve", "--port=0", *given) == 2
     error = capsys.readouterr().err
     assert told in error and "Traceback" not in error
