@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from llmcache.cli.output import naming
 from llmcache.cli.table import show_table
 from llmcache.errors import ConfigError
 
@@ -36,14 +37,17 @@ def add(
     if admin and metrics:
         raise ConfigError("give --admin or --metrics: an admin may see metrics as well")
     scopes: list[Scope] = ["metrics"] if metrics else ["infer", "admin"] if admin else ["infer"]
-    typer.echo(add_key(file, name, namespace, scopes, max_concurrent))
+    with naming(file):
+        key = add_key(file, name, namespace, scopes, max_concurrent)
+    typer.echo(key)
 
 
 def remove(file: _File, name: _Name) -> None:
     """Remove a key. A running server refuses it within a second, and ends its generations at their next token."""
     from llmcache.serving.keys import remove_key
 
-    remove_key(file, name)
+    with naming(file):
+        remove_key(file, name)
 
 
 def show(file: _File) -> None:

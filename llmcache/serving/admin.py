@@ -180,9 +180,9 @@ def _state(server: Server) -> State:
 
 
 async def _wait_for(work: Awaitable[_T]) -> _T:
-    """Await work in another thread; log its error and raise a `Refusal` without details."""
+    """Await work in another thread; log its error in a line and raise a `Refusal` without details."""
     try:
         return await work
     except LLMCacheError as error:
-        logger.warning("llmcache: an operator's request failed", exc_info=True)
+        logger.warning("llmcache: an operator's request failed: %s", error)
         raise Refusal("backend", f"it failed ({type(error).__name__}); the server's log says why") from None

@@ -222,6 +222,7 @@ def test_saving(
         answer = client.post("/admin/save")
     assert answer.status_code == 424 and "log says why" in answer.json()["error"]
     assert str(server.settings.save) not in answer.text and str(server.settings.save) in caplog.text
+    assert "Traceback" not in caplog.text
     with client_of(make_server(models / "classifier")) as without:
         answer = without.post("/admin/save")
     assert answer.status_code == 422 and "--save" in answer.json()["error"]
