@@ -289,9 +289,9 @@ def _reads(trunk: Trunk, head: Head, payload: Payload) -> str:
         return "first"
     if head.name == "classifier" and head.payload == "last":
         return "last"
-    if payload.fits_any_length or head.reads == "tokens" or head.pooled is not None:  # that pooling heeds the mask
+    if payload.fits_any_length or head.reads == "tokens":
         return ""
-    if head.pooled is not None:
+    if head.pooled is not None:  # a pooling that heeds the mask, but of the first column in old versions
         return "first" if head.pooled.reads_first else ""
     return "last" if trunk.adapter.is_causal else "first"
 
