@@ -2,8 +2,7 @@
 
 Calls are grouped by length. If searches cost more than their hits save, most calls of that length are no longer
 searched; one in 64 still is, so that searching resumes once it pays. Exact repeats are always looked up, and every miss
-is stored. On accelerators searching is never turned off: the time of computing is unknown without waiting for the
-device.
+is stored. On accelerators searching is never turned off: computing times are unknown without waiting for the device.
 """
 
 import logging

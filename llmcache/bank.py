@@ -36,8 +36,7 @@ class Entry:
         key: Its exact key.
         scope: Namespace, weights and everything else but tokens that its states depend on.
         fields: Its row of each tensor of the trunk's output; the payload of hidden states. See `Packing.take`.
-        padding: The states of padding, one tensor (T - n, D) per field of states. Empty without padding, or if it is
-            not kept.
+        padding: The states of padding, a tensor (T - n, D) per field of states. Empty without padding, or if not kept.
         layout: Digest of the padded row, if padding is kept and the key does not cover it; else b"". Only a row with
             the same `layout` gets `padding` back.
         was_hit: Whether it has served a request.

@@ -200,8 +200,7 @@ class LLMCache:
         that `save` wrote are ever replaced or removed.
 
         Raises:
-            StoreError: Writing failed, or the folder has a `manifest.json` of another program. An earlier save is
-                intact.
+            StoreError: Writing failed, or the folder has another program's `manifest.json`. An earlier save is intact.
         """
         self._way.save(folder, self.model, self.config, self._tokenizer)
 
@@ -228,8 +227,7 @@ class LLMCache:
             delta: Probability that the loss is larger all the same, over 0, under 1; None: as in the settings.
             metric: `changed`: answers that differ from the model's own, as a share of all requests. `accuracy`: correct
                 answers that become wrong, as a share of all requests; needs labels. Or a bounded `Metric` of your own.
-            sources: `frozen`, or `growing`: later misses become sources too, and no bound holds; None: as in the
-                settings.
+            sources: `frozen`, or `growing`: later misses become sources, and no bound holds; None: as in the settings.
             seed: Seed of the split of the requests into three parts.
 
         Returns:

@@ -94,8 +94,7 @@ class Calibrator:
         if config.audit and names is not None and "input_ids" not in names:
             raise ConfigError(
                 f"audit={config.audit.rate}: the audit recomputes a hit from input_ids, which {type(model).__name__}."
-                f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set "
-                "audit=0"
+                f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): rename its argument or set audit=0"
             )
         tokens = TokenVectors(trunk, payload, partial(run_uncached, trunk.module))
         fingerprint = Learned(**config.fingerprint_component.options)

@@ -135,8 +135,7 @@ class CacheConfig(_Settings):
             true`: each bank is searched by the states that enter its layer, not by the embedding output.
         answer: The kind of answer: `class`, `labels` (any number of them), `score` or `embedding`. `auto` follows the
             model's head, and assumes `embedding` for an unknown head.
-        gate: Compare tokens too (`ContentGate` and its options): true, false or options. Needs the
-            tokenizer.
+        gate: Compare tokens too (`ContentGate` and its options): true, false or options. Needs the tokenizer.
         learn: Compute this many first requests, and calibrate on them in a background thread. None: calibrate when
             `calibrate` is called.
         draft: A cheaper answer, served where that changes few answers: calibrations choose limits for sources and draft
@@ -273,9 +272,7 @@ class CacheConfig(_Settings):
             raise ValueError("no layer is named: leave tau out, or give a number")
         for tau in _values(value):
             if not -1.0 <= tau <= 1.0:  # also refuses NaN
-                raise ValueError(
-                    "tau is a similarity: give a cosine from -1 to 1 (for 'minhash' a Jaccard over 0, at most 1)"
-                )
+                raise ValueError("tau: give a cosine from -1 to 1 (for 'minhash' a Jaccard over 0, at most 1)")
         return value
 
     @model_validator(mode="after")
@@ -313,8 +310,7 @@ class CacheConfig(_Settings):
             raise ValueError("share_calibration=True with store 'memory': name a store that other caches can use")
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
-                f"recalibrate={self.recalibrate} with audit=0: it learns from audited requests; raise "
-                "audit, or leave recalibrate out"
+                f"recalibrate={self.recalibrate} with audit=0: it needs audits; raise audit, or leave recalibrate out"
             )
         for fingerprint, index in _OWN_INDEX.items():
             if (self.fingerprint.name == fingerprint) != (self.index_component.name == index):
@@ -323,9 +319,7 @@ class CacheConfig(_Settings):
                     f"(got {self.fingerprint.name!r} and {self.index.name!r})"
                 )
         if self.fingerprint.name == "minhash" and min(_values(self.tau), default=1.0) <= 0:
-            raise ValueError(
-                f"tau={self.tau} with fingerprint 'minhash' is a Jaccard similarity: give a number over 0, at most 1"
-            )
+            raise ValueError(f"tau={self.tau} with 'minhash' is a Jaccard similarity: give a number over 0, at most 1")
         return self
 
     @property

@@ -179,9 +179,7 @@ class Core:
         missing = find_missing()
         if missing and not (options.name == "auto" and not is_drafting):
             asked = "draft='int8'" if is_drafting else "engine='onnxruntime'"
-            raise ConfigError(
-                f"{asked} needs the extra 'onnx' ({missing} is not installed): pip install 'llmcache-torch[onnx]'"
-            )
+            raise ConfigError(f"{asked} needs {missing}: pip install 'llmcache-torch[onnx]'")
         if options.name == "eager" or missing:
             return
         self._graphs, forward.engine = None, forward.eager
@@ -474,8 +472,7 @@ def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     is_enough = name in ("sequence", head.payload) or head.reads == "states" or config.allow_unsafe
     if not is_enough:
         raise ConfigError(
-            f"payload={name!r}: this model's {head.name} reads more than that; use payload={head.payload!r}, "
-            "'sequence' or 'auto'"
+            f"payload={name!r}: this model's {head.name} reads more; use payload={head.payload!r}, 'sequence' or 'auto'"
         )
     return PAYLOADS[name]()
 

@@ -69,9 +69,7 @@ def why_untrusted(folder: Path) -> str:
     """Return why what a folder holds cannot be trusted: anyone may replace it; "" if only owner and group may."""
     if os.name == "nt" or not folder.stat().st_mode & stat.S_IWOTH:
         return ""
-    return (
-        f"{folder}: anyone may write to it, and change what is served: chmod o-w {folder}, or name a folder within it"
-    )
+    return f"{folder}: anyone may write to it and change what is served: chmod o-w {folder}, or name a folder within it"
 
 
 @contextmanager
@@ -90,9 +88,7 @@ def locked(folder: Path) -> Iterator[None]:
             _journaled(folder)  # only under the lock: another save may be writing or removing its journal
             yield
     except Timeout as error:
-        raise StoreError(
-            f"{folder}: another save there has not ended for {_PATIENCE_S:.0f} s: check what it does"
-        ) from error
+        raise StoreError(f"{folder}: another save there takes over {_PATIENCE_S:.0f} s: check what it does") from error
 
 
 def check_writable(folder: Path) -> None:

@@ -59,8 +59,7 @@ class Explanation:
     Attributes:
         outcome: As `cache.last` would hold it, unless the audit withdrew the hit.
         limit: The calibration's limit for the risk in `outcome`; None without a risk.
-        cure: What to change where the call bypasses the cache, or misses what is stored (`Outcome.missed`); else
-            None.
+        cure: What to change where the call bypasses the cache, or misses what is stored (`Outcome.missed`); else None.
     """
 
     outcome: Outcome

@@ -43,8 +43,7 @@ class Registry(dict[str, type[T]], Generic[T]):
             kind: Kind of component, equal to the name of its setting.
             base: Base class, whose interface each class must have.
             known: Built-in classes by name.
-            given: Names of the arguments that the library passes to each constructor by position; settings are passed
-                as keywords.
+            given: Names of the arguments that the library passes to constructors by position; settings are keywords.
             reserved: Names with another meaning in the setting.
         """
         super().__init__(known)
@@ -159,9 +158,7 @@ class Component(BaseModel):
             return make(*args, **_each(self.options, lambda text: getattr(text, "whole", text)))
         except (TypeError, ValueError) as error:
             takes = ", ".join(list(inspect.signature(make).parameters)[len(args) :]) or "none"
-            raise ConfigError(
-                f"{kind}: {self.name} does not accept {self.options}: {error}; its options: {takes}"
-            ) from error
+            raise ConfigError(f"{kind}: {self.name} refuses {self.options}: {error}; its options: {takes}") from error
 
     def _check_options(self, make: type, kind: str, args: Sequence[Any]) -> None:
         """Refuse options that a constructor does not take, and a lack of those that it needs."""

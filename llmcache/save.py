@@ -4,8 +4,7 @@
     <section>-<tag>.safetensors   the content of one part of the cache: `bank`, `blocks`, `calibrated`, ...
 
 `folder` replaces one save by another. Files are checked against the manifest's hashes before they are used; if the save
-is replaced meanwhile, the new one is read. The insertion order of entries is saved; recency, use counts, ages and
-statistics are not.
+is replaced meanwhile, the new one is read. Insertion order is saved; recency, use counts, ages and statistics are not.
 """
 
 import json
@@ -78,8 +77,7 @@ def save(
     """Save a cache atomically. `numbers` must be read before the sections are, as a purge may come in between.
 
     Raises:
-        StoreError: Writing failed, the weights cannot be read, or other files are in the way. An earlier save in the
-            folder stays intact.
+        StoreError: Writing failed, the weights cannot be read, or other files are in the way. An earlier save is kept.
     """
     from safetensors import SafetensorError
 
@@ -190,9 +188,7 @@ def read_manifest(folder: str | Path) -> Manifest:
             )
         manifest = Manifest.model_validate(found)
         if not all(map(is_data_name, manifest.files)):
-            raise BankFileError(
-                f"{path}: names other files than cache.save() writes: {sorted(manifest.files)}; {_AGAIN}"
-            )
+            raise BankFileError(f"{path}: names files not written by cache.save(): {sorted(manifest.files)}; {_AGAIN}")
         return manifest
     except BankFileError:
         raise
@@ -215,13 +211,11 @@ def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | P
     watched = Weights(trunk.module)
     weights = watched.digest()
     if reason := watched.unreadable:
-        raise UnfitBankError(
-            f"{folder}: cannot check whether this model has the weights it was saved from: {CURES[reason]}"
-        )
+        raise UnfitBankError(f"{folder}: cannot check if this model has the weights it was saved from: {CURES[reason]}")
     if manifest.weights != weights:
         raise UnfitBankError(
             f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "
-            "give the model that it was saved from, or another folder"
+            "give the model it was saved from, or another folder"
         )
     if manifest.special_ids != list(special_ids(trunk, tokenizer)):
         raise UnfitBankError(
@@ -242,9 +236,7 @@ def choose_settings(
     try:
         known = CacheConfig.make(saved)
     except ConfigError as error:
-        raise UnfitBankError(
-            f"{folder}: saved with settings that this version does not accept: {error}; {_AGAIN}"
-        ) from error
+        raise UnfitBankError(f"{folder}: saved with settings that this version refuses: {error}; {_AGAIN}") from error
     if given is None:
         return known
     before, now = known.model_dump(mode="json"), given.model_dump(mode="json")

@@ -79,8 +79,7 @@ class Health:
     """Whether the cache itself works.
 
     Attributes:
-        is_failing: A tenth of the latest calls or recomputations failed, and the share has not yet fallen below a
-            twentieth.
+        is_failing: A tenth of the latest calls or recomputations failed, and the share is not yet below a twentieth.
         failed_calls: Share of the latest calls in which the cache failed (in reading, lookup, drawing or storing) and
             the model computed; 0 to 1, over some 64 calls.
         failed_recomputes: Share of the audit's latest recomputations that failed, 0 to 1, over some 64 of them.
@@ -175,8 +174,7 @@ class Stats:
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows with an approximate hit that were computed to check the entry (policy `divergence`): neither
             hits nor misses, and not stored.
-        bypassed: Rows computed as if there were no cache, by reason (`llmcache.request.bypass.CURES`), decode steps
-            included.
+        bypassed: Rows computed as without a cache, by reason (`llmcache.request.bypass.CURES`), decode steps included.
         n_prefix_tokens: Tokens served from stored prefixes, for which no layer ran.
         n_prompt_tokens: Tokens of all requests looked up for prefixes.
         n_blocks: Blocks held, without tails.
@@ -198,8 +196,7 @@ class Stats:
             the mean of all rows. None before the first measurement, and for a lossless codec.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
-        computing_ms: Total time in the trunk, for rows computed wholly or in part. On an accelerator: in launching
-            kernels.
+        computing_ms: Time in the trunk, for rows computed wholly or in part. On an accelerator: in launching kernels.
         storing_ms: Total time in copying states, checks, storing misses and fitting codecs.
         n_too_large: Requests not stored since a state is larger than its bank, or not stored whole since their blocks
             do not fit `max_bytes`.

@@ -3,8 +3,7 @@
 A changed answer quarantines its source: it serves no other request approximately any more, but still votes. The bound
 of a frozen calibration survives this: the chosen source and its risk stay the same for every request, and some requests
 are computed (not drafted) instead of served. So no answer changes that would not have changed before. Under a
-user-defined metric no source is quarantined: a changed answer may be the better one, and fewer hits may raise the mean
-loss.
+user-defined metric no source is quarantined: a changed answer may be better, and fewer hits may raise the mean loss.
 
 Requests are also compared with those of the calibration. This recomputes nothing, so it runs with `audit=0` as well.
 Once requests are unlike, the calibration is void.

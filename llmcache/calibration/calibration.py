@@ -43,8 +43,7 @@ class OperatingPoint:
     """A limit, with hit rate, loss and bound measured on C.
 
     Attributes:
-        limit: The largest risk that is served; with a draft the dial, of which `Calibration.limits` makes one of each
-            rung.
+        limit: The largest risk served; with a draft the dial, of which `Calibration.limits` makes one of each rung.
         hit_rate: Share of C that would be served, 0 to 1.
         loss: Mean loss of the metric; for `changed`, the share of all requests whose answer changed.
         bound: Upper bound of the loss, at the calibration's confidence if limits are tested strictest first.

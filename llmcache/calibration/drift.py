@@ -17,8 +17,7 @@ counts them among all requests, so with fewer of them more of the other answers 
     detector   a bet starts with every request (Shiryaev and Roberts; e-detectors: Shin, Ramdas, Rinaldo 2024): under
                the null, whenever one looks, all bets together are worth the number of requests on average, at most
 
-A request counts once in a block of as many distinct requests as C had. So frequent repeats are no evidence of drift, as
-on C.
+A request counts once in a block of as many distinct requests as C had. So frequent repeats are no drift, as on C.
 
 Sizes: J events, the last one "no repeat of a source"; S stakes.
 """

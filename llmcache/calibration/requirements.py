@@ -35,14 +35,11 @@ def check_settings(head: Head, config: CacheConfig) -> None:
     if head.name == "multiple-choice head":
         raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
     if not config.serves_exact:
-        raise ConfigError(
-            "exact=False: a calibration assumes that repeats are served from their own states; leave exact out"
-        )
+        raise ConfigError("exact=False: a calibration assumes that repeats get their own states; leave exact out")
     if _may_drop_sources(POLICIES.find(config.policy.name)):
         staying = sorted(name for name, policy in POLICIES.items() if not _may_drop_sources(policy))
         raise ConfigError(
-            f"policy={config.policy.name!r}: the sources of a calibration must not be evicted; use one of "
-            f"{', '.join(staying)}"
+            f"policy={config.policy.name!r}: a calibration's sources must stay; use one of {', '.join(staying)}"
         )
     if config.learn is None:
         return

@@ -244,9 +244,7 @@ class CalibrationFitter:
             CalibrationError: Pinned sources do not fit the budgets.
         """
         if is_pinned and not self.bank.pin([case.entry for case in cases]):
-            raise CalibrationError(
-                "the sources do not fit the cache: raise max_entries or max_bytes, or give fewer requests"
-            )
+            raise CalibrationError("the sources do not fit: raise max_entries or max_bytes, or give fewer requests")
         if not is_pinned:
             for case in cases:
                 if case.row.key not in self.bank:

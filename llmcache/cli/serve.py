@@ -34,9 +34,7 @@ def command(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="YAML file with settings of the cache; default: those of the save."
-        ),
+        typer.Option(exists=True, dir_okay=False, help="YAML file with the cache's settings; default: the save's."),
     ] = None,
     engine: Annotated[
         str | None, typer.Option(help="What computes misses: eager, onnxruntime or auto; overrides --config.")
@@ -83,9 +81,7 @@ def command(
     ] = 128,
     reveal_hits: Annotated[
         bool,
-        typer.Option(
-            help="Reveal hits and times in headers and usage. Clients can then find out what was asked before."
-        ),
+        typer.Option(help="Reveal hits and times in headers and usage. Clients can then find out what others asked."),
     ] = False,
     cors_allow_origin: Annotated[
         list[str] | None,

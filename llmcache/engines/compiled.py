@@ -1,8 +1,7 @@
 """Runs the trunk by compiled graphs, one per bucket of rows by tokens. If no graph fits, the trunk runs eagerly.
 
 Decisions of the cache stay outside of the graphs: rows without a hit are padded to a bucket. In-place edits of weights
-take effect in a graph. Everything else that the digest of the weights covers is compiled into it: if it changes, all
-graphs are dropped.
+take effect in a graph. All else that the weights' digest covers is compiled into it: if it changes, graphs are dropped.
 
 Sizes: B rows, T tokens of a call; R rows, L tokens of a bucket.
 """

@@ -47,8 +47,7 @@ class GraphTwin:
 
         Raises:
             ConfigError: No graph can replace this trunk: its padding or RoPE, its mode, its rows or weights, or a
-                replaced forward are against it, or it returns more than states (B, T, D) and the pooler's output
-                (B, D).
+                replaced forward are against it, or it returns more than states (B, T, D) and the pooler's (B, D).
         """
         if obstacle := _find_obstacle(trunk, weights):
             raise ConfigError(f"no graph can be made: {obstacle}")
@@ -106,9 +105,7 @@ class GraphTwin:
             difference = (one - other).abs().max()
             if not bool(difference <= allowed * other.abs().max().clamp(min=1)):
                 n_rows, n_tokens = inputs["input_ids"].shape
-                raise ValueError(
-                    f"its {name} differs from the trunk's by {difference:.3g} for {n_rows} rows of {n_tokens} tokens"
-                )
+                raise ValueError(f"its {name} is {difference:.3g} off for {n_rows} rows of {n_tokens} tokens")
 
 
 def _find_obstacle(trunk: Trunk, weights: Weights) -> str | None:

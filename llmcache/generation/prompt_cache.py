@@ -147,8 +147,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the prompt is no valid text: character {error.start} ({text[error.start]!r}) stands for a byte that is "
-            "not UTF-8"
+            f"the prompt is no valid text: character {error.start} ({text[error.start]!r}) is a byte that is not UTF-8"
         ) from error
 
 

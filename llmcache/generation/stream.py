@@ -40,8 +40,7 @@ def stream(
         sampling: How tokens are chosen; None: greedy.
         cache: Kind of K/V cache; see `llmcache.generation.kv_caches`.
         max_length: Tokens that a `static` K/V cache has room for; None: as many as this request can need.
-        clock: Returns seconds. The request begins with this call; the reader's time between tokens counts towards the
-            next token.
+        clock: Returns seconds. The request begins with this call; the reader's time between tokens counts for the next.
 
     Returns:
         An iterator over the tokens. Its K/V cache is its own, so it may be closed or dropped at any token.

@@ -49,8 +49,7 @@ def check_ids(config: Any, name: str, ids: Any, ndim: int, shape: str) -> None:
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.numel():
         raise RequestError(
-            f"{name}: {int(wrong[0])} is not in the vocabulary, 0 to {config.vocab_size - 1}: use the model's own "
-            "tokenizer"
+            f"{name}: {int(wrong[0])} is not in the vocabulary, 0 to {config.vocab_size - 1}: use the model's tokenizer"
         )
 
 
@@ -60,9 +59,7 @@ def check_context(config: Any, n_tokens: int, n_new: int) -> None:
     if limit is None or n_tokens + n_new <= limit:
         return
     if n_tokens > limit:
-        raise RequestError(
-            f"{n_tokens} tokens exceed the model's context of {limit}: cut the prompt, for example keep its end"
-        )
+        raise RequestError(f"{n_tokens} tokens exceed the model's context of {limit}: keep the prompt's end, say")
     raise RequestError(
         f"{n_tokens} tokens and max_new_tokens={n_new} exceed the model's context of {limit}: "
         f"{limit - n_tokens} new ones fit; lower max_new_tokens, or cut the prompt"

@@ -140,9 +140,7 @@ def register_adapter(adapter: Adapter) -> None:
         try:
             inspect.signature(adapter.skipped).bind(None, None, None)
         except TypeError as error:
-            raise ConfigError(
-                f"adapter {adapter.family!r}: skipped must take hidden, layer, passed: {error}"
-            ) from error
+            raise ConfigError(f"adapter {adapter.family!r}: skipped takes hidden, layer, passed: {error}") from error
     for other in ADAPTERS.values():
         shared = set(other.trunks) & set(adapter.trunks)
         if shared and other.family != adapter.family:
@@ -369,9 +367,7 @@ def vocabulary_size(trunk: Trunk) -> int:
         embedding = module.get_input_embeddings()
     size = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else setting(trunk.config, "vocab_size")
     if size is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: it has no token embedding, and its config has no vocab_size"
-        )
+        raise UnsupportedModelError(f"{type(module).__name__}: it has no token embedding, its config no vocab_size")
     return int(size)
 
 

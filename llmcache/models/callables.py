@@ -337,9 +337,7 @@ def enclosed(model: Any, digest: str | None, embeddings: Any, tokenizer: Any) ->
         part, name = holder
         setattr(part, name, CallableModel(vars(part)[name], digest, embeddings, tokenizer))
     elif _is_pipeline(model):
-        raise ConfigError(
-            "wrap the pipeline's model instead, LLMCache.wrap(pipeline.model); then call the pipeline as before"
-        )
+        raise ConfigError("wrap the pipeline's model, LLMCache.wrap(pipeline.model); then call the pipeline as before")
     elif digest is not None or not isinstance(model, nn.Module):
         made = CallableModel(model, digest, embeddings, tokenizer)
     elif embeddings is not None:
@@ -368,9 +366,7 @@ def refuse_settings(model: nn.Module, config: CacheConfig) -> None:
     """Refuse settings that need layers."""
     given = ", ".join(one for one in _NOT_WITH if getattr(config, one) != CacheConfig.model_fields[one].default)
     if given and any(isinstance(part, CallableTrunk) for part in model.modules()):
-        raise ConfigError(
-            f"{given}: not with a callable or a session, which shows no layers, states or weights; leave {given} out"
-        )
+        raise ConfigError(f"{given}: not with a callable or a session, which shows no layers; leave {given} out")
 
 
 def _is_pipeline(given: Any) -> bool:

@@ -2,8 +2,7 @@
 
 Native hooks cannot skip a layer, so each layer's forward is swapped once. The trunk's forward is swapped as well, not
 hooked: some callers (sentence-transformers 6) call `trunk.forward(...)`, which runs no native hook. Removal is in
-reverse order and restores each module's `__dict__` exactly, including a foreign wrapper that was there before
-(accelerate's, say).
+reverse order and restores each module's `__dict__` exactly, including an earlier foreign wrapper (accelerate's, say).
 
 A copy of a module shares the values in its `__dict__`, and so would run the original. So copies, pickles and
 DataParallel's replicas are made without our swaps and hooks: Python and torch look for the functions that make them on

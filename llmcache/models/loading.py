@@ -100,9 +100,7 @@ def load_pretrained(
     body = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # "": a model without head
     missing = [key for key in sorted(report["missing_keys"]) if not may_lack_head or _is_needed(key, body)]
     if missing:
-        raise ConfigError(
-            f"model: {name!r} holds no trained {head} (missing: {', '.join(missing)}); give a model that has one"
-        )
+        raise ConfigError(f"model: {name!r} has no trained {head} (missing: {', '.join(missing)}); give one that has")
     return Loaded(model.eval(), tokenizer)
 
 

@@ -62,8 +62,7 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
         if weights.unreadable is None and (reason := coupling.reason(digest)):
             raise ConfigError(
                 f"tau={config.tau} with a model in which requests of a batch affect each other: {reason}. A stored "
-                "answer depends on the other requests of its batch: leave tau out (repeats of whole calls are "
-                "still served)"
+                "answer depends on the rest of its batch: leave tau out (repeats of whole calls are still served)"
             )
     config.index_component.build(INDEXES, 8)  # reports a wrong option now
     max_bytes = max(1, config.max_bytes // len(tau))

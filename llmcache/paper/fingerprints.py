@@ -58,8 +58,7 @@ class Fingerprint(ABC):
     Attributes:
         reads_attention: Whether `View.attention` is read; layer 0 then runs before the lookup.
         reads_states: Whether `View.hidden` is read.
-        per_layer: Whether each layer is searched with a fingerprint of the states that enter it, rather than of the
-            embedding output.
+        per_layer: Whether each layer is searched with a fingerprint of its input states, not of the embedding output.
     """
 
     reads_attention = False
@@ -93,8 +92,7 @@ class Fingerprint(ABC):
 class MeanEmbedding(Fingerprint):
     """Mean over content tokens of the hidden states that enter a layer: the paper's fingerprint.
 
-    Special and padding tokens are excluded (the paper does not say): they are the same in every request and only make
-    all requests more similar.
+    Special and padding tokens are excluded (the paper does not say): they are in every request and only add similarity.
     """
 
     def __init__(self, per_layer: bool = False) -> None:
@@ -206,9 +204,7 @@ class AttentionMean(MeanEmbedding):
     def features(self, view: View) -> Tensor:
         """Return both halves (B, D + D), float32."""
         if view.attention is None:
-            raise RuntimeError(
-                "no output of layer 0's self-attention: is the adapter's `attention` what the layer calls?"
-            )
+            raise RuntimeError("no output of layer 0's attention: is the adapter's `attention` what the layer calls?")
         attended = normalize(content_mean(view.attention, view.content)) * self._weight**0.5
         embedded = normalize(content_mean(view.hidden, view.content)) * (1 - self._weight) ** 0.5
         return torch.cat([attended, embedded], dim=1)

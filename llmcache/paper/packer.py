@@ -43,9 +43,7 @@ class Packer:
                     self.loss.add(hidden, self.codec.decode("hidden", packed, hidden.dtype))
                 except Exception:  # only the measurement is lost, not the entry
                     if not self._has_failed:
-                        logger.warning(
-                            "llmcache failed to measure the loss of compression; storing anyway", exc_info=True
-                        )
+                        logger.warning("llmcache failed to measure compression's loss; storing anyway", exc_info=True)
                     self._has_failed = True
         return packed
 

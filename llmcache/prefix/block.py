@@ -1,7 +1,6 @@
 """A block of tokens with its K/V and states, and slabs: tensors in which blocks lie side by side.
 
-Storing a prompt copies it into slabs, and a hit concatenates slabs. With one tensor per block both would be many small
-copies.
+Storing a prompt copies it into slabs, and a hit concatenates slabs. One tensor per block would need many small copies.
 
 A block's key covers everything that its states depend on, every earlier block included. As in vLLM's automatic prefix
 caching (block hash of parent hash, tokens and extra keys), except that only the root hash covers what is not tokens.

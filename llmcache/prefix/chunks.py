@@ -37,8 +37,7 @@ class Chunks:
     ) -> Any:
         """Run the trunk in chunks; return its output with the states of all columns.
 
-        If the output has more than states and K/V, only the output of the last chunk is returned. On an error the K/V
-        cache is emptied.
+        If the output has more than states and K/V, the last chunk's is returned. On an error the K/V cache is emptied.
         """
         output, states = None, []
         try:

@@ -1,7 +1,6 @@
 """Records which blocks lie in which slab. A slab that lost blocks is rebuilt, so that counted bytes equal held bytes.
 
-Blocks are evicted last to first, a few at a time. Slabs are small because each eviction copies the remaining blocks of
-the slab.
+Blocks are evicted last to first, a few at a time. Slabs are small as each eviction copies the rest of the slab.
 """
 
 from collections.abc import Mapping, Sequence

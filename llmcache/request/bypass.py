@@ -16,8 +16,7 @@ CURES: dict[str, str] = {
     "compiled": "a compiled or traced model runs a graph of its own: leave the model uncompiled, and have the cache "
     "compile what it computes by cache.compile()",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
-    "another mode of torch, a CUDA graph, a tensor subclass), which stored answers would escape: call the model "
-    "outside of it",
+    "another mode of torch, a CUDA graph, a tensor subclass), which misses stored answers: call the model outside it",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
     "other_depth": "config.num_hidden_layers is not what it was when the model was wrapped, so other layers run: wrap "
@@ -38,8 +37,7 @@ CURES: dict[str, str] = {
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
     "input_shape": "input_ids, token_type_ids and position_ids are not all integers (batch, tokens), or (1, tokens)",
     "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",
-    "unknown_output": "its layers return more than hidden states: register an adapter that says what a skipped layer "
-    "returns",
+    "unknown_output": "its layers return more than states: register an adapter that says what a skipped layer returns",
     "hooked": "modules in the trunk have hooks, which must see all tokens: remove them to have requests served",
     "token_types": "K/V was requested together with token types, which prefix blocks do not distinguish: leave "
     "token_type_ids out, or pass use_cache=False",
@@ -58,8 +56,7 @@ CURES: dict[str, str] = {
     "was when the model was wrapped, so a row's states depend on the padding of the rows beside it: set it back",
     "coupled_rows": "rows of a call affect each other since the model was edited (quantised, say), so no other request "
     "can stand for a row: wrap it without tau",
-    "adapter_names": "PEFT computes each row with adapters of its own (adapter_names, X-LoRA): call it with one "
-    "adapter a batch",
+    "adapter_names": "PEFT computes each row with adapters of its own (adapter_names, X-LoRA): use one adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
     "cache: pass the tokenizer's 2-D mask",
     "mask_values": "the attention mask holds other values than 0 and 1, by which some models multiply: pass 0 and 1",

@@ -143,8 +143,7 @@ class Rung(Protocol):
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         """Add a `Hit` to `call.hits`, by row number, for each row that a stored request serves.
 
-        Rows without a hit go to the next rung, or are computed. If this raises, the error is counted and the whole
-        call computed.
+        Rows without a hit go to the next rung, or are computed. If this raises, that is counted and the call computed.
 
         Args:
             call: The call. `arguments` are the trunk's; all rows have the same `scope`.

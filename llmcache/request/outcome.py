@@ -19,8 +19,7 @@ class Outcome:
             content gate refused the source or it is quarantined. None without a search or without a neighbour.
         n_prefix: Number of first tokens that a stored prefix served.
         bypassed: The reason for a bypass (`llmcache.request.bypass.CURES`), or None.
-        missed: Why it was computed although something that might serve it is stored (`llmcache.request.bypass.MISSES`),
-            or None.
+        missed: Why it was computed although what might serve it is stored (`llmcache.request.bypass.MISSES`), or None.
     """
 
     key: str = ""

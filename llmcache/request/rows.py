@@ -66,8 +66,7 @@ class Row:
 
     Attributes:
         number: Its index in the batch.
-        key: SHA-256 (base64) of its scope, valid tokens, types and positions; of the whole call if rows affect each
-            other.
+        key: SHA-256 (base64) of its scope, valid tokens, types and positions; of all rows if they affect each other.
         ids: Its valid token ids, packed.
         valid: Columns of the valid tokens.
         n_valid: Number of valid tokens.

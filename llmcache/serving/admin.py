@@ -10,21 +10,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictStr
 
 from llmcache.errors import LLMCacheError
+from llmcache.serving import tei
 from llmcache.serving.fields import Fields
 from llmcache.serving.keys import ANYONE, PUBLIC
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tei import (
-    Classified,
-    Cut,
-    Input,
-    check_number,
-    classified_of,
-    is_one,
-    items_of,
-    truncates,
-    with_prompt,
-)
 
 logger = logging.getLogger("llmcache")
 
@@ -38,10 +28,10 @@ class Purge(BaseModel):
     namespace: Annotated[StrictStr, Field(max_length=1024)]
 
 
-class Forget(Cut):
+class Forget(tei.Cut):
     """Body of `/admin/forget`: an encoder's `inputs`, in the form that its own routes take, or a decoder's prompt."""
 
-    inputs: Classified | Input | None = None
+    inputs: tei.Classified | tei.Input | None = None
     prompt_name: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -95,11 +85,11 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
         return {"forgotten": await _wait_for(server.forget([inputs], namespace))}
     if asked.inputs is None or server.encoder is None:
         raise Refusal("invalid", "give `inputs`", param="inputs")
-    items, is_list = items_of(asked.inputs), not is_one(asked.inputs)
+    items, is_list = tei.items_of(asked.inputs), not tei.is_one(asked.inputs)
     if server.served.kind != "embedding":
-        items, is_list = classified_of(asked.inputs)
-    check_number(server, len(items))
-    items, is_cut = with_prompt(server, items, asked.prompt_name), truncates(server, asked.truncate)
+        items, is_list = tei.classified_of(asked.inputs)
+    tei.check_number(server, len(items))
+    items, is_cut = tei.with_prompt(server, items, asked.prompt_name), tei.truncates(server, asked.truncate)
     tokens = await server.encoder.tokens(items, is_cut, asked.truncation_direction)
     known = [server.encoder.padded([one]) for one in Fields("inputs", is_list).all(tokens)]
     return {"forgotten": await _wait_for(server.forget(known, namespace))}

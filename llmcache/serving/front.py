@@ -324,9 +324,7 @@ def _check_host(scope: Scope, allowed: Sequence[str]) -> None:
     is_local = _is_address(name) or _LOCAL.fullmatch(name)
     if not hosts or is_local or "*" in allowed or (len(hosts) == 1 and hosts[0].decode("latin-1").lower() in origins):
         return
-    raise Refusal(
-        "forbidden", "without keys, ask this server at localhost or an IP address; for other names give it --keys"
-    )
+    raise Refusal("forbidden", "without keys, ask this server at localhost or an IP address; for names give it --keys")
 
 
 def _check_origin(scope: Scope, is_name_allowed: bool, allowed: Sequence[str]) -> None:

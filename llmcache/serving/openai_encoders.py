@@ -22,19 +22,6 @@ from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tei import (
-    Cut,
-    Input,
-    Texts,
-    computed,
-    embedding,
-    headers,
-    is_one,
-    items_of,
-    numbers_in,
-    probabilities,
-    sigmoid,
-)
 from llmcache.serving.tokenizing import Item
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -59,7 +46,7 @@ class _Body(BaseModel):
 class EmbeddingsRequest(_Body):
     """Body of `/v1/embeddings`."""
 
-    input: Input
+    input: tei.Input
     encoding_format: Literal["float", "base64"] | None = None  # LiteLLM sends null
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
     user: StrictStr | None = None
@@ -68,7 +55,7 @@ class EmbeddingsRequest(_Body):
 class ClassifyRequest(_Body):
     """Body of `/v1/classify`."""
 
-    input: StrictStr | Texts
+    input: StrictStr | tei.Texts
 
 
 class _PairsRequest(_Body):
@@ -78,8 +65,8 @@ class _PairsRequest(_Body):
 class ScoreRequest(_PairsRequest):
     """Body of `/v1/score`, by any of vLLM's names of its fields."""
 
-    text_1: StrictStr | Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
-    text_2: StrictStr | Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+    text_1: StrictStr | tei.Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: StrictStr | tei.Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
 
 class RerankDocument(BaseModel):
@@ -140,13 +127,13 @@ async def model(name: str, request: Request) -> JSONResponse:
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Return embeddings of norm 1 in OpenAI's format."""
-    items, fields = items_of(body.input), Fields("input", not is_one(body.input), cut=_CUT)
+    items, fields = tei.items_of(body.input), Fields("input", not tei.is_one(body.input), cut=_CUT)
     if any(isinstance(item, list) for item in items) and not request.app.state.server.settings.allow_token_ids:
         raise Refusal("invalid", _IDS, param="input")
     server, made = await _run_model(body, request, "embedding", items, fields)
 
     def shown(values: NDArray[np.float32]) -> Any:
-        row = embedding(server, values, True, body.dimensions)
+        row = tei.embedding(server, values, True, body.dimensions)
         is_packed = body.encoding_format == "base64"
         return base64.b64encode(row.astype("<f4").tobytes()).decode() if is_packed else row.tolist()
 
@@ -157,9 +144,9 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
 @router.post("/v1/classify")
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """Return the likeliest label of each input, and the probabilities of all labels."""
-    fields = Fields("input", not is_one(body.input), cut=_CUT)
-    server, made = await _run_model(body, request, "classifier", items_of(body.input), fields)
-    shares, labels = (probabilities(server, one.values) for one in made), server.served.labels
+    fields = Fields("input", not tei.is_one(body.input), cut=_CUT)
+    server, made = await _run_model(body, request, "classifier", tei.items_of(body.input), fields)
+    shares, labels = (tei.probabilities(server, one.values) for one in made), server.served.labels
     data = (
         {"index": i, "label": labels[int(np.argmax(row))], "probs": row.tolist(), "num_classes": len(row)}
         for i, row in enumerate(shares)
@@ -201,7 +188,7 @@ async def _reranked(
         for i in order
     ]
     answer = {"id": f"rerank-{uuid4().hex}", "model": server.name, "usage": _usage(made), "results": results}
-    return JSONResponse(answer, headers=headers(server, made))
+    return JSONResponse(answer, headers=tei.headers(server, made))
 
 
 @router.post("/rerank")
@@ -220,12 +207,12 @@ async def _run_model(
     request.app.state.server.check_name(body.model)
     if (body.truncate_prompt_tokens or -1) > 0:
         raise Refusal("invalid", "inputs are cut at the model's own length: give -1", param="truncate_prompt_tokens")
-    cut = Cut(truncate=None if body.truncate_prompt_tokens is None else True)
-    return await computed(request, kind, items, cut, fields)
+    cut = tei.Cut(truncate=None if body.truncate_prompt_tokens is None else True)
+    return await tei.computed(request, kind, items, cut, fields)
 
 
 def _scores(body: _PairsRequest, made: list[Output]) -> list[float]:
-    return [float(one.values[0]) if body.use_activation is False else sigmoid(one.values[0]) for one in made]
+    return [float(one.values[0]) if body.use_activation is False else tei.sigmoid(one.values[0]) for one in made]
 
 
 def _model_object(server: Server, name: str) -> dict[str, Any]:
@@ -246,7 +233,7 @@ async def _list(
     """Return OpenAI's list object of `data`; with the `prefix` of an id, as vLLM's routes have it."""
     named = {} if prefix is None else {"id": f"{prefix}-{uuid4().hex}", "created": int(time())}
     more = {"object": "list", "model": server.name, "usage": _usage(made), **named}
-    return await rendered(data, numbers_in(made), headers(server, made), **more)
+    return await rendered(data, tei.numbers_in(made), tei.headers(server, made), **more)
 
 
 def _usage(made: list[Output]) -> dict[str, int]:

@@ -26,9 +26,7 @@ def instrument(app: "FastAPI", endpoint: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(
-            f"traces need the extra 'otel' ({error.name} is missing): pip install 'llmcache-torch[otel]'"
-        ) from error
+        raise ConfigError(f"traces need {error.name}: pip install 'llmcache-torch[otel]'") from error
     provider = TracerProvider(resource=Resource.create({"service.name": "llmcache"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     FastAPIInstrumentor.instrument_app(app, tracer_provider=provider, excluded_urls="health,healthz,metrics")

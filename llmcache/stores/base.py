@@ -118,8 +118,7 @@ class Store(ABC):
     """Holds sealed values by key for any number of caches, beyond the memory of their banks.
 
     Each cache opens its own store. Stores opened with the same settings, in one process or several, share their values.
-    `seal` makes and verifies values; a store only moves bytes. A value that is damaged or belongs to another key is a
-    miss.
+    `seal` makes and verifies values; a store only moves bytes. A damaged value, or one of another key, is a miss.
 
     Thread-safe: many threads read while one thread writes. A failure raises `StoreError`, which the cache counts and
     logs before it computes the request. A key without a value gives None, never an error. The store decides which
@@ -151,8 +150,7 @@ class Store(ABC):
 
         Skipped silently are values that exceed the budget, whose number is no longer its namespace's, and whose key was
         forgotten after the cursor `since`; of a cursor that is too old or unknown, all. The check and the write are
-        one step: no other store returns such a value, however briefly. If a key already has a value, either of the two
-        may remain.
+        one step: no other store returns such a value, however briefly. If a key already has a value, either may remain.
         """
 
     @abstractmethod
@@ -186,8 +184,7 @@ class Store(ABC):
         """Return the purges by all stores after a cursor; with None, no purges and the current cursor.
 
         Runs in every call of the model, so it does not wait for a server. For a cursor that is too old or unknown, the
-        result is incomplete: no purges, and the current cursor. A purge is reported by the time `purge` or `forget`
-        returns.
+        result is incomplete: no purges, and the current cursor. A purge is reported before `purge` or `forget` returns.
         """
 
     @abstractmethod

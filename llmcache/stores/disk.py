@@ -167,8 +167,7 @@ class DiskStore(Store):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (kind := _file_system(self._folder)) in _NETWORK:
                 raise ValueError(
-                    f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
-                    "folder on a local disk"
+                    f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a local folder"
                 )
             self._refuse_strangers()
             with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S, mode=0o600):
@@ -181,9 +180,7 @@ class DiskStore(Store):
         except Timeout as error:
             raise ValueError(f"{self._folder}: another process has been opening it for {_PATIENCE_S:.0f} s") from error
         except (OSError, StoreError) as error:
-            raise ValueError(
-                f"{self._folder}: cannot be used: {error}; name a folder that can be written to"
-            ) from error
+            raise ValueError(f"{self._folder}: cannot be used: {error}; name a folder you may write to") from error
 
     def _refuse_strangers(self) -> None:
         """Raise if the folder holds foreign files or links, or other users may change what it holds."""

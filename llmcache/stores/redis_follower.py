@@ -1,8 +1,7 @@
 """A thread that reads the stream of purges of a shared Redis and keeps the latest in memory.
 
 Before a cache serves from memory, it asks the follower for purges and gets all that are at least `LEASE_S` old. A purge
-waits for `LEASE_S` before it returns. So no request waits for the server, and no process that reaches the server serves
-a purged value.
+returns after `LEASE_S`. So no request waits for the server, and no process that reaches it serves a purged value.
 """
 
 import json

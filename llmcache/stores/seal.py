@@ -38,8 +38,7 @@ class MismatchError(ValueError):
     """A value does not match its key or is not ours: a miss.
 
     Attributes:
-        reason: `damaged` (truncated, changed, or made with another secret or key), `other_format` or `other_key` (or
-            another number).
+        reason: `damaged` (truncated, changed, or of another secret or key), `other_format` or `other_key` (or number).
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -89,9 +88,7 @@ class Seal:
         except binascii.Error as error:
             raise ConfigError(f"{KEY}: not base64: {error}") from error
         if len(key) not in (0, 32):
-            raise ConfigError(
-                f"{KEY}: {len(key)} bytes; give 32 in base64, for instance from `openssl rand -base64 32`"
-            )
+            raise ConfigError(f"{KEY}: {len(key)} bytes; give 32 in base64, as from `openssl rand -base64 32`")
         return cls(os.environ.get(SECRET, "").encode(), key)
 
     @property

@@ -51,8 +51,7 @@ class Tier:
     ) -> None:
         """Use an open store, and close it when this object is collected.
 
-        `settings` is a text of everything that determines values besides scope and tokens. Purges are applied to
-        `memory`.
+        `settings` is a text of everything that determines values besides scope and tokens. Purges apply to `memory`.
         """
         self._store, self._seal, self._settings = store, seal, settings
         self._behind = WriteBehind(store, seal, counters)

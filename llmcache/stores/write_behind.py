@@ -75,8 +75,7 @@ class WriteBehind:
     """A queue of jobs for a store, and the thread that writes them. Thread-safe.
 
     It holds no reference to the cache, which may be collected meanwhile. Reads can time out on a store that accepts
-    writes, so reads and writes have a breaker each. While that of reads is open, the thread tests whether the store
-    answers.
+    writes, so reads and writes have a breaker each. While that of reads is open, the thread tests if the store answers.
     """
 
     store: Store

@@ -12,8 +12,6 @@ from llmcache.serving.ray.settings import ReplicaSettings
 try:
     from llmcache.serving.ray.replica import Replica, app, replicas
 except ImportError as error:
-    raise ConfigError(
-        f"replicas need the extra 'ray' ({error.name} is missing): pip install 'llmcache-torch[ray]'"
-    ) from error
+    raise ConfigError(f"replicas need {error.name}: pip install 'llmcache-torch[ray]'") from error
 
 __all__ = ["Replica", "ReplicaSettings", "app", "replicas"]
