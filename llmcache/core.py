@@ -393,14 +393,8 @@ class Core:
         config, trunk = self._config, self.trunk
         if not trunk.makes_kv or self.payload.fits_any_length:
             return None
-        device = self._device()
-        return BlockPool(
-            _block_of(config),
-            config.max_bytes,
-            device,
-            lambda: config.policy.build(POLICIES),
-            lambda: self.bank.nbytes,
-        )
+        block, make_policy, device = _block_of(config), lambda: config.policy.build(POLICIES), self._device()
+        return BlockPool(block, config.max_bytes, device, make_policy, lambda: self.bank.nbytes)
 
 
 def _block_of(config: CacheConfig) -> int:
@@ -429,8 +423,7 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
     seal = Seal.from_environment()  # first: if it raises, no store is left open
     if config.store.name == "redis" and not seal.is_authentic:
         logger.warning(
-            "llmcache: values on Redis are not signed, so whoever can write to it can forge answers: set %s",
-            SECRET,
+            "llmcache: values on Redis are not signed, so whoever can write to it can forge answers: set %s", SECRET
         )
     return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store.least_tokens)
 

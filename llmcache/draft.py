@@ -72,14 +72,12 @@ class Draft:
         """Begin without a drafter: call `refresh`.
 
         Args:
-            answers: The kind of the model's answers.
-            read: Reads the logits from its output.
+            read: Reads the logits from the model's output.
             packings: How to store the trunk's output, by kind of call.
             serving: `digest of the trunk's weights -> calibration that serves them`, or None.
             make: Makes the drafter for the present weights; takes the previous one.
             device: Where entries are kept.
             seen: Not None within the whole model's forward, whose output takes logits, see `join`.
-            counters: Counts failures.
         """
         self._answers, self._read, self._packings = answers, read, packings
         self._serving, self._make, self._device = serving, make, device

@@ -73,13 +73,8 @@ class GraphDrafter:
     ) -> None:
         """Take the head's present tensors, and answer a row on trial.
 
-        Args:
-            model: The wrapped model.
-            trunk: Its trunk.
-            read: Reads the logits from its output.
-            payload: Chooses the row that is the answer; None: the logits are.
-            engine: The graph.
-            head: Digest of the weights outside the trunk.
+        `payload` chooses the row that is the answer; None: the logits are, as `read` finds them in the model's output.
+        `head` is the digest of the weights outside the trunk.
 
         Raises:
             Exception: The head takes more than tokens, mixes rows, or cannot be copied.
@@ -141,13 +136,7 @@ class ModelDrafter:
     head = ""
 
     def __init__(self, draft: nn.Module, model: nn.Module, trunk: Trunk, arguments: Arguments) -> None:
-        """Take a model that `check_model` accepted.
-
-        Args:
-            draft: The model.
-            model: The wrapped model.
-            trunk: Its trunk.
-            arguments: Of that trunk's forward.
+        """Take a `draft` that `check_model` accepted for `model`, and the arguments of its trunk's forward.
 
         Raises:
             ValueError: Its weights cannot be told from others.
@@ -241,7 +230,6 @@ def _find_problem(draft: nn.Module, model: nn.Module, trunk: Trunk) -> str | Non
 
 
 def _readers_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
-    """Return the parts of a model that read its trunk's states."""
     return [part for part in model.modules() if part is not model and part not in parts_of(trunk.module)]
 
 

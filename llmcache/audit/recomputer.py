@@ -144,7 +144,6 @@ class Recomputer:
             self.calibrated.grow(made, {0: case}, {0: self.fingerprint.project([case.tokens])[0][0]})
 
     def _origin(self) -> Origin:
-        """Return the origin of answers computed now."""
         return Origin(self.weights.digest(), self.calibrated.head_digest(), self.trunk.attention)
 
     @property

@@ -57,12 +57,7 @@ class Observer:
         self._read, self._head = read, head
 
     def see(self, call: "Call", output: Any) -> None:
-        """Observe a finished call.
-
-        Args:
-            call: The call, closed.
-            output: The model's output; ignored if answers are read from payloads.
-        """
+        """Observe a closed call. The model's `output` is ignored if answers are read from payloads."""
         collected, entries = self.collected.get(), call.entries
         if not entries or call.requests is None or (call.is_whole and len(call.rows) > 1):
             return

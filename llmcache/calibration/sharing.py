@@ -78,12 +78,7 @@ class SharedCalibration:
         self._lock = forkable(threading.RLock(), is_waited_for=False)
 
     def step(self, scope: Scope, number: int) -> None:
-        """Publish a new local calibration, and follow other caches once a second; runs in each call.
-
-        Args:
-            scope: The scope of the call.
-            number: The number of its namespace in the store.
-        """
+        """Publish a new local calibration, and follow other caches once a second; runs in each call."""
         self._call_place = Place(scope, number)
         if self._made is not self._calibrated.calibration or monotonic() >= self._next_check_s:
             with self._lock:

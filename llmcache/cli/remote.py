@@ -109,7 +109,6 @@ class RemoteChat:
 
 
 def _refusal_reason(status: int, body: bytes) -> str:
-    """Return the reason for a refusal from an error response."""
     try:
         return f"the server refused it ({status}): {json.loads(body)['error']['message']}"
     except (ValueError, KeyError, TypeError):

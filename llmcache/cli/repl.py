@@ -193,7 +193,6 @@ def _show_figures(title: str, figures: Mapping[str, float | None]) -> None:
 
 
 def _request_fields(sampling: "Sampling") -> dict[str, Any]:
-    """Return sampling settings as fields of a request to a server."""
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     asked = {
         "max_tokens": sampling.max_new_tokens,

@@ -22,13 +22,9 @@ class Engine(Protocol):
         ...
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> "Engine":
-        """Return the engine for a call: itself, or another engine for calls that it does not cover.
+        """Return the engine for a call of the trunk: itself, or another engine for calls that it does not cover.
 
-        Args:
-            args: Positional arguments of the trunk.
-            kwargs: Keyword arguments of the trunk.
-            digest: Digest of the present weights.
-            keeps_kv: Whether the call must fill the caller's K/V cache.
+        `digest` is that of the present weights; with `keeps_kv` the call must fill the caller's K/V cache.
         """
 
     def covering(self, requests: Requests) -> "Engine":

@@ -76,10 +76,8 @@ class OnnxTrunk(GraphEngine):
         """Open the graph that is kept for these weights, or export it; compare it with the model.
 
         Args:
-            twin: The trunk's.
+            twin, arguments, weights: The trunk's.
             eager: Runs calls that the graph does not cover.
-            arguments: The trunk's.
-            weights: The trunk's.
             folder: Where graphs are kept; None: `engines` in the folder of `LLMCACHE_HOME`.
             precision: Of its products. With `int8`, weights have one scale per output, and activations one per call,
                 so that a row's output depends on the call; it need not agree with the model's.

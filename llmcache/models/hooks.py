@@ -168,12 +168,7 @@ class Swap(_Override):
     is_of_trunk = False
 
     def __init__(self, module: nn.Module, listener: Listener) -> None:
-        """Replace the forward.
-
-        Args:
-            module: The trunk, a layer, a head or the whole model.
-            listener: Receives the calls.
-        """
+        """Replace the forward of a trunk, a layer, a head or a whole model; `listener` receives the calls."""
         super().__init__(module)
         self._original: Callable[..., Any] = module.forward
         self.had_own_forward = "forward" in module.__dict__

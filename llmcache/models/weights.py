@@ -191,12 +191,7 @@ class Weights:
         return mark if latest == digest else None
 
     def stayed(self, mark: Mark | None, digest: str) -> bool:
-        """Whether nothing was edited since a mark was taken, not even for a moment.
-
-        Args:
-            mark: Taken when the call began; see `mark_of`.
-            digest: Its digest.
-        """
+        """Whether nothing was edited since the mark of a digest was taken (`mark_of`), not even for a moment."""
         latest = self._state[0]
         if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False

@@ -59,9 +59,7 @@ class State(NamedTuple):
 
     Attributes:
         layer: Layer number.
-        key: See `Entry`.
-        kind: See `Entry`.
-        tensors: See `Entry`; not packed.
+        key, kind, tensors: See `Entry`; the tensors are not packed.
         vector: Fingerprint (F,); None until the fingerprint is fitted.
         features: Features (F0,) of the fingerprint; None once it is fitted.
     """
@@ -124,11 +122,7 @@ class LayerBank:
     def put(self, key: str, kind: Kind, tensors: Mapping[str, Tensor], vector: Floats | None) -> bool:
         """Store a state, evicting entries to make room; return False if it is larger than the bank.
 
-        Args:
-            key: See `Entry`; an earlier entry is replaced.
-            kind: See `Entry`.
-            tensors: See `Entry`; not packed. The bank takes them over.
-            vector: Fingerprint (F,); None until the fingerprint is fitted, see `index_vector`.
+        The arguments are those of `State`. An earlier entry of the key is replaced. The bank takes the tensors over.
         """
         packer = self._packer(kind.scope.weights)
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}

@@ -286,7 +286,6 @@ class Layerwise(Switches):
         return states
 
     def _on_attention(self, output: Any) -> None:
-        """Record the output of layer 0's self-attention."""
         if (call := self.call_under_way()) is not None:
             call.attention = unpack(output)
 

@@ -203,12 +203,9 @@ class Prefix:
     # -- answer --------------------------------------------------------------------------------------------------------
 
     def answer(self, call: "Call", run: Run, chunks: "Chunks | None") -> Any:
-        """Return the trunk's output and fill the caller's K/V cache. On an error the K/V cache is emptied.
+        """Return the trunk's output after `look_up`, and fill the caller's K/V cache. On an error that is emptied.
 
-        Args:
-            call: A call after `look_up`.
-            run: Runs the trunk.
-            chunks: The chunks in which the trunk is run, if any. Errors raised between chunks are raised here.
+        The trunk is run in `chunks`, if any. Errors raised between chunks are raised here.
         """
         prefill, started = call.prefill, perf_counter()
         assert prefill is not None

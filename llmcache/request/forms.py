@@ -44,15 +44,7 @@ class Forms:
     def __init__(
         self, trunk: Trunk, arguments: Arguments, coupling: Coupling, reader: RequestReader, keeps_tokens: bool
     ) -> None:
-        """Start with no states.
-
-        Args:
-            trunk: The trunk.
-            arguments: The signature of its forward.
-            coupling: Detects whether rows affect each other.
-            reader: Knows which tokens carry content.
-            keeps_tokens: Entries keep the states of all tokens, and K/V if the caller does.
-        """
+        """Start with no states. `keeps_tokens`: entries keep the states of all tokens, and K/V if the caller does."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -344,7 +344,6 @@ def truncates(server: Server, asked: bool | None) -> bool:
 
 
 def _validated(model: type[_M], given: Any) -> _M:
-    """Return a body checked by the model of its route."""
     try:
         return model.model_validate(given)
     except ValidationError as error:

@@ -156,7 +156,6 @@ class Tokenizing:
         return self._fast.post_process(*parts)
 
     def _encode_slow(self, texts: tuple[str, ...], truncate: bool, side: Side) -> tuple[list[int], list[int], int]:
-        """Return the same as `_encode_fast`, by a slow tokenizer."""
         with self._lock:
             named = self._tokenizer(*texts)
             if n_over := self._n_excess(len(named["input_ids"]), truncate):

@@ -176,5 +176,4 @@ def _read_purge(fields: Mapping[bytes, Any]) -> Purge | None:
 
 
 def _order(entry: bytes) -> list[int]:
-    """Return what the ids of entries are ordered by."""
     return [int(part) for part in entry.split(b"-") if part]

@@ -256,7 +256,7 @@ def test_an_unknown_name_is_told_those_that_there_are(kind: str, register: Calla
         (Adapter("mine", (), "layers"), "'mine': name at least one trunk class"),
         (Adapter("mine", "Tower", "layers"), "'mine': name at least one trunk class"),  # type: ignore[arg-type]
         (Adapter("mine", ("Tower",), ""), "'mine': name the path"),
-        (Adapter("mine", ("Tower",), "stages", skipped=lambda hidden: hidden), "'mine': skipped must take hidden"),  # type: ignore[misc, arg-type]
+        (Adapter("mine", ("Tower",), "stages", skipped=lambda hidden: hidden), "'mine': skipped takes hidden"),  # type: ignore[misc, arg-type]
         (Adapter("mine", ("BertModel",), "layers"), "'mine'.*'BertModel'.*already belongs to 'bert'"),
     ],
 )

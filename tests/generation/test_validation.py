@@ -80,7 +80,7 @@ def test_settings(settings: dict[str, Any], told: str) -> None:
         ([[5, 6]], r"int64 \(got list\)"),
         (torch.tensor([[5, VOCABULARY]]), "ids: 96 is not in the vocabulary, 0 to 95"),
         (torch.tensor([[5, -1]]), "ids: -1 is not in the vocabulary"),
-        (torch.full((1, CONTEXT + 1), 5), "65 tokens exceed the model's context of 64: cut the prompt"),
+        (torch.full((1, CONTEXT + 1), 5), "65 tokens exceed the model's context of 64: keep the prompt's end"),
     ],
 )
 def test_prompts(model: nn.Module, ids: Any, told: str) -> None:

@@ -158,7 +158,7 @@ def test_who_waits_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(folder, "_PATIENCE_S", 0.0)
     with folder.locked(tmp_path), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(put, tmp_path, 1)
-        with pytest.raises(StoreError, match="another save there has not ended"):
+        with pytest.raises(StoreError, match="another save there takes over"):
             waiting.result()
     put(tmp_path, 2)
     assert get(tmp_path) == 2
