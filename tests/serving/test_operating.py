@@ -143,7 +143,8 @@ def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(server: Serve
 
 
 @pytest.mark.parametrize(
-    ("inputs", "status"), [([], 400), (["my card"] * 2049, 413), ("my card " * 40, 422), (["my card", "card " * 40], 422)]
+    ("inputs", "status"),
+    [([], 400), (["my card"] * 2049, 413), ("my card " * 40, 422), (["my card", "card " * 40], 422)],
 )
 def test_what_is_to_be_forgotten_has_the_limits_of_other_routes(client: TestClient, inputs: Any, status: int) -> None:
     body = {"inputs": [[one] for one in inputs] if isinstance(inputs, list) else inputs, "truncate": False}
