@@ -249,9 +249,8 @@ class CachedForward(Swap, Switches):
 
     def _may_serve(self, known: Call, call: Call) -> bool:
         """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
-        if known.made is not None and not (self._semantic is not None and self._semantic.is_current(known)):
-            return False
-        if known.made is not None and self._needs_own(call):
+        is_current = self._semantic is not None and self._semantic.is_current(known)
+        if known.made is not None and (self._needs_own(call) or not is_current):
             return False
         hits, takes = known.hits.values(), self.seen.get() is not None
         return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
@@ -319,11 +318,9 @@ class CachedForward(Swap, Switches):
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if rung.is_lossless:
-                rung.look_up(call, rows)
-            elif self._needs_own(call):
+            if not rung.is_lossless and self._needs_own(call):
                 continue
-            elif rung is self.draft:  # a calibration decides if it pays
+            if rung.is_lossless or rung is self.draft:  # a calibration decides if a draft pays
                 rung.look_up(call, rows)
             elif self.account is None or self.account.pays(call):
                 started, call.n_searched = perf_counter(), len(rows)
@@ -373,18 +370,15 @@ class CachedForward(Swap, Switches):
     def _serve(self, call: Call) -> Any:
         packing, ids, output = self.packings.get(call.kind), call.arguments["input_ids"], None
         rest = [row.number for row in call.rows if not (row.number in call.hits or row.number in call.copied)]
-        places: dict[int, int] = {}
-        if rest:
+        if rest and (packing is not None or len(rest) > 1):  # of one row, a part that all rows share looks like its own
             output = self._compute(call, rest)
-            if packing is None and len(rest) > 1:  # of one row, a part that all rows share looks like its own
-                packing = Packing.learn(output, len(rest), ids.shape[1], self._payload)
-            if packing is None:
-                call.copied.clear()
-                return self._compute(call, range(len(call.rows)))
-            if not packing.fits(output, len(rest), ids.shape[1]):
-                raise TypeError("the trunk returned another kind of output than before")
-            places = call.computed | {number: call.computed[first] for number, first in call.copied.items()}
-        assert packing is not None
+            packing = packing or Packing.learn(output, len(rest), ids.shape[1], self._payload)
+        if packing is None:
+            call.copied.clear()
+            return self._compute(call, range(len(call.rows)))
+        if rest and not packing.fits(output, len(rest), ids.shape[1]):
+            raise TypeError("the trunk returned another kind of output than before")
+        places = call.computed | {number: call.computed[first] for number, first in call.copied.items()}
         made = packing.join(call.rows, ids.shape[1], call.hits, output, places, ids.device)
         if call.hits and (left_out := self.pooled.get()) is not None:
             left_out.append(deferred(self.original, call.args, call.kwargs, ids.device.type))

@@ -166,12 +166,9 @@ class Weights:
         """
         if (self._suspects or self._trained) and self.is_trained:
             return Look("", None, "gradients_held", None)
+        is_skipped = may_skip_check and self.is_steady
+        digest = self._state[1] if is_skipped else self.digest()
         mark, latest = self._state
-        if is_skipped := may_skip_check and self.is_steady:
-            digest = latest
-        else:
-            digest = self.digest()
-            mark, latest = self._state
         refusal, offsets = self._refusal, None
         if refusal is None and any(map(_TRAINING, self._dropouts)):  # even if the model is not (Monte Carlo dropout)
             refusal = "training"

@@ -389,9 +389,9 @@ def read_rows(
         if alike := seen.setdefault(key, []):
             _update(sha, b"again", [len(alike)])
             row.duplicate_key = key_of(sha.digest())
-            first = alike[0]
-            if layout == first.layout and (mask is None or np.array_equal(mask, inputs.valid[first.number])):
-                row.same_as = first.number
+            first = alike[0].number
+            if layout == alike[0].layout and (mask is None or np.array_equal(mask, inputs.valid[first])):
+                row.same_as = first
         alike.append(row)
         rows.append(row)
     return rows
