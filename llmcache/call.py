@@ -249,17 +249,13 @@ class CachedForward(Swap, Switches):
 
     def _may_serve(self, known: Call, call: Call) -> bool:
         """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
-        is_current = self._semantic is not None and self._semantic.is_current(known)
-        if known.made is not None and (self._needs_own(call) or not is_current):
+        semantic, hits, takes = self._semantic, known.hits.values(), self.seen.get() is not None
+        if known.made is not None and (self._needs_own(call) or not (semantic and semantic.is_current(known))):
             return False
-        hits, takes = known.hits.values(), self.seen.get() is not None
         return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
 
     def _needs_own(self, call: Call) -> bool:
-        """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say).
-
-        Of what a head makes of labels, such as a loss, a calibration knows nothing.
-        """
+        """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
         if call.is_whole and len(call.rows) > 1:
             return True
         if not (beside := self.beside.get()):

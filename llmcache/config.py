@@ -299,8 +299,7 @@ class CacheConfig(_Settings):
             "fingerprint": self.fingerprint.name not in ("auto", "learned"),
             "index": self.index.name != "auto",
         }
-        if self.tau is None and (names := [name for name, is_given in given.items() if is_given]):
-            named = ", ".join(names)
+        if self.tau is None and (named := ", ".join(name for name, is_given in given.items() if is_given)):
             raise ValueError(f"{named} without tau: only for the paper's cache; set tau, or leave {named} out")
         return self
 

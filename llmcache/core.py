@@ -406,8 +406,7 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
     """Open the store behind memory; None if the setting is `memory`."""
     if config.store.name == MEMORY:
         if options := config.store.model_fields_set - {"name"}:
-            given = ", ".join(sorted(options))
-            raise ConfigError(f"store: {MEMORY!r} takes no options: name another store, or leave {given} out")
+            raise ConfigError(f"store: {MEMORY!r} takes no options: name another, or leave out {', '.join(options)}")
         return None
     if POLICIES.find(config.policy.name).lets_entries_leave_early:
         raise ConfigError(

@@ -199,8 +199,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         wrong = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
         raise UnfitBankError(f"{path}: not as this version ({__version__}) writes it: {wrong}; {_AGAIN}") from error
     except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BankFileError(f"{path}: not a readable manifest: {reason}; {_AGAIN}") from error
+        raise BankFileError(f"{path}: no readable manifest: {str(error).splitlines()[0]}; {_AGAIN}") from error
 
 
 def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | Path) -> None:

@@ -1,13 +1,12 @@
 """Which weights produced a state: a digest of the trunk, of which only edited parts are hashed again.
 
-Every call checks for edits while it is under way: before its hits are served, and after its misses have run, before
-they are stored. So an edit that is undone after the call (a disabled adapter, `torch.func.functional_call`) is seen. A
-check compares the address and version counter of each tensor, the modules and their dicts of tensors and submodules,
-and the settings in their attributes and configs (`attributes.py` says which). This costs some 70 microseconds for
-BERT-base if repeated, and three to five times as much after a model ran. A call also checks when it is opened, so that
-its keys are those of the present weights; once 64 checks found no edit, it takes the latest digest instead, and is
-opened again if its hits turn out to be of other weights. Each tensor has its own digest, so an edit costs hashing what
-was edited. The digests of the latest states are kept, so adapters or settings that alternate cost nothing.
+Every call checks for edits: before its hits are served, and after its misses have run, before they are stored. So an
+edit that is undone after the call (a disabled adapter, `torch.func.functional_call`) is seen. A check compares address
+and version counter of each tensor, the modules and their dicts of tensors and submodules, and the settings in their
+attributes and configs (`attributes.py`). It takes some 70 microseconds for BERT-base if repeated, four times that after
+a model ran. Until 64 checks found no edit, a call also checks when it is opened; then it takes the latest digest, and
+is opened again if its hits are of other weights. Each tensor has its own digest, so an edit costs hashing what was
+edited. The digests of the latest states are kept, so adapters or settings that alternate cost nothing.
 
 Fused optimizers write weights without moving the counter. So after a forward with gradients, all tensors that require
 gradients are hashed again. While gradients are held, these tensors are hashed in every call, or, if that takes long,

@@ -77,8 +77,8 @@ class Row:
         is_misread: The head may read a padding column, whose state another request's entry does not hold. So only the
             row's own entry may serve it.
         same_as: Number of an earlier row of the call with the same `key`, columns and padding; None if there is none.
-        duplicate_key: A second key for blocks, if an earlier row of the call has the same `key`; else "". The K/V of
-            both may differ in the last bits, since kernels round by position in the batch.
+        duplicate_key: A second key for blocks if an earlier row of the call has the same `key`; kernels may round both
+            differently. Else "".
     """
 
     number: int

@@ -111,6 +111,7 @@ class Encoder:
         self._batching: asyncio.Task[None] | None = None
         self._padding_tokens = _PADDING_TOKENS
         self._most_tokens = settings.max_batch_tokens
+        self._forgot_at = 0.0  # what was asked before is not stored
         self._lookups = ThreadPoolExecutor(1, "llmcache-lookup")
         self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # for long texts
 
@@ -122,6 +123,10 @@ class Encoder:
     def n_waiting(self) -> int:
         """Number of inputs waiting to be computed."""
         return len(self._queue)
+
+    def forget(self) -> None:
+        """Store nothing of the inputs that have arrived so far."""
+        self._forgot_at = perf_counter()
 
     async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:
         """Return the model's output or a refusal for each input; a refused input does not affect those before it.
@@ -358,17 +363,17 @@ class Encoder:
         tokens = [miss.tokens for miss in batch]
         self._metrics.batch(len(batch), sum(map(len, tokens)))
         try:
-            made = self._run(tokens, batch[0].namespace)
+            made = self._run(tokens, batch[0].namespace, min(miss.asked_at for miss in batch) > self._forgot_at)
         except Exception as error:
             if len(batch) == 1:
                 return [self._model_failure(described(error))]
             return [self._compute([miss])[0] for miss in batch]
         return [one if one.is_finite else self._model_failure("its output is not finite") for one in made]
 
-    def _run(self, tokens: Sequence[Tokens], namespace: str) -> list[Output]:
-        """Return the model's outputs through the cache, or without it unless `is_caching`."""
-        begun = perf_counter()
-        with torch.inference_mode(), self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled():
+    def _run(self, tokens: Sequence[Tokens], namespace: str, is_stored: bool = True) -> list[Output]:
+        """Return the model's outputs through the cache, or without it unless `is_stored` and `is_caching`."""
+        begun, is_cached = perf_counter(), is_stored and self._is_caching()
+        with torch.inference_mode(), self._cache.namespace(namespace) if is_cached else self._cache.disabled():
             values = self._served.forward(self.padded(tokens)).float().cpu().numpy()
         outcomes, took = self._cache.last, perf_counter() - begun
         rungs = [one.rung for one in outcomes] if len(outcomes) == len(values) else [None] * len(values)

@@ -112,6 +112,8 @@ class Server:
         """Run what drops entries of a namespace (None: all), beside the model: it may wait for a store."""
         if self.decoder is not None:
             self.decoder.forget(namespace)
+        if self.encoder is not None:
+            self.encoder.forget()
         await self.thread.run(lambda: None)  # steps that came before end first, so that what they stored is dropped
         return await asyncio.to_thread(work)
 

@@ -25,7 +25,7 @@ from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Health, Stats
 from llmcache.stores import STORES, StoreKey
 from tests.redis_server import wait_until
-from tests.serving.served import client_of, is_computing, listening, make_server, model_held
+from tests.serving.served import client_of, figure, is_computing, listening, make_server, model_held
 from tests.serving_browser import SIZES, open_browser
 from tests.stores.shared import Shared
 
@@ -188,6 +188,24 @@ def test_the_model_answers_while_a_store_forgets(models: Path, monkeypatch: pyte
         assert not dropping.done()
         Held.may_end.set()
         assert [*done(dropping.result()).values()] == [2] and Held.n_calls == 1
+
+
+@pytest.mark.parametrize(("route", "body"), [("forget", {"inputs": [["my cash"]]}), ("purge", NAMESPACE)])
+def test_an_input_that_waits_meanwhile_is_answered_and_not_stored(models: Path, route: str, body: Any) -> None:
+    server = make_server(models / "classifier")
+    with client_of(server) as client, ThreadPoolExecutor(3) as pool:
+        ask(client, "my card")
+        with model_held(server):
+            first = pool.submit(ask, client, "the rate")
+            wait_until(lambda: figure(server, "num_requests_running") == 1 and server.n_waiting == 0)
+            waiting = pool.submit(ask, client, "my cash")
+            wait_until(lambda: server.n_waiting == 1)
+            dropping = pool.submit(client.post, f"/admin/{route}", json=body)
+            wait_until(lambda: server.encoder is not None and server.encoder._forgot_at > 0)
+        done(dropping.result()), first.result(), waiting.result()
+        before = server.cache.stats().n_hits
+        ask(client, "my cash")
+        assert server.cache.stats().n_hits == before
 
 
 def test_the_cache_is_disabled_and_enabled_and_told_in_plain_values(
