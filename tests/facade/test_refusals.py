@@ -82,7 +82,7 @@ def test_bare_models_take_any_payload(bert: nn.Module, payload: str) -> None:
             {"store": {"name": "redis", "urll": "redis://h"}},
             ["store: redis: unknown option 'urll'", "did you mean 'url'"],
         ),
-        ({"store": {"name": "memory", "folder": "x"}}, ["store: 'memory'", "another store, or leave folder out"]),
+        ({"store": {"name": "memory", "folder": "x"}}, ["store: 'memory'", "takes no options: name another, or leave out folder"]),
         ({"layers": "all", "index": "flat"}, ["layers, index without tau", "leave layers, index out"]),
         ({"recalibrate": 9, "audit": 0}, ["recalibrate=9", "raise audit, or leave recalibrate out"]),
         ({"max_bytes": "1,000MB"}, ["max_bytes", "'500MB'", "'1,000MB'"]),

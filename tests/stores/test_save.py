@@ -141,7 +141,7 @@ def test_another_format_is_refused_in_one_line_and_replaced_by_the_next_save(tmp
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     put(tmp_path)
     edit_manifest(tmp_path, files={name: next(iter(read_manifest(tmp_path)["files"].values()))})
-    refused(tmp_path, "names other files")
+    refused(tmp_path, "names files not written by")
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "y/" + "x" * 256 + "/z", "a\0b", "file", "file/folder", "link"])
