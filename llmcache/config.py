@@ -272,7 +272,7 @@ class CacheConfig(_Settings):
             raise ValueError("no layer is named: leave tau out, or give a number")
         for tau in _values(value):
             if not -1.0 <= tau <= 1.0:  # also refuses NaN
-                raise ValueError("tau is a similarity: a cosine of -1 to 1 (of 'minhash' a Jaccard over 0 to 1)")
+                raise ValueError("tau is a similarity: give a cosine from -1 to 1 (a Jaccard over 0 for 'minhash')")
         return value
 
     @model_validator(mode="after")
