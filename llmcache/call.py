@@ -256,10 +256,8 @@ class CachedForward(Swap, Switches):
 
     def _needs_own(self, call: Call) -> bool:
         """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
-        if call.is_whole and len(call.rows) > 1:
-            return True
-        if not (beside := self.beside.get()):
-            return False
+        if call.is_coupled or not (beside := self.beside.get()):
+            return call.is_coupled
         tensors = [one for one in call.arguments.values() if isinstance(one, torch.Tensor)]
         return not all(any(map(is_, tensors, repeat(value))) for value in beside)
 
@@ -436,9 +434,8 @@ class CachedForward(Swap, Switches):
                 self._audit.served(call)
             if self.account is not None and call.made is not None:
                 self.account.took(call)
-        if self._observer is not None and call.entries and self._observer.answers.reads_payload:
-            with self._counters.guard("observe an answer"):
-                self._observer.see(call, None)
+        if call.entries:
+            self.observe(call, None)
 
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
@@ -494,13 +491,13 @@ class CachedForward(Swap, Switches):
             return Outcome(row.key, "exact", self._depth - 1, row.key, 1.0)
         if hit is None:
             similarity, risk = (None, None) if choice is None else (choice.similarity, choice.risk)
-            return Outcome(row.key, similarity=similarity, risk=risk, missed="coupled" if call.is_whole else None)
+            return Outcome(row.key, similarity=similarity, risk=risk, missed="coupled" if call.is_coupled else None)
         layer, source = (self._depth - 1, hit.source) if hit.source else (None, None)  # of a draft
         return Outcome(row.key, hit.rung, layer, source, hit.similarity, hit.risk)
 
     def observe(self, call: Call, output: Any) -> None:
-        """Pass a closed call and the whole model's output to the observer, unless that has read its payloads."""
-        if self._observer is not None and not self._observer.answers.reads_payload:
+        """Pass a closed call to the observer, with the whole model's output; None: if it reads payloads instead."""
+        if self._observer is not None and self._observer.answers.reads_payload is (output is None):
             with self._counters.guard("observe an answer"):
                 self._observer.see(call, output)
 

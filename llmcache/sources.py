@@ -140,7 +140,7 @@ class Sources:
                     self._where |= dict.fromkeys((source.key for source in some), part)
 
     def search(self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int) -> list[Near]:
-        """Return the k nearest sources, at least 1, or fewer, of each of B rows with float32 fingerprints (B, F)."""
+        """Return up to k nearest sources of each of B rows; `vectors` are their fingerprints, float32 (B, F)."""
         found = [_NOTHING] * len(rows)
         groups: dict[int, list[int]] = {}  # positions in `rows`, by length; one group unless `by_length`
         for place, row in enumerate(rows):

@@ -8,7 +8,7 @@ tensor subclasses (torchao), and in the packed weights of torch's quantised modu
 Objects and functions are read recursively: attributes and slots, closures, bound objects. An unreadable value gives a
 digest that no other process has.
 
-Not detected: edits of globals that functions read, of class attributes (but a module's forward), and in numpy arrays.
+Not detected: edits of globals that functions read, of class attributes but a module's forward, and in numpy arrays.
 """
 
 import copyreg

@@ -12,7 +12,7 @@ class S3FIFO(Policy):
 
     Yang et al. (SOSP 2023), section 4. A new key enters a small queue. At its end, a key that was hit moves to the main
     queue, and any other is evicted. A key evicted from the small queue is remembered, as many as are held; if put again
-    meanwhile, it enters the main queue directly. At its end, a key with hits is requeued with one hit less.
+    meanwhile, it enters the main queue directly. At the end of that, a key with hits is requeued with one hit less.
 
     Departures: queue sizes are relative to the bytes held, since a policy does not know the budget. One hit in the
     small queue is enough, not two: one reuse of a prefix block may report several hits. Keys move when they reach the

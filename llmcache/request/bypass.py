@@ -16,7 +16,7 @@ CURES: dict[str, str] = {
     "compiled": "a compiled or traced model runs a graph of its own: leave the model uncompiled, and have the cache "
     "compile what it computes by cache.compile()",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
-    "another mode of torch, a CUDA graph, a tensor subclass), which misses stored answers: call the model outside it",
+    "another mode of torch, a CUDA graph, a tensor subclass), which must see it computed: call the model outside it",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
     "other_depth": "config.num_hidden_layers is not what it was when the model was wrapped, so other layers run: wrap "

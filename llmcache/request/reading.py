@@ -243,11 +243,14 @@ class RequestReader:
         is_usual = positions is None and inputs.order is None and activated is None
         if not (is_usual and is_full and self._is_plain and all(has_content)):
             reason = self._refusal_of_all(inputs)
-            configs = (self._trunk.config,) if self._observed is None else self._observed.configs
-            pad_ids = {setting(one, "pad_token_id") for one in configs}
+            pad_ids = self._pad_ids() if self._head_reads == "last" else ()
             for row, has_any in zip(rows, has_content, strict=True):
                 row.bypass_reason = reason or self._refusal(row, inputs, has_any, pad_ids)
         return requests
+
+    def _pad_ids(self) -> set[int | None]:
+        configs = (self._trunk.config,) if self._observed is None else self._observed.configs
+        return {setting(one, "pad_token_id") for one in configs}
 
     def _refusal_of_all(self, inputs: HostInputs) -> str:
         """Return the bypass reason of all rows, or "": wrong number of LoRA offsets, token order, RoPE by length."""
