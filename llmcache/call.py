@@ -256,8 +256,10 @@ class CachedForward(Swap, Switches):
 
     def _needs_own(self, call: Call) -> bool:
         """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
-        if call.is_coupled or not (beside := self.beside.get()):
-            return call.is_coupled
+        if call.is_whole and len(call.rows) > 1:
+            return True
+        if not (beside := self.beside.get()):
+            return False
         tensors = [one for one in call.arguments.values() if isinstance(one, torch.Tensor)]
         return not all(any(map(is_, tensors, repeat(value))) for value in beside)
 
@@ -491,7 +493,8 @@ class CachedForward(Swap, Switches):
             return Outcome(row.key, "exact", self._depth - 1, row.key, 1.0)
         if hit is None:
             similarity, risk = (None, None) if choice is None else (choice.similarity, choice.risk)
-            return Outcome(row.key, similarity=similarity, risk=risk, missed="coupled" if call.is_coupled else None)
+            missed = "coupled" if call.is_whole and len(call.rows) > 1 else None
+            return Outcome(row.key, similarity=similarity, risk=risk, missed=missed)
         layer, source = (self._depth - 1, hit.source) if hit.source else (None, None)  # of a draft
         return Outcome(row.key, hit.rung, layer, source, hit.similarity, hit.risk)
 

@@ -59,7 +59,7 @@ class Observer:
     def see(self, call: "Call", output: Any) -> None:
         """Observe a closed call. The model's `output` is ignored if answers are read from payloads."""
         collected, entries = self.collected.get(), call.entries
-        if not entries or call.requests is None or call.is_coupled:
+        if not entries or call.requests is None or (call.is_whole and len(call.rows) > 1):
             return
         wanted = entries if collected is not None else () if self.learner is None else self.learner.wanted(call)
         numbers = [number for number in entries if number in wanted]

@@ -117,11 +117,6 @@ class Call:
     computing_s: float = 0.0
     storing_s: float = 0.0
 
-    @property
-    def is_coupled(self) -> bool:
-        """Whether other rows of this call affect a row."""
-        return self.is_whole and len(self.rows) > 1
-
     def take_over(self, known: "Call", numbers: Sequence[int]) -> None:
         """Copy hits and choices of rows of a prepared call; its row `numbers[i]` becomes row i."""
         assert known.requests is not None
