@@ -302,9 +302,8 @@ class ModelForward(Swap):
         """Return the arguments that the trunk does not take by name, except None and False."""
         if self._of_trunk is None or not (args or kwargs.keys() - self._of_trunk):
             return ()
-        given = self.arguments.bind(args, kwargs)
-        values = (given[name] for name in given.keys() - self._of_trunk)
-        return [value for value in values if value is not None and value is not False]
+        given = self.arguments.bind(args, kwargs).items()
+        return [one for name, one in given if name not in self._of_trunk and one is not None and one is not False]
 
 
 class _OutputHook:
