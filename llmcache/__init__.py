@@ -6,24 +6,26 @@ cache = LLMCache.wrap(model)          # exact repeats are served from memory
 outputs = cache(**inputs)             # or model(**inputs) under torch.inference_mode()
 print(cache.stats().hit_rate)
 
-Where to find the parts of a call:
+Where to find what:
 
-call     the order of a call's steps
-request  its arguments, its rows and their exact keys, or the reason for a bypass
-bank     entries of earlier requests; policies evict them, stores keep them beyond memory
-prefix   shared prefixes of prompts, in blocks of K/V
-decide   approximate hits and their risk: calibration chooses the limit, audit checks it
-engines  compute the rows without a hit
-paper    the layer-wise cache of the paper (`tau`), separate from the rest
+calls       the order of a call's steps, and the parts of a cache
+request     a call's arguments, its rows and their exact keys, or the reason for a bypass
+reuse       what serves rows without computing: exact entries, approximate sources, drafts; calibration and audit
+memory      entries, K/V blocks, indexes and stores; policies evict
+engines     compute the rows without a hit
+models      everything specific to transformers
+generation  token-by-token generation
+paper       the layer-wise cache of the paper (`tau`), separate from the rest
+serving     the HTTP server
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from llmcache.support.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from llmcache.cache import LLMCache
-    from llmcache.calibration.calibration import Calibration
-    from llmcache.calibration.risk_target import Metric
     from llmcache.config import CacheConfig
     from llmcache.errors import (
         BankFileError,
@@ -38,36 +40,36 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WrapError,
     )
-    from llmcache.index import INDEXES, Index
+    from llmcache.memory.index import INDEXES, Index
+    from llmcache.memory.policies import POLICIES, Policy
+    from llmcache.memory.stores import STORES, Store
     from llmcache.models.adapters import Adapter, register_adapter
     from llmcache.paper.codecs import CODECS, Codec
     from llmcache.paper.fingerprints import FINGERPRINTS, Fingerprint, View
-    from llmcache.policies import POLICIES, Policy
-    from llmcache.request.call import Call, Hit, Rung
     from llmcache.request.outcome import Outcome
+    from llmcache.reuse.calibration.calibration import Calibration
+    from llmcache.reuse.calibration.risk_target import Metric
+    from llmcache.reuse.call import Call, Hit, Rung
     from llmcache.stats import AuditStats, Stats
-    from llmcache.stores import STORES, Store
-
-__version__ = "0.1.0"
 
 # Where public names live. Imported on first use: `import llmcache` alone must not pay for torch.
 _NAMES = {
     "paper.codecs": ("CODECS", "Codec"),
-    "stores": ("STORES", "Store"),
+    "memory.stores": ("STORES", "Store"),
     "cache": ("LLMCache",),
-    "calibration.calibration": ("Calibration",),
-    "calibration.risk_target": ("Metric",),
+    "reuse.calibration.calibration": ("Calibration",),
+    "reuse.calibration.risk_target": ("Metric",),
     "config": ("CacheConfig",),
     "errors": (
         *("BankFileError", "CalibrationError", "ConfigError", "LLMCacheError", "NotCachedError", "RequestError"),
         *("StoreError", "UnfitBankError", "UnsafeReuseError", "UnsupportedModelError", "WrapError"),
     ),
     "paper.fingerprints": ("FINGERPRINTS", "Fingerprint", "View"),
-    "index": ("INDEXES", "Index"),
+    "memory.index": ("INDEXES", "Index"),
     "models.adapters": ("Adapter", "register_adapter"),
-    "policies": ("POLICIES", "Policy"),
+    "memory.policies": ("POLICIES", "Policy"),
     "request.outcome": ("Outcome",),
-    "request.call": ("Call", "Hit", "Rung"),
+    "reuse.call": ("Call", "Hit", "Rung"),
     "stats": ("AuditStats", "Stats"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -10,30 +10,30 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from llmcache.answers import Reading, read_logits
-from llmcache.bank import Bank
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.inputs import Requests, encoded, is_text
-from llmcache.calibration.risk_target import Metric
-from llmcache.calibrator import make_claim
+from llmcache.calls.calibrator import make_claim
+from llmcache.calls.chunks import Chunks
+from llmcache.calls.core import Core
+from llmcache.calls.found import Explanation, Found, explain, look_up
+from llmcache.calls.save import Saved
 from llmcache.config import CacheConfig
-from llmcache.core import Core
 from llmcache.errors import ConfigError, UnfitBankError, WrapError
-from llmcache.found import Explanation, Found, explain, look_up
+from llmcache.memory.bank import Bank
 from llmcache.models.arguments import takes_dict, takes_tokens
 from llmcache.models.callables import CallableModel, enclosed, refuse_settings, release
 from llmcache.models.sentences import tokenizer_of
 from llmcache.paper.build import build as build_layerwise
 from llmcache.paper.layerwise import Layerwise
-from llmcache.prefix.chunks import Chunks
-from llmcache.request.call import Rung
-from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
-from llmcache.request.variables import setting
-from llmcache.save import Saved
+from llmcache.reuse.answers import Reading, read_logits
+from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.reuse.calibration.calibration import Calibration
+from llmcache.reuse.calibration.inputs import Requests, encoded, is_text
+from llmcache.reuse.calibration.risk_target import Metric
+from llmcache.reuse.call import Rung
+from llmcache.reuse.observation import Observation
 from llmcache.stats import Stats
+from llmcache.support.context import setting
 
 
 class LLMCache:

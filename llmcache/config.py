@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from llmcache.errors import ConfigError
-from llmcache.registry import Component, without_secrets
-from llmcache.yaml_file import read_yaml
+from llmcache.support.registry import Component, without_secrets
+from llmcache.support.yaml_file import read_yaml
 
 GIB = 1024**3
 _BYTES = TypeAdapter(ByteSize)
@@ -171,8 +171,8 @@ class CacheConfig(_Settings):
         store: Where entries and prefix blocks are kept: `memory`, this process only; or also in a store behind memory,
             which outlives the process and may be shared: `disk` (a `folder` of this machine), `redis` (the `url` of a
             server), or a registered store (`llmcache.STORES`). Secrets are read from the environment
-            (`llmcache.stores.seal`). Each takes `least_tokens`: shorter requests are computed, not read from it. None:
-            decided from the times of reading and computing measured in service; 0: all are read.
+            (`llmcache.memory.stores.seal`). Each takes `least_tokens`: shorter requests are computed, not read from it;
+            None: decided from the times of reading and computing measured in service; 0: all are read.
         compression: With `tau`, the codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last
             two keep `dim` float16 numbers per row of a layer. They are fitted on the first `fit_on` rows to be stored
             in the layer, again after a change of weights, in the call that stores the last of them, which takes up to

@@ -16,33 +16,32 @@ from typing import Any
 
 _NAMES = {
     # Observe: computed requests, and the parts of a model that experiments inspect.
-    "request.observation": ("Observation",),
+    "reuse.observation": ("Observation",),
     "request.rows": ("Scope",),
     "models.adapters": ("Trunk", "first_attention", "locate", "special_ids", "unpack"),
     # Replay: a cache without a model.
-    "arrays": ("Doubles", "Floats"),
-    "bank": ("Bank", "Entry"),
-    "prefix.block": ("Block",),
-    "prefix.block_pool": ("BlockPool",),
-    "request.prefill": ("Link",),
+    "support.arrays": ("Doubles", "Floats"),
+    "memory.bank": ("Bank", "Entry"),
+    "memory.blocks.block_pool": ("BlockPool",),
+    "memory.blocks.block": ("Block", "Link"),
     "paper.fingerprints": ("ShingleMinHash",),
-    "index.lsh": ("share_equal",),
+    "memory.index.lsh": ("share_equal",),
     # Engines: experiments export models in the same way.
     "engines.onnx": ("untransposed",),
     # Fit and choose: calibrations, step by step.
-    "calibration.calibrated_reuse": ("CalibratedReuse",),
-    "calibration.observer": ("outputs", "targets"),
-    "calibration.training": ("N_TURNS", "Found"),
-    "fingerprint": ("Learned",),
-    "calibration.risk_target": ("RiskTarget", "Sources"),
-    "calibration.calibration": (
+    "reuse.calibration.calibrated_reuse": ("CalibratedReuse",),
+    "reuse.calibration.observer": ("outputs", "targets"),
+    "reuse.calibration.training": ("N_TURNS", "Found"),
+    "reuse.fingerprint": ("Learned",),
+    "reuse.calibration.risk_target": ("RiskTarget", "Sources"),
+    "reuse.calibration.calibration": (
         *("HoldoutOutcome", "OperatingPoint", "candidate_limits", "check_size", "choose_limit", "n_tested", "split"),
         "try_limits",
     ),
     # Settings, models and servers, loaded as the commands load them.
     "config": ("PrefixOptions", "explain"),
-    "registry": ("Component", "Registry"),
-    "yaml_file": ("parse_yaml", "read_yaml"),
+    "support.registry": ("Component", "Registry"),
+    "support.yaml_file": ("parse_yaml", "read_yaml"),
     "models.loading": (
         *("MINILM", "Loaded", "asking", "cause", "check_causal", "find_folder", "load_pretrained", "packaged_minilm"),
         "quiet",

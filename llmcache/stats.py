@@ -28,7 +28,7 @@ class AuditStats:
         n_recomputed: Drawn hits whose own answer is known by now. If n_drawn - n_recomputed exceeds n_waiting, the rest
             stays unknown: recomputing failed, or they were purged.
         n_lost: Drawn hits that count as changed for the alarm since they were not audited: recomputing failed, or more
-            than a thousand hits drawn later are not audited either (`llmcache.audit.account`).
+            than a thousand hits drawn later are not audited either (`llmcache.reuse.audit.account`).
         n_waiting: Hits waiting to be audited, plus a waiting renewal. `LLMCache.drain` does them, except hits that wait
             until the weights that served them are back.
         n_changed: Audited hits whose answer differed from the model's own.
@@ -38,7 +38,7 @@ class AuditStats:
         n_alarms: Times that the rate was found to exceed `allowed`, since wrapping.
         n_quarantined: Sources that serve no other request any more, since an answer they served was wrong.
         needed: Expected number of requests until an alarm if the rate were twice `allowed` from now on
-            (derived in `llmcache.audit.alarm.Alarm.needed`); None without an audit.
+            (derived in `llmcache.reuse.audit.alarm.Alarm.needed`); None without an audit.
         bound: The calibration's upper bound on the share of changed answers; None once it no longer holds.
         allowed: The largest allowed share of changed answers; None without a calibration.
     """
@@ -135,7 +135,7 @@ class TierStats:
         n_asked: Values requested from the store: entries and blocks that were not in memory.
         n_found: Requested values that the store had.
         n_mismatched: Values found but not used, by cause: `damaged`, `other_format` or `other_key`
-            (`llmcache.stores.seal.MismatchError`).
+            (`llmcache.memory.stores.seal.MismatchError`).
         n_written: Values written.
         n_dropped: Values not written, since too many waited or the store failed.
         read_ms: Total time in reading and checking values.

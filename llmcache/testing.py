@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmcache.arrays import Floats, Ids
 from llmcache.errors import StoreError
-from llmcache.index.base import Index
+from llmcache.memory.index.base import Index
+from llmcache.memory.policies.base import Policy
+from llmcache.memory.stores.base import Purge, Put, Store, StoreKey, forgets_of
 from llmcache.paper.codecs import Codec
 from llmcache.paper.fingerprints import Fingerprint, View
-from llmcache.policies.base import Policy
-from llmcache.stores.base import Purge, Put, Store, StoreKey, forgets_of
+from llmcache.support.arrays import Floats, Ids
 
 
 def check_policy(make: Callable[[], Policy], seed: int = 0) -> None:

@@ -1,10 +1,10 @@
 """Gives tests a cache's private parts: a rename inside the library changes only this file."""
 
 from llmcache import LLMCache
-from llmcache.audit.audit import Audit
-from llmcache.bank import Bank
 from llmcache.engines.engine import Eager
-from llmcache.sources import Sources
+from llmcache.memory.bank import Bank
+from llmcache.reuse.audit.audit import Audit
+from llmcache.reuse.sources import Sources
 
 
 def bank(cache: LLMCache) -> Bank:

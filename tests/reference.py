@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from llmcache.cli.main import COMMANDS, app
 from llmcache.config import CacheConfig
-from llmcache.index import INDEXES
+from llmcache.memory.index import INDEXES
+from llmcache.memory.policies import POLICIES
+from llmcache.memory.stores import STORES
 from llmcache.paper.codecs import CODECS
 from llmcache.paper.fingerprints import FINGERPRINTS
-from llmcache.policies import POLICIES
-from llmcache.registry import Component, Registry
-from llmcache.stores import STORES
+from llmcache.support.registry import Component, Registry
 
 HEADER = """\
 # Command line

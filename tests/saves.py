@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from llmcache import folder
+from llmcache.support import folder
 
 OURS = 3  # files of one save of an encoder: manifest, data, lock
 

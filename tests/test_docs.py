@@ -13,8 +13,8 @@ import yaml
 import llmcache
 from experiments.report import site
 from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
-from llmcache.audit.alarm import Alarm
 from llmcache.models.adapters import ADAPTERS
+from llmcache.reuse.audit.alarm import Alarm
 from tests.examples import DOCS, ROOT, blocks, save_models, text_of
 from tests.tiny_models import CLASSIFIERS, build, tokenizer, tokens
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from llmcache import threads
-from llmcache.threads import at_fork, forkable
+from llmcache.support import threads
+from llmcache.support.threads import at_fork, forkable
 from tests.forks import in_child, needs_fork
 
 pytestmark = needs_fork

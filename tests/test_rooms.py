@@ -3,6 +3,7 @@
 import ast
 import functools
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,30 +15,16 @@ ROOT = Path(__file__).parents[1]
 
 #: In import order: a room may import only rooms of earlier rows.
 LIBRARY = (
-    ("arrays", "errors", "heap", "threads"),
-    ("registry", "yaml_file", "stacks", "folder"),
-    ("config",),
+    ("errors",),
+    ("support",),
+    ("config", "stats"),
     ("models",),
     ("request",),
-    ("policies", "stats"),
-    ("counters",),
-    ("bank", "index"),
-    ("stores",),
-    ("sources", "fingerprint"),
-    ("answers", "content_gate"),
-    ("decide",),
-    ("prefix",),
-    ("calibration",),
-    ("audit",),
-    ("engines", "account"),
-    ("drafters",),
-    ("draft",),
-    ("call",),
-    ("calibrator",),
-    ("save",),
-    ("core",),
+    ("memory",),
+    ("engines",),
+    ("reuse",),
+    ("calls",),
     ("paper",),
-    ("found",),
     ("cache",),
     ("testing",),
     ("generation", "sklearn"),
@@ -65,22 +52,19 @@ ROWS = {"llmcache": LIBRARY, "experiments": EXPERIMENTS}
 #: Modules of the library that users import.
 PUBLIC = {"llmcache", "llmcache.generation", "llmcache.serving.ray"}
 #: Rooms that `generation` may import: it works on wrapped models and on plain ones.
-GENERATION = {"generation", "models", "request", "errors", "threads"}
+GENERATION = {"generation", "models", "request", "errors", "support"}
 
 
 @functools.cache
-def imports(path: Path) -> list[tuple[str, list[str], bool]]:
-    """Return a file's imports: module, names, and whether the import is for types only."""
-    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    guards = (node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    for_types = {node for guard in guards for node in ast.walk(guard)}
-    found: list[tuple[str, list[str], bool]] = []
-    for node in nodes:
+def imports(path: Path) -> list[tuple[str, list[str]]]:
+    """Return a file's imports, those for types only included: module and names."""
+    found: list[tuple[str, list[str]]] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.append((node.module or "", [name.name for name in node.names], node in for_types))
+            found.append((node.module or "", [name.name for name in node.names]))
         elif isinstance(node, ast.Import):
-            found += [(name.name, [], node in for_types) for name in node.names]
+            found += [(name.name, []) for name in node.names]
     return found
 
 
@@ -88,9 +72,23 @@ def rooms_of(package: str) -> Iterator[tuple[Path, str, str, list[str]]]:
     """Yield each import within the package: file, its room, the imported room, the names."""
     for path in sorted((ROOT / package).rglob("*.py")):
         own = path.relative_to(ROOT / package).with_suffix("").parts[0]
-        for module, names, is_for_types in imports(path):
-            if module.startswith(f"{package}.") and not is_for_types:
+        for module, names in imports(path):
+            if module.startswith(f"{package}."):
                 yield path.relative_to(ROOT), own, module.split(".")[1], names
+
+
+@pytest.mark.parametrize("package", ROWS)
+def test_no_files_import_each_other(package: str) -> None:
+    """Type imports count. The package's own `__init__` is left out: it names what users import."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / package).rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items() if name != f"{package}.__init__"}
+    graph = {module: set[str]() for module in modules}
+    for module, path in modules.items():
+        for imported, names in imports(path):
+            inner = {f"{imported}.{name}" for name in names} & modules.keys()
+            graph[module] |= inner if len(inner) == len(names) > 0 else {imported} & modules.keys() | inner
+        graph[module].discard(module)
+    assert list(TopologicalSorter(graph).static_order())
 
 
 @pytest.mark.parametrize("package", ROWS)
@@ -122,16 +120,22 @@ def test_no_room_takes_a_private_name_of_another(package: str) -> None:
     assert taken == []
 
 
+def test_the_library_has_few_rooms() -> None:
+    """What a user imports, and packages."""
+    files, packages = [*(ROOT / "llmcache").glob("*.py")], [*(ROOT / "llmcache").glob("*/__init__.py")]
+    assert len(files) <= 9 and len(packages) <= 11
+
+
 def test_the_library_knows_nothing_of_the_experiments() -> None:
     for path in (ROOT / "llmcache").rglob("*.py"):
-        assert not [module for module, *_ in imports(path) if module.split(".")[0] in ("experiments", "tests")], path
+        assert not [module for module, _ in imports(path) if module.split(".")[0] in ("experiments", "tests")], path
 
 
 def test_experiments_know_public_names_and_the_lab_alone() -> None:
     """Of the library's internals, experiments use exactly the names of `llmcache.lab`, and `llmcache.cli`."""
     taken = set()
     for path in (ROOT / "experiments").rglob("*.py"):
-        for module, names, _ in imports(path):
+        for module, names in imports(path):
             if module == "llmcache.lab":
                 taken |= set(names)
             elif module.split(".")[0] == "llmcache" and not module.startswith("llmcache.cli."):

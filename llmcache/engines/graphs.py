@@ -29,7 +29,7 @@ from llmcache.request.bypass import CURES
 from llmcache.request.reading import Requests
 from llmcache.request.rows import Row
 from llmcache.stats import EngineStats
-from llmcache.threads import forkable
+from llmcache.support.threads import forkable
 
 logger = logging.getLogger("llmcache")
 

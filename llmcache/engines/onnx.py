@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from llmcache.engines.engine import Eager
 from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
-from llmcache.folder import why_untrusted
 from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
 from llmcache.models.weights import Weights
 from llmcache.request.rows import Row
-from llmcache.threads import forkable
+from llmcache.support.folder import why_untrusted
+from llmcache.support.threads import forkable
 
 logger = logging.getLogger("llmcache")
 

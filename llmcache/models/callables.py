@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache.arrays import Floats, Ids
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.arguments import DECIDING
 from llmcache.models.kinds import name_of
 from llmcache.models.structure import Structure, fields_of, tensor_of
+from llmcache.support.arrays import Floats, Ids
 
 _DEFAULTS = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
 _UNNAMED = 2**18  # vocabulary if nothing names it

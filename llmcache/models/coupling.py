@@ -20,7 +20,7 @@ from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
 from llmcache.models.twin import make_trial, untouched
 from llmcache.models.weights import Mark, Weights
-from llmcache.threads import forkable
+from llmcache.support.threads import forkable
 
 logger = logging.getLogger("llmcache")
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _every_module
 
-from llmcache.arrays import Ids
 from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, vocabulary_size
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
@@ -29,7 +28,8 @@ from llmcache.models.model_config import setting
 from llmcache.models.packing import PAYLOADS, Payload, head_reads_padding
 from llmcache.models.sentences import Pooled, find_pooled
 from llmcache.models.twin import make_trial, untouched
-from llmcache.threads import forkable
+from llmcache.support.arrays import Ids
+from llmcache.support.threads import forkable
 
 # Called dozens of times in every call.
 _CONFIG, _FORWARD, _PRE_HOOKS = itemgetter("config"), attrgetter("forward"), attrgetter("_forward_pre_hooks")

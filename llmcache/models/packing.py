@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as fields_of
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from llmcache.arrays import Positions
 from llmcache.models.kinds import name_of, type_of
-
-if TYPE_CHECKING:  # a row of a call
-    from llmcache.request.rows import Row
+from llmcache.support.arrays import Positions
 
 #: The kept tensors of one row, one for each field of the output, in order.
 Fields = tuple[Tensor, ...]
@@ -288,7 +285,9 @@ class Packing:
                 for shape, field in zip(shapes, self.fields, strict=True)
             )
 
-    def take(self, output: Any, place: int, row: "Row", device: torch.device) -> tuple[Fields, Fields]:
+    def take(
+        self, output: Any, place: int, valid: Positions, keeps_padding: bool, device: torch.device
+    ) -> tuple[Fields, Fields]:
         """Copy the tensors to keep of one request, row `place` of the trunk's output, to `device`.
 
         Returns:
@@ -300,15 +299,15 @@ class Packing:
         with torch._C._InferenceMode(False):  # Python's `torch.inference_mode` takes as long as the copies
             for field, value in zip(self.fields, parts_of(output).values(), strict=True):
                 own = value[place]
-                if field.is_states and (row.has_layout or row.layout):
-                    places = torch.from_numpy(padding_of(row.valid, len(own))).to(value.device)
+                if field.is_states and keeps_padding:
+                    places = torch.from_numpy(padding_of(valid, len(own))).to(value.device)
                     padding.append(_copy(own[places], device))
-                fields.append(_copy(self.payload.take(own, row.valid) if field.is_states else own, device))
+                fields.append(_copy(self.payload.take(own, valid) if field.is_states else own, device))
         return tuple(fields), tuple(padding)
 
     def join(
         self,
-        rows: "Sequence[Row]",
+        valid: Sequence[Positions],
         n_tokens: int,
         kept: Mapping[int, Kept],
         output: Any,
@@ -318,7 +317,7 @@ class Packing:
         """Return the output of a call, joined from hits and computed rows.
 
         Args:
-            rows: All rows of the call.
+            valid: The valid positions of each row of the call.
             n_tokens: T.
             kept: The kept tensors of the rows with a hit, by row number.
             output: The trunk's output for the other rows; None: every row has a hit.
@@ -326,34 +325,34 @@ class Packing:
             device: Of the call's tensors.
 
         Returns:
-            An output of the trunk's type, its rows in the order of `rows`, in new tensors.
+            An output of the trunk's type, its rows in the order of the call, in new tensors.
         """
-        served = [row for row in rows if row.number in kept]
-        valid = [row.valid for row in served]
+        served = [number for number in range(len(valid)) if number in kept]
+        valid_of_served = [valid[number] for number in served]
         computed, order, n_states = [], None, 0
         if output is not None:
             computed, n_served = list(parts_of(output).values()), len(served)
-            place_of = {row.number: place for place, row in enumerate(served)}
+            place_of = {number: place for place, number in enumerate(served)}
             place_of |= {number: n_served + place for number, place in places.items()}
             # Below, served rows come first, then computed ones; `order` brings them into the call's order.
-            order = torch.tensor([place_of[row.number] for row in rows], device=device)
+            order = torch.tensor([*map(place_of.__getitem__, range(len(valid)))], device=device)
         made: list[Tensor] = []
-        for number, field in enumerate(self.fields):
+        for place, field in enumerate(self.fields):
             if not served:
-                made.append(computed[number][order])
+                made.append(computed[place][order])
                 continue
-            own: Sequence[Tensor] = [kept[row.number].fields[number] for row in served]
+            own: Sequence[Tensor] = [kept[number].fields[place] for number in served]
             if own[0].device != device:  # all in one transfer
                 own = torch.split(torch.cat([*own]).to(device), [*map(len, own)])
             if field.is_states:
-                whole = self.payload.place(own, valid, n_tokens)
-                for place, row in enumerate(served):
-                    if padding := kept[row.number].padding:
-                        place_padding(padding[n_states], whole[place], row.valid)
+                whole = self.payload.place(own, valid_of_served, n_tokens)
+                for row, number in zip(whole, served, strict=True):
+                    if padding := kept[number].padding:
+                        place_padding(padding[n_states], row, valid[number])
                 n_states += 1
             else:
                 whole = torch.stack([*own])
-            made.append(whole if order is None else torch.cat([whole, computed[number]])[order])
+            made.append(whole if order is None else torch.cat([whole, computed[place]])[order])
         if self.kind in (tuple, list):
             return self.kind(made)
         if self.kind is Tensor:

@@ -35,7 +35,7 @@ from llmcache.models.hashing import digests, is_readable
 from llmcache.models.rope import changes_with_length
 from llmcache.models.samples import Samples
 from llmcache.models.tuners import Tuner, activated, are_by_row, is_tuner, without
-from llmcache.threads import forkable
+from llmcache.support.threads import forkable
 
 # Called hundreds of times in every call.
 _VERSION = attrgetter("_version")

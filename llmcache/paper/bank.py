@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.arrays import Floats, below
-from llmcache.index import Index
+from llmcache.memory.index import Index
+from llmcache.memory.policies import Policy
 from llmcache.models.packing import cosine_distance
 from llmcache.paper.codecs import Codec
 from llmcache.paper.packer import Packer
-from llmcache.policies import Policy
 from llmcache.request.rows import Scope
-from llmcache.stacks import pack, unpack
+from llmcache.support.arrays import Floats, below
+from llmcache.support.stacks import pack, unpack
 
 
 class Kind(NamedTuple):

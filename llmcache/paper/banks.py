@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.arrays import Floats, below
-from llmcache.heap import Trimmer
+from llmcache.memory.policies import Policy
 from llmcache.paper.bank import Entry, Kind, LayerBank, State
 from llmcache.paper.fingerprints import Fingerprint
-from llmcache.policies import Policy
-from llmcache.threads import forkable
+from llmcache.support.arrays import Floats, below
+from llmcache.support.heap import Trimmer
+from llmcache.support.threads import forkable
 
 
 class Near(NamedTuple):

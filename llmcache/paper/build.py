@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmcache.calls.core import inspect_model, pass_others
 from llmcache.config import CacheConfig
-from llmcache.core import inspect_model, pass_others
 from llmcache.errors import ConfigError, UnsafeReuseError
-from llmcache.index import INDEXES
+from llmcache.memory.index import INDEXES
+from llmcache.memory.policies import POLICIES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
@@ -22,7 +23,6 @@ from llmcache.paper.codecs import CODECS
 from llmcache.paper.fingerprints import FINGERPRINTS
 from llmcache.paper.layerwise import Layerwise
 from llmcache.paper.opening import Opener
-from llmcache.policies import POLICIES
 from llmcache.request.reading import RequestReader
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from llmcache.arrays import Floats
 from llmcache.models.weights import Mark
 from llmcache.paper.bank import Entry, State
 from llmcache.request.rows import Row, Scope
+from llmcache.support.arrays import Floats
 
 WITHIN = -1  # a layer is running: layers called inside it are not steps of the trunk
 OUT_OF_ORDER = -2  # a layer ran out of its order

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from llmcache.registry import Registry
+from llmcache.support.registry import Registry
 
 
 class Codec(ABC):

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from llmcache.arrays import Floats, normalise, product
-from llmcache.registry import Registry
+from llmcache.support.arrays import Floats, normalise, product
+from llmcache.support.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)

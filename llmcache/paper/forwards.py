@@ -9,7 +9,7 @@ Sizes: B rows, R rows computed, T tokens, D hidden width, H K/V heads, n valid t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from llmcache.errors import WrapError
 from llmcache.models.adapters import CACHE, Adapter, Trunk, repack, unpack
 from llmcache.models.arguments import select_rows
-from llmcache.models.hooks import Installed, Swap, is_wrapped
+from llmcache.models.hooks import Installed, Listener, Swap, is_wrapped
 from llmcache.models.packing import Payload
 from llmcache.paper.call import OUT_OF_ORDER, WITHIN, Call, Reuse
 from llmcache.request.rows import Row
-
-if TYPE_CHECKING:  # it imports this module
-    from llmcache.paper.layerwise import Layerwise
 
 
 class TrunkForward(Swap):
@@ -31,24 +28,28 @@ class TrunkForward(Swap):
 
     is_of_trunk = True
 
-    def __init__(self, module: nn.Module, cache: "Layerwise") -> None:
-        super().__init__(module, cache)
-        self._cache = cache
+    def __init__(self, module: nn.Module, listener: Listener, call: Callable[..., Any]) -> None:
+        """Have `call(swap, args, kwargs)` return the trunk's output."""
+        super().__init__(module, listener)
+        self._call = call
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._cache.call(self, args, kwargs)
+        return self._call(self, args, kwargs)
 
 
 class LayerForward(Swap):
     """Replaces one layer's forward."""
 
-    def __init__(self, module: nn.Module, cache: "Layerwise") -> None:
-        super().__init__(module, cache)
-        self._cache = cache
+    def __init__(
+        self, module: nn.Module, listener: Listener, call_under_way: Callable[[], Call | None], step: Callable[..., Any]
+    ) -> None:
+        """Have `step(swap, number, args, kwargs)` return the output of layer `number` of the call under way."""
+        super().__init__(module, listener)
+        self._call_under_way, self._step = call_under_way, step
         self.numbers: list[int] = []  # positions at which the trunk runs it; several if layers are shared
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._cache.call_under_way()
+        call = self._call_under_way()
         if call is None or call.reason is not None or call.turn == WITHIN:
             return self.original(*args, **kwargs)
         number = call.turn
@@ -56,12 +57,14 @@ class LayerForward(Swap):
             call.turn = OUT_OF_ORDER
             return self.original(*args, **kwargs)
         call.turn = WITHIN
-        output = self._cache.layer(self, number, args, kwargs)
+        output = self._step(self, number, args, kwargs)
         call.turn = number + 1
         return output
 
 
-def install(trunk: Trunk, cache: "Layerwise") -> Installed:
+def install(
+    trunk: Trunk, make_trunk: Callable[[nn.Module], TrunkForward], make_layer: Callable[[nn.Module], LayerForward]
+) -> Installed:
     """Swap the forwards of the trunk and of every layer; return the object that restores them.
 
     After an error, swaps already made are undone.
@@ -75,10 +78,10 @@ def install(trunk: Trunk, cache: "Layerwise") -> Installed:
     try:
         for number, module in enumerate(trunk.layers):
             if module not in swaps:
-                swaps[module] = LayerForward(module, cache)
+                swaps[module] = make_layer(module)
                 installed.add(swaps[module].remove)
             swaps[module].numbers.append(number)
-        installed.add(TrunkForward(trunk.module, cache).remove)
+        installed.add(make_trunk(trunk.module).remove)
     except BaseException:
         installed.remove()
         raise

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmcache.calls.save import Saved, save
+from llmcache.calls.switches import Switches
 from llmcache.config import CacheConfig
-from llmcache.counters import Counters
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk, repack, unpack
 from llmcache.models.arguments import can_select_rows, count_rows
@@ -31,12 +32,11 @@ from llmcache.paper.call import Call, Reuse
 from llmcache.paper.fingerprints import Fingerprint
 from llmcache.paper.forwards import LayerForward, Runner, TrunkForward, copy_kv, install
 from llmcache.paper.opening import Opener
+from llmcache.request.counters import Counters
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row
-from llmcache.request.variables import Switches
-from llmcache.save import Saved, save
 from llmcache.stats import Stats
-from llmcache.threads import forkable
+from llmcache.support.threads import forkable
 
 RUNG = "paper"
 
@@ -77,7 +77,11 @@ class Layerwise(Switches):
         self._n_skipped = self._n_checked = 0
         self._is_retired = False
         self._local = threading.local()  # `call`: this thread's innermost call; `last`: outcomes
-        self.installed: Installed = install(trunk, self)
+        self.installed: Installed = install(
+            trunk,
+            lambda module: TrunkForward(module, self, self.call),
+            lambda module: LayerForward(module, self, self.call_under_way, self.layer),
+        )
         if self._is_after_norm and trunk.norm is not None:
             self.installed.add(listen(trunk.norm, self._on_norm))
         if attention is not None:

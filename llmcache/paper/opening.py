@@ -20,7 +20,6 @@ from llmcache.paper.bank import Kind
 from llmcache.paper.call import Call
 from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.request.bypass import find_reason_of_cache
-from llmcache.request.call import Call as TrunkCall
 from llmcache.request.forms import Forms, find_reason_now
 from llmcache.request.reading import RequestReader, to_host
 from llmcache.request.rows import Row, Scope
@@ -55,9 +54,9 @@ class Opener:
         if look.refusal is not None:
             return look.refusal
         call.mark = look.mark
-        state, opened = self._forms.state(look.digest, look.modules), TrunkCall(args, kwargs, call.namespace)
-        form = self._forms.find(opened, state)
-        call.arguments = dict(opened.arguments)
+        state = self._forms.state(look.digest, look.modules)
+        form, arguments, mask_4d = self._forms.find(args, kwargs, state)
+        call.arguments = dict(arguments)
         if reason := form.reason or find_reason_of_layers(self._trunk) or state.reason:
             return reason
         if self._head.pooled is not None and self._head.pooled.has_changed():
@@ -71,9 +70,7 @@ class Opener:
         device = call.arguments["input_ids"].device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         call.scope = Scope(call.namespace, look.digest, autocast, form.attention)
-        requests = self._reader.read(
-            call.arguments, opened.mask_4d, call.scope, state.tables, look.activated, is_whole=False
-        )
+        requests = self._reader.read(call.arguments, mask_4d, call.scope, state.tables, look.activated, is_whole=False)
         call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
         call.may_search = not requests.may_be_refused()  # if the input is out of range, the model must raise
         return None

@@ -1,7 +1,8 @@
 """Caches facts about the trunk's present state and about the forms of calls. Each is worked out once."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, ne, not_
@@ -21,8 +22,8 @@ from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import keys_of, setting
 from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv
-from llmcache.request.call import Call, Form, State
-from llmcache.request.reading import RequestReader
+from llmcache.request.reading import RequestReader, Tables
+from llmcache.request.rows import Scope
 
 _ID_DTYPES = (torch.int64, torch.int32)  # embeddings reject others
 _MOST_STATES = 16  # states kept
@@ -36,6 +37,36 @@ _n_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _function_modes: Callable[[], list[object]] = _get_current_function_mode_stack
 _HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks")
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Facts about all calls whose arguments have the same form, valid for one `State`."""
+
+    names: tuple[str, ...]  # of the arguments, positional ones first
+    reason: str | None = None  # for a bypass
+    attention: str = ""  # the implementation in use, see `Trunk.attention`
+    keeps_kv: bool = False  # the caller keeps the K/V
+    kind: tuple[Any, ...] = ()  # the arguments and settings that decide the layout of the output
+
+
+@dataclass(slots=True)
+class State:
+    """Facts about the trunk, valid while its weights, settings and modules are unchanged."""
+
+    digest: str
+    modules: Sequence[Any]  # of the trunk, see `Look.modules`
+    reason: str | None  # why no call can be cached
+    coupling: str  # why rows of a call affect each other; "" if they do not
+    hooks: Sequence[dict[int, Any]]  # of the modules in the trunk; a hit would skip them
+    n_hooks: int  # torch's count of hooks ever registered, when last seen without foreign hooks; -1: check again
+    sees_later: bool  # a token attends to later tokens of its row
+    tables: Tables  # vocabulary and position limits of the model
+    flags: Callable[[], Iterable[Any]]  # reads the config values that act like arguments
+    #: By whether the caller passes the K/V cache: why its K/V is not kept, "" if it is; absent until it was seen.
+    kv_refusals: dict[bool, str] = field(default_factory=dict)
+    forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
+    scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by the fields of `Scope`
 
 
 class Forms:
@@ -88,9 +119,11 @@ class Forms:
         state.n_hooks = -1 if is_hooked else n_hooks
         return is_hooked
 
-    def find(self, call: Call, state: State) -> Form:
-        """Return the form of a call, and set `call.arguments` and `call.mask_4d`."""
-        values = (*call.args, *call.kwargs.values())
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State
+    ) -> tuple[Form, Mapping[str, Any], Tensor | None]:
+        """Return the form of a call, its arguments by name, and its mask if that is 4-D: they hold the 2-D one."""
+        values = (*args, *kwargs.values())
         types = tuple(map(type, values))
         key: tuple[Any, ...] = ()
         if _PLAIN.issuperset(types):  # the key holds the dtypes of tensors and the values of the rest
@@ -99,27 +132,27 @@ class Forms:
             rest = tuple(compress(values, map(not_, are_tensors)))
             flags = tuple(state.flags())
             attends = self._attends(flags[-1]), self._masks(flags[-1])  # functions may be registered at any time
-            key = len(call.args), tuple(call.kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags, attends
+            key = len(args), tuple(kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags, attends
             form = state.forms.get(key)
             # A hit must not become part of a CUDA graph: reread the arguments, which gives the reason `traced`.
             is_captured = bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
             if form is not None and not is_captured:
-                call.arguments = dict(zip(form.names, values, strict=True))
-                if form.reason is not None or _fit_together(call.arguments, tensors):
-                    return form
-        names = tuple(self._arguments.bind(call.args, call.kwargs))
-        call.arguments, call.mask_4d = flatten(dict(zip(names, values, strict=True)))
-        form = self._make(names, call.arguments)
+                arguments = dict(zip(form.names, values, strict=True))
+                if form.reason is not None or _fit_together(arguments, tensors):
+                    return form, arguments, None
+        names = tuple(self._arguments.bind(args, kwargs))
+        arguments, mask_4d = flatten(dict(zip(names, values, strict=True)))
+        form = self._make(names, arguments)
         if key and form.reason not in _OF_SHAPES:
             if len(state.forms) >= _MOST_FORMS:
                 state.forms.clear()
             state.forms[key] = form
-        return form
+        return form, arguments, mask_4d
 
-    def notice_kv(self, call: Call, state: State) -> None:
+    def notice_kv(self, arguments: Mapping[str, Any], state: State) -> None:
         """Record that the trunk returns K/V for calls like this one, and forget the state's forms."""
         assert self.returning is not None
-        self.returning.add(self._use_cache(call.arguments))
+        self.returning.add(self._use_cache(arguments))
         state.forms.clear()
 
     def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Form:

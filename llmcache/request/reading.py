@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.arrays import Bools, Positions
 from llmcache.models.adapters import Trunk, first_position, special_ids, vocabulary_size
 from llmcache.models.heads import Head
 from llmcache.models.masks import expand
@@ -25,6 +24,7 @@ from llmcache.models.model_config import setting
 from llmcache.models.packing import Payload, head_reads_padding
 from llmcache.models.rope import steady_length
 from llmcache.request.rows import KEY_LENGTH, Row, Scope, id_dtype, key_of
+from llmcache.support.arrays import Bools, Positions
 
 _ONE = np.int64(1).tobytes()
 _SIGN = 7 if sys.byteorder == "little" else 0  # the byte of an int64 that holds the sign

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.arrays import Positions
 from llmcache.errors import ConfigError
+from llmcache.support.arrays import Positions
 
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
 DEFAULT_NAMESPACE = "default"

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from llmcache.errors import ConfigError
 from llmcache.serving.refusals import Refusal
-from llmcache.yaml_file import parse_yaml
+from llmcache.support.yaml_file import parse_yaml
 
 logger = logging.getLogger("llmcache")
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llmcache.answers import Reading, read_logits
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate
 from llmcache.models.loading import (
@@ -23,6 +22,7 @@ from llmcache.models.loading import (
     packaged_minilm,
     quiet,
 )
+from llmcache.reuse.answers import Reading, read_logits
 
 logger = logging.getLogger("llmcache")
 

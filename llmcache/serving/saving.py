@@ -9,10 +9,10 @@ from typing import Any
 from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, LLMCacheError, StoreError, UnfitBankError
-from llmcache.folder import MANIFEST, check_ours, check_writable
 from llmcache.models.sentences import find_pooled
 from llmcache.serving.loading import Served
 from llmcache.serving.refusals import described
+from llmcache.support.folder import MANIFEST, check_ours, check_writable
 
 logger = logging.getLogger("llmcache.serving")
 

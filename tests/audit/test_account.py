@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.audit.account import N_FIRST, AuditAccount, AuditSample
-from llmcache.audit.alarm import EPOCH, Alarm, epoch_of
-from llmcache.audit.rate import Rate
+from llmcache.reuse.audit.account import N_FIRST, AuditAccount, AuditSample
+from llmcache.reuse.audit.alarm import EPOCH, Alarm, epoch_of
+from llmcache.reuse.audit.rate import Rate
 
 # -- Rate --------------------------------------------------------------------------------------------------------------
 

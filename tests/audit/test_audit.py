@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.audit.account import AuditAccount
-from llmcache.audit.idle_worker import GaveWay
-from llmcache.audit.recomputer import Recomputer
 from llmcache.errors import ConfigError
 from llmcache.models.packing import Packing
+from llmcache.reuse.audit.account import AuditAccount
+from llmcache.reuse.audit.idle_worker import GaveWay
+from llmcache.reuse.audit.recomputer import Recomputer
 from tests import inside
 from tests.contract.streams import calibrated, classifier
 from tests.topics import N_CALIBRATED, Inputs, Reading, ask, batched, edited, known, requests, rungs_of
@@ -250,8 +250,8 @@ def test_adapters_that_take_turns_lose_no_look(
 def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmcache.audit.audit.MOST_WAITING", 10)
-    monkeypatch.setattr("llmcache.audit.account._MOST_OPEN", 12)
+    monkeypatch.setattr("llmcache.reuse.audit.audit.MOST_WAITING", 10)
+    monkeypatch.setattr("llmcache.reuse.audit.account._MOST_OPEN", 12)
     n_hits = 0
     for one in fresh(60):
         n_hits += n_hits_of(cache, [one])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llmcache import LLMCache
-from llmcache.audit.account import _MOST_OPEN, AuditAccount
+from llmcache.reuse.audit.account import _MOST_OPEN, AuditAccount
 from tests import inside
 from tests.audit.test_audit import fresh, n_hits_of
 from tests.topics import ask, known, rungs_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.audit.idle_worker import IdleWorker, Job
+from llmcache.reuse.audit.idle_worker import IdleWorker, Job
 
 
 class Owner:

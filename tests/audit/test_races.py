@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from llmcache import LLMCache, NotCachedError
-from llmcache.audit.account import AuditAccount
+from llmcache.reuse.audit.account import AuditAccount
 from tests import inside
 from tests.contract.streams import ask, calibrated, classifier, requests
 from tests.tiny_models import BARE, build, tokens

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.audit.account import Audited
-from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue
 from llmcache.errors import ConfigError
+from llmcache.reuse.audit.account import Audited
+from llmcache.reuse.audit.recompute import Origin, Recompute, RecomputeQueue
 from tests import inside
 from tests.contract.streams import classifier
 from tests.topics import Inputs, batched, known, requests

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.account import Account
+from llmcache.reuse.search_cost import Account
 
 
 def call(n_rows: int, n_hits: int, search_s: float, made: object = None, length: int = 12) -> Any:

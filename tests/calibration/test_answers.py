@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from llmcache.answers import ANSWERS, Scores, find_answers, read_logits
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate
 from llmcache.models.heads import find_head
+from llmcache.reuse.answers import ANSWERS, Scores, find_answers, read_logits
 from tests.tiny_models import BARE, CLASSIFIERS, build
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.calibration.bounds import draws_needed, mean_upper, share_upper
+from llmcache.reuse.calibration.bounds import draws_needed, mean_upper, share_upper
 
 
 @pytest.mark.parametrize(

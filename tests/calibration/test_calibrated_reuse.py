@@ -14,11 +14,11 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.audit.renewal import RenewalBuffer
-from llmcache.calibration import calibrated_reuse
-from llmcache.calibration.observer import flaw
-from llmcache.calibration.risk_target import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError
+from llmcache.reuse.audit.renewal import RenewalBuffer
+from llmcache.reuse.calibration import calibrated_reuse
+from llmcache.reuse.calibration.observer import flaw
+from llmcache.reuse.calibration.risk_target import Metric
 from tests import inside
 from tests.contract.streams import calibrated, classifier
 from tests.tiny_models import TOKEN_HEADS, build, tokenizer

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import settings as settings_
 from hypothesis import strategies as st
 
-from llmcache.calibration.bounds import share_upper
-from llmcache.calibration.calibration import (
+from llmcache.errors import CalibrationError, ConfigError
+from llmcache.reuse.calibration.bounds import share_upper
+from llmcache.reuse.calibration.calibration import (
     TESTED,
     Calibration,
     HoldoutOutcome,
@@ -22,8 +23,7 @@ from llmcache.calibration.calibration import (
     try_limits,
     watch,
 )
-from llmcache.calibration.risk_target import Metric, RiskTarget
-from llmcache.errors import CalibrationError, ConfigError
+from llmcache.reuse.calibration.risk_target import Metric, RiskTarget
 
 
 def risk_target(max_drop: float, seed: int = 0, metric: Any = "changed") -> RiskTarget:

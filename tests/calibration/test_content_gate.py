@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmcache.content_gate import ContentGate
+from llmcache.reuse.content_gate import ContentGate
 
 WORDS = (
     *("turn", "the", "light", "on", "off", "up", "please", "do", "n't", "not", "never", "set", "alarm", "for"),

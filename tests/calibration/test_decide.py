@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.bank import Entry
-from llmcache.decide import Evidence, K, Risk
-from llmcache.index import FlatIndex
+from llmcache.memory.bank import Entry
+from llmcache.memory.index import FlatIndex
 from llmcache.request.rows import Row, Scope
-from llmcache.sources import Source, Sources
+from llmcache.reuse.decide import Evidence, K, Risk
+from llmcache.reuse.sources import Source, Sources
 
 
 def seen(similarity: Sequence[float], answers: Sequence[int], favour: Sequence[float] | None = None) -> Evidence:

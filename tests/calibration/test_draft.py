@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from llmcache import ConfigError, LLMCache, Metric
-from llmcache.account import Account
-from llmcache.answers import ANSWERS
-from llmcache.calibration import training
-from llmcache.calibration.calibration import Costs, HoldoutOutcome, choose_shares, combined, try_limits
-from llmcache.draft import Draft
 from llmcache.errors import UnfitBankError
+from llmcache.reuse.answers import ANSWERS
+from llmcache.reuse.calibration import training
+from llmcache.reuse.calibration.calibration import Costs, HoldoutOutcome, choose_shares, combined, try_limits
+from llmcache.reuse.draft import Draft
+from llmcache.reuse.search_cost import Account
 from tests.contract.models import fresh
 from tests.contract.streams import ask, batched, classifier, requests
 from tests.forks import in_child
@@ -300,7 +300,7 @@ def test_a_draft_that_cannot_be_made(
 ) -> None:
     with pytest.raises(ConfigError, match="measured on one vector; set payload"):
         wrap(home, fresh("bert", "bare")).calibrate(batched(requests(600)[0]))
-    monkeypatch.setattr("llmcache.core.OnnxTrunk", lambda *given: 1 / 0)
+    monkeypatch.setattr("llmcache.calls.core.OnnxTrunk", lambda *given: 1 / 0)
     cache = wrap(home)
     made = cache.calibrate(batched(requests(600)[0]))
     assert made.chosen is not None and (made.draft, dict(made.shares)) == ("", {"semantic": 1.0})

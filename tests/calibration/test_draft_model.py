@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
 from llmcache import ConfigError, LLMCache
-from llmcache.calibration import training
 from llmcache.errors import UnfitBankError
+from llmcache.reuse.calibration import training
 from tests.contract.streams import ask, batched, classifier, requests
 from tests.forks import in_child
 from tests.tiny_models import VOCABULARY, batch, build
@@ -292,7 +292,7 @@ def test_two_threads_and_a_fork_get_the_same_answers(cache: LLMCache) -> None:
 
 def test_a_slow_draft_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
-    monkeypatch.setattr("llmcache.draft.perf_counter", lambda: 100.0 * next(ticks))
+    monkeypatch.setattr("llmcache.reuse.draft.perf_counter", lambda: 100.0 * next(ticks))
     with LLMCache.wrap(classifier(), draft=student(), **SETTINGS) as cache:
         made = cache.calibrate(batched(requests(400)[0]))
         assert set(made.shares) == {"semantic"} and "left out, since it is no faster: draft" in str(made)

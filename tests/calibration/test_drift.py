@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from llmcache import LLMCache
-from llmcache.calibration.drift import BATCH, DriftDetector, Marks, Profile, profile
 from llmcache.config import AuditOptions
+from llmcache.reuse.calibration.drift import BATCH, DriftDetector, Marks, Profile, profile
 from tests import inside, topics
 from tests.contract.streams import calibrated, classifier
 from tests.topics import N_CALIBRATED, Inputs, batched, known, requests

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.arrays import Floats
-from llmcache.calibration.token_vectors import TokenVectors
 from llmcache.errors import ConfigError
-from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
 from llmcache.models.packing import PAYLOADS
 from llmcache.request.rows import Row
+from llmcache.reuse.calibration.token_vectors import TokenVectors
+from llmcache.reuse.fingerprint import Learned
+from llmcache.support.arrays import Floats
 from tests.tiny_models import BARE, STRANGERS, VOCABULARY, build
 
 D = 12

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from llmcache import LLMCache
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.risk_target import RiskTarget
-from llmcache.decide import MAX_RISK
 from llmcache.errors import CalibrationError, WrapError
-from llmcache.request.observation import Observation
+from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.reuse.calibration.risk_target import RiskTarget
+from llmcache.reuse.decide import MAX_RISK
+from llmcache.reuse.observation import Observation
 from tests.contract.streams import classifier
 from tests.topics import N_CALIBRATED, batched, requests, rungs_of
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.counters import Counters, Share, is_logged
+from llmcache.request.counters import Counters, Share, is_logged
 from tests.calls.helpers import agree, pair, rungs
 from tests.tiny_models import CLASSIFIERS, GENERATORS, padded, tokens
 
@@ -57,7 +57,7 @@ def test_a_prefix_that_cannot_be_served_is_computed(monkeypatch: pytest.MonkeyPa
     text = tokens(1, 20)
     cache(text[:, :12])
     with monkeypatch.context() as broken:
-        broken.setattr("llmcache.prefix.prefix.Prefix._fill", fail)
+        broken.setattr("llmcache.calls.prefix.Prefix._fill", fail)
         agree(cache, alone, input_ids=text)
     agree(cache, alone, input_ids=text)
     assert (rungs(cache), cache.stats().errors) == (["exact"], 1)

@@ -36,7 +36,7 @@ def test_an_install_that_fails_half_way_restores_all(monkeypatch: pytest.MonkeyP
     model = build(GENERATORS["gpt2"])
     before = attributes(model)
     with monkeypatch.context() as broken:
-        broken.setattr("llmcache.core.HeadSwap", lambda *_: 1 / 0)
+        broken.setattr("llmcache.calls.core.HeadSwap", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             LLMCache.wrap(model)
     assert attributes(model) == before

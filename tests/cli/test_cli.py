@@ -16,8 +16,8 @@ from llmcache import CODECS, FINGERPRINTS, STORES, CacheConfig
 from llmcache.cli import main as cli
 from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
-from llmcache.index import INDEXES
-from llmcache.policies import POLICIES
+from llmcache.memory.index import INDEXES
+from llmcache.memory.policies import POLICIES
 from tests import reference
 from tests.commands import run_main
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcache import View
-from llmcache.stores import Bytes, Purges, Put, StoreKey
+from llmcache.memory.stores import Bytes, Purges, Put, StoreKey
 from llmcache.testing import check_codec, check_fingerprint, check_index, check_policy, check_store
 from tests.conformance import outside
 from tests.stores.shared import Shared

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.bank import Bank, Entry
-from llmcache.policies import GDSF, LRU, POLICIES, S3FIFO, TTL, Divergence, Policy, Staleness
+from llmcache.memory.bank import Bank, Entry
+from llmcache.memory.policies import GDSF, LRU, POLICIES, S3FIFO, TTL, Divergence, Policy, Staleness
 from llmcache.request.rows import Row, Scope
 from llmcache.testing import check_policy
 from tests.conformance.outside import MostRecent

@@ -278,7 +278,7 @@ def test_auto_takes_the_graph_where_it_is_faster(kept: Path, is_faster: bool, mo
         ),
         bool,
     )
-    monkeypatch.setattr("llmcache.core.is_faster", lambda engine: is_faster)
+    monkeypatch.setattr("llmcache.calls.core.is_faster", lambda engine: is_faster)
     cache = LLMCache.wrap(fresh("bert", "classifier"), engine={"name": "auto", "folder": kept})
     agree(cache, plain("bert", "classifier"), **padded([5]))
     assert (cache.stats().engine is not None) == is_faster
@@ -371,12 +371,12 @@ def test_auto_keeps_the_engine_of_a_saved_calibration(
     tmp_path: Path, was_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     auto = {"name": "auto", "folder": tmp_path}
-    monkeypatch.setattr("llmcache.core.is_faster", lambda engine: was_faster)
+    monkeypatch.setattr("llmcache.calls.core.is_faster", lambda engine: was_faster)
     cache = LLMCache.wrap(classifier(), engine=auto, max_drop=0.2, audit=0)
     made = cache.calibrate(batched(requests(300)[0]))
     assert bool(made.engine) == was_faster
     cache.save(tmp_path / "saved")
-    monkeypatch.setattr("llmcache.core.is_faster", lambda engine: not was_faster)
+    monkeypatch.setattr("llmcache.calls.core.is_faster", lambda engine: not was_faster)
     again = LLMCache.load(classifier(), tmp_path / "saved")
     assert again.calibration == made and (again.stats().engine is not None) == was_faster
     assert "semantic" in ask(again, requests(60, seed=1)[0])

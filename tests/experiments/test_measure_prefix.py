@@ -8,8 +8,8 @@ import torch
 from experiments.data.streams.prompts import BLOCK
 from experiments.measures.parity import difference
 from experiments.support.files import Folders
+from llmcache.calls.kv_fill import Pieces, fill
 from llmcache.errors import ConfigError
-from llmcache.prefix.kv_fill import Pieces, fill
 from tests.experiments.measuring import measured, told
 
 STREAM = {"name": "chat", "n": 16, "turns": 4, "question": 20, "answer": 20, "at_once": 2}
@@ -27,7 +27,7 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         fill(kv_cache, number, keys, [-10 * piece for piece in values])
 
-    monkeypatch.setattr("llmcache.prefix.prefix.fill", lie)
+    monkeypatch.setattr("llmcache.calls.prefix.fill", lie)
 
 
 def test_time_to_first_token_is_compared(prompts: Folders) -> None:

@@ -5,8 +5,8 @@ import pytest
 
 from experiments.replay.advance import choose_threshold, nearest, serve
 from experiments.replay.replay import Units
-from llmcache.calibration.calibration import split
-from llmcache.calibration.risk_target import RiskTarget
+from llmcache.reuse.calibration.calibration import split
+from llmcache.reuse.calibration.risk_target import RiskTarget
 
 N, N_FIRST = 900, 600
 CLAIM = RiskTarget(0.05, 0.05, "changed", "frozen", 0)

@@ -18,7 +18,7 @@ from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.runs.grid import make_experiment
 from experiments.support.files import Folders
 from llmcache.errors import ConfigError
-from llmcache.policies import GDSF, LRU, S3FIFO, Policy
+from llmcache.memory.policies import GDSF, LRU, S3FIFO, Policy
 from tests.experiments.measuring import measured, told
 from tests.tiny_prompts import TRACE, write_trace
 

@@ -12,9 +12,9 @@ from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.replay.rehearsal import Rehearsal
 from experiments.runs.grid import make_experiment
 from experiments.support.files import Folders
-from llmcache.calibration.observer import targets
-from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
+from llmcache.reuse.calibration.observer import targets
+from llmcache.reuse.fingerprint import Learned
 from tests.experiments.measuring import TASK, learning
 
 LEARN = 120

@@ -22,8 +22,8 @@ from experiments.runs.grid import make_experiment
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from llmcache.errors import ConfigError
-from llmcache.policies import POLICIES
-from llmcache.policies.lru import TTL
+from llmcache.memory.policies import POLICIES
+from llmcache.memory.policies.lru import TTL
 
 TASKS: dict[str, dict[str, Any]] = {
     "openbookqa": {"name": "openbookqa", "model": UNTRAINED, "data": "made", "limit": 20},

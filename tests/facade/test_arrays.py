@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.arrays import product
+from llmcache.support.arrays import product
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (5,)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmcache import ConfigError, LLMCache
-from llmcache.found import Found, Part
+from llmcache.calls.found import Found, Part
 from llmcache.request.reading import RequestReader
 from tests.contract import streams
 from tests.contract.judge import ask, check_same

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
-from llmcache.policies import POLICIES
+from llmcache.memory.policies import POLICIES
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokens
 
 

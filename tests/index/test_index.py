@@ -7,9 +7,9 @@ import faiss
 import numpy as np
 import pytest
 
-from llmcache.arrays import Floats
-from llmcache.index import INDEXES, AutoIndex, HNSWIndex, Index, LSHIndex
-from llmcache.index.lsh import chance_to_meet, share_equal
+from llmcache.memory.index import INDEXES, AutoIndex, HNSWIndex, Index, LSHIndex
+from llmcache.memory.index.lsh import chance_to_meet, share_equal
+from llmcache.support.arrays import Floats
 from llmcache.testing import check_index
 from tests.conformance.outside import Scan
 

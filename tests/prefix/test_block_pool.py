@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
-from llmcache.prefix.block import Block, links
-from llmcache.prefix.block_pool import BlockPool
-from llmcache.request.prefill import Link
+from llmcache.memory.blocks.block import Block, Link, links
+from llmcache.memory.blocks.block_pool import BlockPool
+from llmcache.memory.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
 from llmcache.request.rows import Row, Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from llmcache.prefix.kv_fill import empty, fill, join
+from llmcache.calls.kv_fill import empty, fill, join
 from tests.prefix.prompts import CACHES
 
 CONFIG = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=8)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from llmcache.calls.prefix import Prefix
 from llmcache.errors import ConfigError
-from llmcache.prefix.prefix import Prefix
 from tests.prefix.prompts import (
     CACHES,
     FAMILIES,

@@ -188,7 +188,7 @@ def test_rows_beside_held_ones_whose_kv_is_not_found_are_computed_again(
             self.layers[0].keys = None
             return made
 
-    monkeypatch.setattr("llmcache.prefix.prefix.DynamicCache", Emptied)
+    monkeypatch.setattr("llmcache.calls.prefix.DynamicCache", Emptied)
     found = cache(ids, past_key_values=tf.DynamicCache())
     for ours, theirs in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
         close(ours.keys, theirs.keys)

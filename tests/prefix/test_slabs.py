@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmcache.policies import LRU, TTL
-from llmcache.prefix.block import NAMES, Block, Slab, first_tokens, runs
-from llmcache.prefix.block_pool import BlockPool
-from llmcache.prefix.slabs import SLAB_TOKENS, slab_blocks
-from llmcache.request.prefill import Link
+from llmcache.memory.blocks.block import NAMES, Block, Link, Slab, first_tokens, runs
+from llmcache.memory.blocks.block_pool import BlockPool
+from llmcache.memory.blocks.slabs import SLAB_TOKENS, slab_blocks
+from llmcache.memory.policies import LRU, TTL
 from llmcache.request.rows import Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from llmcache.request.variables import setting
+from llmcache.support.context import setting
 
 
 def test_it_is_said_once_that_blocks_overlapped(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ import yaml
 from llmcache.errors import ConfigError
 from llmcache.serving.keys import Keys, add_key, read_keys, remove_key
 from llmcache.serving.refusals import Refusal
-from llmcache.yaml_file import parse_yaml
+from llmcache.support.yaml_file import parse_yaml
 from tests.commands import run_main
 from tests.redis_server import wait_until
 from tests.serving.served import figure, listening, make_server, model_held

@@ -18,12 +18,12 @@ from starlette.testclient import TestClient
 
 from llmcache import LLMCache
 from llmcache.errors import StoreError
+from llmcache.memory.stores import STORES, StoreKey
 from llmcache.serving.history import History, Interval
 from llmcache.serving.keys import add_key
 from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Health, Stats
-from llmcache.stores import STORES, StoreKey
 from tests.redis_server import wait_until
 from tests.serving.served import client_of, figure, is_computing, listening, make_server, model_held
 from tests.serving_browser import SIZES, open_browser

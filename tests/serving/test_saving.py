@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llmcache.errors import ConfigError, StoreError
-from llmcache.folder import MANIFEST
+from llmcache.support.folder import MANIFEST
 from tests.serving.served import client_of, make_server, write
 
 BODY = {"inputs": "my card"}

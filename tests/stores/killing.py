@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from llmcache.stores import Put, StoreKey
-from llmcache.stores.disk import DiskStore
-from llmcache.stores.seal import Seal
+from llmcache.memory.stores import Put, StoreKey
+from llmcache.memory.stores.disk import DiskStore
+from llmcache.memory.stores.seal import Seal
 
 SEAL = Seal(b"secret")
 SIZES = (10, 2_000, 9_000, 200_000)  # floats: in the index, at its limit, in files

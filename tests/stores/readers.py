@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from llmcache.stores import Put, Store, StoreKey
+from llmcache.memory.stores import Put, Store, StoreKey
 
 KEYS = [StoreKey("read by threads", "0" * 64, f"{number}") for number in range(4)]
 

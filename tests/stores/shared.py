@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from llmcache import Store, StoreError
-from llmcache.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats, forgets_of
+from llmcache.memory.stores import Bytes, Purge, Purges, Put, StoreKey, StoreStats, forgets_of
 
 
 @dataclass

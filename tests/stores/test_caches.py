@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import ConfigError, LLMCache
-from llmcache.stores.disk import DiskStore
+from llmcache.memory.stores.disk import DiskStore
 from tests.contract.judge import check_same
 from tests.contract.test_stores import wide
 from tests.forks import in_child
@@ -158,7 +158,7 @@ def test_what_one_process_computed_the_next_one_finds(folder: Path, server: Redi
 @pytest.mark.slow
 def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a long outage, entries of one cache serve another again."""
-    monkeypatch.setattr("llmcache.stores.write_behind._LONGEST_REST_S", 0.5)
+    monkeypatch.setattr("llmcache.memory.stores.write_behind._LONGEST_REST_S", 0.5)
 
     def wrapped() -> LLMCache:
         store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0, "least_tokens": 0}

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from llmcache import ConfigError, StoreError
-from llmcache.registry import Component
-from llmcache.stores import STORES, Put, StoreKey, disk
-from llmcache.stores.base import FORMAT
-from llmcache.stores.disk import LARGE_BYTES, DiskStore
+from llmcache.memory.stores import STORES, Put, StoreKey, disk
+from llmcache.memory.stores.base import FORMAT
+from llmcache.memory.stores.disk import LARGE_BYTES, DiskStore
+from llmcache.support.registry import Component
 from llmcache.testing import check_store
 from tests.forks import in_child, needs_fork
 from tests.stores import killing

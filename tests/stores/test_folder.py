@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmcache import StoreError, folder
+from llmcache import StoreError
+from llmcache.support import folder
 from tests.saves import Died, failing, names
 
 OURS = 4  # files of a version: two of data, manifest, lock

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from llmcache import ConfigError, StoreError
-from llmcache.registry import Component
-from llmcache.stores import STORES, Put, StoreKey, redis
-from llmcache.stores.redis import RedisStore
+from llmcache.memory.stores import STORES, Put, StoreKey, redis
+from llmcache.memory.stores.redis import RedisStore
+from llmcache.support.registry import Component
 from llmcache.testing import check_store
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.stores.readers import check_readers, check_writers

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from llmcache import BankFileError, CacheConfig, ConfigError, LLMCache, StoreError, UnfitBankError, __version__, save
+from llmcache import BankFileError, CacheConfig, ConfigError, LLMCache, StoreError, UnfitBankError, __version__
+from llmcache.calls import save
 from tests.contract.judge import check_same
 from tests.forks import in_child
 from tests.saves import accept, edit_manifest, read_manifest

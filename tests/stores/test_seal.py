@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from llmcache import ConfigError
-from llmcache.stores import StoreKey
-from llmcache.stores.seal import KEY, SECRET, MismatchError, Seal
+from llmcache.memory.stores import StoreKey
+from llmcache.memory.stores.seal import KEY, SECRET, MismatchError, Seal
 
 ONE, OTHER = StoreKey("a", "0" * 64, "x"), StoreKey("a", "0" * 64, "y")
 SEALS = {

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmcache import LLMCache
-from llmcache.policies import LRU
-from llmcache.policies.shares import Shares
-from llmcache.request.variables import DISABLE
+from llmcache.calls.switches import DISABLE
+from llmcache.memory.policies import LRU
+from llmcache.memory.policies.shares import Shares
 from tests.contract.judge import check_same
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokens
 

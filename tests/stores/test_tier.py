@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from llmcache import StoreError
-from llmcache.counters import Counters
+from llmcache.memory.stores import Bytes, Purges, Put, StoreKey, write_behind
+from llmcache.memory.stores.break_even import BreakEven
+from llmcache.memory.stores.seal import Seal
+from llmcache.memory.stores.tier import Tier
+from llmcache.memory.stores.write_behind import NO_NUMBER
+from llmcache.request.counters import Counters
 from llmcache.request.rows import Scope
-from llmcache.stores import Bytes, Purges, Put, StoreKey, write_behind
-from llmcache.stores.break_even import BreakEven
-from llmcache.stores.seal import Seal
-from llmcache.stores.tier import Tier
-from llmcache.stores.write_behind import NO_NUMBER
 from tests.stores.shared import Shared
 
 SCOPE = Scope("a", "weights", "float32", "eager")
@@ -256,7 +256,7 @@ def test_where_purges_may_be_missing_only_what_moved_is_forgotten(make: Make) ->
 
 
 def test_what_came_before_the_number_is_known_is_forgotten_then(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.stores.tier._REST_S", 0.0)
+    monkeypatch.setattr("llmcache.memory.stores.tier._REST_S", 0.0)
     tier, store, memory = make(fails=True)
     assert tier.number("a") == NO_NUMBER and memory.dropped == []
     store.fails = False
@@ -284,7 +284,7 @@ def test_a_number_that_is_asked_for_during_a_purge_is_not_that_from_before(make:
 def test_calls_that_ask_for_a_number_at_once_have_memory_forget_once(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmcache.stores.tier._REST_S", 0.0)
+    monkeypatch.setattr("llmcache.memory.stores.tier._REST_S", 0.0)
     tier, store, memory = make(fails=True)
     assert tier.number("a") == NO_NUMBER
     store.fails = False

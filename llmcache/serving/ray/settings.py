@@ -8,9 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from llmcache.config import CacheConfig, explain
 from llmcache.errors import ConfigError
-from llmcache.folder import MANIFEST
-from llmcache.registry import without_secrets
 from llmcache.serving.settings import ServerSettings
+from llmcache.support.folder import MANIFEST
+from llmcache.support.registry import without_secrets
 
 _NOT_ALLOWED = {
     "model": "give `model` beside `server`, not in it",

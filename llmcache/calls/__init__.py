@@ -1,0 +1,9 @@
+"""The calls of one wrapped model: their order (`call`), the parts they use (`core`), and saves.
+
+core         builds the parts of a cache
+call         open, look up, answer, close
+prefix       calls that keep K/V: known blocks are cut off, the rest is computed
+prepared     calls that are looked up before they are made; found: a batch of these
+calibrator   prepares a model for approximate reuse
+save         all that is kept, in a folder
+"""

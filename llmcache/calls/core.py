@@ -1,0 +1,480 @@
+"""Builds a cache without `tau` from its parts. Rejects models and settings that do not fit together."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from llmcache.calls.calibrator import Calibrator
+from llmcache.calls.call import CachedForward
+from llmcache.calls.save import CALIBRATED, Saved, Section, save
+from llmcache.calls.stored_blocks import block_name
+from llmcache.calls.stored_entries import entry_name
+from llmcache.config import CacheConfig, PrefixOptions
+from llmcache.engines.compiled import CompiledTrunk, make_buckets
+from llmcache.engines.graphs import GraphEngine, GraphTwin
+from llmcache.engines.onnx import OnnxTrunk, Precision, engine_name, find_missing, is_faster
+from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
+from llmcache.memory.bank import Bank
+from llmcache.memory.blocks.block_pool import BlockPool
+from llmcache.memory.policies import POLICIES
+from llmcache.memory.stores import MEMORY, STORES
+from llmcache.memory.stores.base import Memory
+from llmcache.memory.stores.seal import SECRET, Seal
+from llmcache.memory.stores.tier import Tier
+from llmcache.models.adapters import Trunk, device_of, find_others, locate, vocabulary_size
+from llmcache.models.callables import CallableTrunk
+from llmcache.models.coupling import Coupling
+from llmcache.models.heads import Head, find_head
+from llmcache.models.hooks import HeadSwap, Installed, Listener, Passed, Swap, find_lm_head, is_wrapped
+from llmcache.models.kinds import Kinds
+from llmcache.models.packing import PAYLOADS, Payload
+from llmcache.models.sentences import SentenceSwap
+from llmcache.models.weights import Weights
+from llmcache.request.bypass import CURES
+from llmcache.request.counters import Counters
+from llmcache.request.reading import RequestReader
+from llmcache.request.rows import Scope
+from llmcache.reuse.answers import Reading
+from llmcache.reuse.calibration.calibration import Calibration
+from llmcache.reuse.call import Call, Rung
+from llmcache.reuse.drafters import check_model
+from llmcache.reuse.search_cost import Account
+from llmcache.stats import EngineStats, Stats
+
+logger = logging.getLogger("llmcache")
+
+_SOURCE = "a."  # prefix of the name of a source that would have served a forgotten request: its entry stays
+
+
+class Core:
+    """The parts of one wrapped model's cache."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CacheConfig,
+        tokenizer: Any,
+        answer_of: Reading,
+        rungs: Sequence[Callable[[Bank], Rung]],
+    ) -> None:
+        """Wrap a model; see `LLMCache.wrap`."""
+        self._model, self._config, self._tokenizer, self._answer_of = model, config, tokenizer, answer_of
+        self.trunk, self.head, self.payload = inspect_model(model, config)
+        if is_wrapped(self.trunk):
+            raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
+        if config.draft is not None and config.draft.engine == "model":
+            check_model(config.draft.model, model, self.trunk, answer_of)
+        self.counters, self.weights = Counters(model=self.trunk.module), Weights(self.trunk.module)
+        self._coupling = Coupling(self.trunk, self.weights)
+        with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
+            digest = self.weights.digest()  # hashed now, not in the first request
+            if self.head.observed is not None:
+                self.head.observed.add_digest(digest)
+            if self.weights.unreadable is None:
+                self._coupling.reason(digest)
+        self.tier = _open_tier(self.trunk, self.payload, config, self.counters, self)
+        self.blocks = self._make_blocks()
+        # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
+        max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
+        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries)
+        if self.blocks is not None:
+            self.bank.make_way = self.blocks.make_way
+        reader = RequestReader(self.trunk, self.head, self.payload, tokenizer)
+        self.installed = Installed()
+        self.calibrator: Calibrator | None = None
+        self._graphs: GraphEngine | None = None
+        self._n_failed = 0  # engines that could not be made
+        self.forward = CachedForward(
+            self.trunk,
+            self.head,
+            self.payload,
+            self.bank,
+            reader,
+            self.weights,
+            self._coupling,
+            self.counters,
+            self.blocks,
+            # For a trunk matched by shape alone, padding behaviour and other outputs are unknown.
+            cuts=config.prefix is not None and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
+            tier=self.tier,
+            device=self._device(),
+            is_exact=config.serves_exact,
+        )
+        self.forward.account = Account() if config.auto_bypass else None
+        self.installed.add(self.forward.remove)
+        try:
+            self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
+            if self.blocks is not None and (lm_head := find_lm_head(model, self.trunk)) is not None:
+                self.installed.add(HeadSwap(lm_head, self.forward).remove)
+            if self.head.pooled is not None and self.payload.fits_any_length:
+                swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
+                self.installed.add(swap.remove)
+            pass_others(model, self.trunk, self.forward, self.installed)
+            self.build_engine()
+            if config.learn is not None or config.share_calibration:
+                self.learn()
+        except BaseException:
+            self.installed.remove()
+            raise
+
+    def learn(self) -> Calibrator:
+        """Return the calibrator, created at the first call."""
+        if self.calibrator is None:
+            self.calibrator = Calibrator(
+                self._model,
+                self._config,
+                self.trunk,
+                self.head,
+                self.payload,
+                self.weights,
+                self._coupling,
+                self.counters,
+                self.bank,
+                self.forward,
+                self.installed,
+                self._tokenizer,
+                self._answer_of,
+                self.tier,
+                partial(self._make_onnx, "int8"),
+            )
+        return self.calibrator
+
+    def compile(
+        self,
+        lengths: Sequence[int],
+        rows: Sequence[int],
+        mode: str | None,
+        backend: str | Callable[..., Any],
+        max_padding: float,
+    ) -> None:
+        """Compile graphs and compute with them from now on; see `LLMCache.compile`."""
+        if isinstance(self.trunk.module, CallableTrunk):
+            raise ConfigError("compile: a callable or a session has no modules to compile; hand over a compiled one")
+        forward, buckets = self.forward, make_buckets(lengths, rows, self.trunk.config)
+        twin = GraphTwin(self.trunk, self.weights, self._coupling)
+        self._graphs = forward.engine = CompiledTrunk(
+            twin, forward.eager, forward.arguments, self.weights, buckets, mode, backend, max_padding
+        )
+        if self.calibrator is not None:
+            self.calibrator.check_engine()
+
+    def build_engine(self, is_sure: bool = False) -> None:
+        """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`.
+
+        `is_sure`: with `auto`, take it even if it is not faster.
+        """
+        forward, options, draft = self.forward, self._config.engine, self._config.draft
+        is_drafting = draft is not None and draft.engine == "onnxruntime"
+        if options.name == "eager" and not is_drafting:
+            return
+        missing = find_missing()
+        if missing and not (options.name == "auto" and not is_drafting):
+            asked = "draft='int8'" if is_drafting else "engine='onnxruntime'"
+            raise ConfigError(f"{asked} needs {missing}: pip install 'llmcache-torch[onnx]'")
+        if options.name == "eager" or missing:
+            return
+        self._graphs, forward.engine = None, forward.eager
+        try:
+            made = self._make_onnx("float32")
+            if is_sure or options.name == "onnxruntime" or is_faster(made):
+                self._graphs = forward.engine = made
+        except Exception as error:  # an exporter may raise anything
+            self._n_failed += 1
+            logger.warning("llmcache: calls run eagerly, since no graph of ONNX Runtime could be made: %s", error)
+        if self.calibrator is not None:
+            self.calibrator.check_engine()
+
+    def _make_onnx(self, precision: Precision) -> OnnxTrunk:
+        forward, folder = self.forward, self._config.engine.folder
+        twin = GraphTwin(self.trunk, self.weights, self._coupling)
+        return OnnxTrunk(twin, forward.eager, forward.arguments, self.weights, folder, precision)
+
+    def stats(self) -> Stats:
+        """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""
+        bank, blocks, last = self.bank, self.blocks, self.trunk.depth - 1
+        calibrator = self.calibrator
+        counted = self.counters.snapshot(
+            n_entries={last: len(bank)},
+            n_evicted={last: bank.n_evicted},
+            n_expelled={last: bank.n_expelled},
+            n_stored=len(bank) + (0 if blocks is None else blocks.n_tails),
+            nbytes=bank.nbytes,
+            nbytes_by_layer={last: bank.nbytes},
+            max_nbytes_by_layer={last: bank.max_bytes},
+            index_nbytes=0 if calibrator is None else calibrator.calibrated.fitter.sources.index_nbytes,
+            n_blocks=0 if blocks is None else len(blocks),
+            n_blocks_evicted=0 if blocks is None else blocks.n_evicted,
+            prefix_nbytes=0 if blocks is None else blocks.nbytes,
+            audit=None if calibrator is None else calibrator.audit.stats(),
+            store=None if self.tier is None else self.tier.stats(),
+            engine=self._engine_stats(),
+        )
+        by_layer = {last: n_hits} if (n_hits := counted.n_layers_skipped // self.trunk.depth) else {}
+        return replace(counted, hits_by_layer=by_layer, reuses_by_layer=by_layer)
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Forget a namespace (None: all) and any calibration with sources in it; return the number of requests.
+
+        Raises:
+            StoreError: The store could not be purged. Memory has been purged all the same.
+        """
+        if namespace is None:
+            self.recheck()
+        if self.tier is not None:
+            return self.tier.purge(namespace)
+        return self.drop(namespace)
+
+    def recheck(self) -> None:
+        """Hash all weights again in the next call: an edit may have left no trace."""
+        self.weights.recheck()
+        if self.calibrator is not None:
+            self.calibrator.rest.recheck()
+
+    def forget(self, calls: Iterable[Callable[[], object]]) -> int:
+        """Forget the entries and blocks that may serve calls, all of one namespace; return how many requests were held.
+
+        Raises:
+            StoreError: As `clear`.
+        """
+        named: dict[Scope, list[str]] = {}
+        for call in calls:
+            one = self.forward.prepared.look_up(call)
+            if one is not None and one.reason is None and one.scope is not None:
+                named.setdefault(one.scope, []).extend(self._names_of(one))
+        if not named:
+            return 0
+        namespace = next(iter(named)).namespace
+        if self.tier is not None:
+            return self.tier.forget(namespace, named)
+        return self.drop_names(namespace, [name for names in named.values() for name in names])
+
+    def _names_of(self, call: Call) -> list[str]:
+        """Return the names of all that may serve a call: entries, blocks, and sources that would serve its rows."""
+        keys, prefix = [row.key for row in call.rows if row.key], self.forward.prefix
+        names = [*map(entry_name, keys)]
+        if call.prefill is not None and prefix is not None:
+            names += map(block_name, prefix.keys_of(call))
+        if self.calibrator is not None:
+            call.hits.clear()
+            self.calibrator.semantic.look_up(call, [row for row in call.rows if not row.bypass_reason])
+            names += (f"{_SOURCE}{hit.source}" for hit in call.hits.values())
+        return names
+
+    def restart_stats(self) -> None:
+        """Reset the counts of requests, hits and times."""
+        self.counters.restart()
+
+    def drop(self, namespace: str | None) -> int:
+        """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
+        with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
+            n_requests = self.bank.clear(namespace)
+            if self.calibrator is not None:
+                self.calibrator.forget(namespace)
+        if self.calibrator is not None:  # after releasing that lock: the audit may take it while holding its own
+            self.calibrator.audit.forget(namespace)
+            if self.calibrator.draft is not None:
+                self.calibrator.draft.forget()
+        return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
+
+    def drop_names(self, namespace: str, names: Sequence[str]) -> int:
+        """Forget entries and blocks in memory by name, and bury sources, not in the store; return how many requests."""
+        every = {name.partition(".")[2] for name in names}
+        keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
+        n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
+        if self.calibrator is not None:
+            self.calibrator.bury(namespace, every)
+        return n_requests
+
+    def namespaces(self) -> set[str]:
+        """Return the namespaces with entries or blocks in memory."""
+        return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
+
+    def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
+        """See `LLMCache.save`."""
+        numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
+        save(
+            folder,
+            model,
+            self.trunk,
+            self.weights,
+            config,
+            tokenizer,
+            self.payload.name,
+            numbers,
+            {name: kinds.state() for name, kinds in self._kinds().items()},
+            self._sections(),
+        )
+
+    def restore(self, saved: Saved) -> None:
+        """Fill the empty cache from a save, except namespaces purged in its store since."""
+        sections = self._sections()
+        if CALIBRATED in saved.sections:
+            sections[CALIBRATED] = self.learn().calibrated
+        saved.restore(self.payload.name, sections)
+        for name, kinds in self._kinds().items():
+            for one in saved.manifest.kinds.get(name, ()):
+                kinds.add_described(*one)
+        if self.calibrator is not None:
+            self._keep_engine_of(self.calibrator.calibrated.calibration)
+            self.calibrator.check_engine()
+        if self.tier is not None:
+            numbers = saved.manifest.numbers or {}
+            for name in self.namespaces() - {*numbers}:
+                self.drop(name)
+            self.tier.expect(numbers)
+            self.tier.follow()
+
+    def _keep_engine_of(self, made: Calibration | None) -> None:
+        """With `auto`, take the engine of a restored calibration, faster or not: no other finds its sources."""
+        if made is None or self._config.engine.name != "auto":
+            return
+        if not made.engine:
+            self._graphs, self.forward.engine = None, self.forward.eager
+        elif not (self.forward.engine.name or find_missing()) and made.engine == engine_name():
+            self.build_engine(is_sure=True)
+
+    def _sections(self) -> dict[str, Section]:
+        sections: dict[str, Section] = {"bank": self.bank}
+        if self.blocks is not None:
+            sections["blocks"] = self.blocks
+        if self.calibrator is not None and self.calibrator.calibrated.calibration is not None:
+            sections[CALIBRATED] = self.calibrator.calibrated
+        return sections
+
+    def _kinds(self) -> dict[str, Kinds[Any]]:
+        prefix = self.forward.prefix
+        return {"packings": self.forward.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
+
+    def drain(self) -> int:
+        """Do all background work now; return how many jobs this thread did."""
+        n_done = 0
+        if self.calibrator is not None:
+            self.calibrator.calibrated.settle()
+            n_done = self.calibrator.audit.drain()
+            if self.calibrator.sharing is not None:
+                self.calibrator.sharing.settle()
+        if self.tier is not None:
+            self.tier.drain()
+        return n_done
+
+    def close(self) -> None:
+        """Remove all swaps from the model, and close threads and connections."""
+        self.forward.is_retired = True
+        if self.calibrator is not None:
+            self.calibrator.audit.worker.close()
+        self.installed.remove()
+        if self.tier is not None:
+            self.tier.close()
+        if self._graphs is not None:
+            self._graphs.close()
+        if self.calibrator is not None and self.calibrator.draft is not None:
+            self.calibrator.draft.close()
+
+    def _engine_stats(self) -> EngineStats | None:
+        if self._graphs is not None:
+            return self._graphs.stats()
+        return EngineStats(self.forward.eager.name or "eager", 0, n_failed=self._n_failed) if self._n_failed else None
+
+    def _device(self) -> torch.device:
+        """Return the device that entries are kept on."""
+        return device_of(self.trunk.module) if self._config.device == "model" else torch.device("cpu")
+
+    def _make_blocks(self) -> BlockPool | None:
+        """Return a block pool for calls that keep K/V; None if the model makes no K/V or entries keep one vector."""
+        config, trunk = self._config, self.trunk
+        if not trunk.makes_kv or self.payload.fits_any_length:
+            return None
+        block, make_policy, device = _block_of(config), lambda: config.policy.build(POLICIES), self._device()
+        return BlockPool(block, config.max_bytes, device, make_policy, lambda: self.bank.nbytes)
+
+
+def _block_of(config: CacheConfig) -> int:
+    """Return the tokens per block. Calls that keep K/V are stored in blocks even with `prefix=False`."""
+    return (config.prefix or PrefixOptions()).block
+
+
+def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Counters, memory: Memory) -> Tier | None:
+    """Open the store behind memory; None if the setting is `memory`."""
+    if config.store.name == MEMORY:
+        if options := config.store.model_fields_set - {"name"}:
+            raise ConfigError(f"store: {MEMORY!r} takes no options: name another, or leave out {', '.join(options)}")
+        return None
+    if POLICIES.find(config.policy.name).lets_entries_leave_early:
+        raise ConfigError(
+            f"store={config.store.name!r} with policy {config.policy.name!r}: entries that expire in memory would "
+            "come back from the store; use another policy"
+        )
+    settings = {
+        "payload": payload.name,
+        "prefix_block": _block_of(config),
+        "device": device_of(trunk.module).type,
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    seal = Seal.from_environment()  # first: if it raises, no store is left open
+    if config.store.name == "redis" and not seal.is_authentic:
+        logger.warning(
+            "llmcache: values on Redis are not signed, so whoever can write to it can forge answers: set %s", SECRET
+        )
+    return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store.least_tokens)
+
+
+def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
+    """Return a model's trunk, its head, and the payload: the hidden states that entries keep for the head."""
+    trunk = locate(model, config.adapter)
+    vocabulary_size(trunk)  # raises early if unknown: every call needs it
+    head = find_head(model, trunk)
+    payload = choose_payload(trunk, head, config)
+    if len(set(trunk.layers)) < trunk.depth and trunk.makes_kv and not payload.fits_any_length:
+        raise UnsupportedModelError(
+            f"{type(trunk.module).__name__}: one layer is run at several places, so its K/V cannot be told apart; "
+            "encoders that share layers, and classifiers, can be wrapped"
+        )
+    return trunk, head, payload
+
+
+def pass_others(model: nn.Module, trunk: Trunk, cache: Listener, installed: Installed) -> None:
+    """Have the calls of a model's further encoders counted, which are not cached; a warning names them."""
+    others = find_others(model, trunk).items()
+    names = [name for name, part in others if not isinstance(vars(part).get("forward"), Swap)]  # else it is wrapped
+    for name in names:
+        installed.add(Passed(model.get_submodule(name), cache).remove)
+    if names:
+        logger.warning("llmcache: %s: not cached, but counted: %s", ", ".join(names), CURES["other_encoder"])
+
+
+def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
+    """Return the payload of the setting; `auto`: the states that the head reads."""
+    name: str = config.payload
+    if name == "auto":
+        name = "sequence" if trunk.adapter.is_guess and head.payload != "row" else head.payload
+    if name == "mean" and trunk.adapter.is_guess:
+        raise ConfigError(
+            f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "
+            "last layer is unknown; register an adapter for it, or use payload='sequence'"
+        )
+    is_enough = name in ("sequence", head.payload) or head.reads == "states" or config.allow_unsafe
+    if not is_enough:
+        raise ConfigError(
+            f"payload={name!r}: this model's {head.name} reads more; use payload={head.payload!r}, 'sequence' or 'auto'"
+        )
+    return PAYLOADS[name]()
+
+
+def _make_own(make: Callable[[Bank], Rung], bank: Bank) -> Rung:
+    """Return the rung that a user's factory makes, after checking its attributes."""
+    try:
+        rung = make(bank)
+        if not (isinstance(rung.name, str) and isinstance(rung.is_lossless, bool) and callable(rung.look_up)):
+            raise TypeError("name must be a str, is_lossless a bool, look_up callable")
+    except Exception as error:
+        raise ConfigError(f"rungs: {make!r} makes no rung: {error!r}") from error
+    return rung

@@ -1,0 +1,143 @@
+"""Looks a batch up before it is run, and splits it into the part that the cache serves and the part to compute.
+
+Hits are kept by the identity of the token ids: the tensors of `Part.inputs` are made here, and recognised when the
+model is run on them.
+
+Sizes: B rows, T tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.calls.call import CachedForward
+from llmcache.errors import ConfigError
+from llmcache.models.arguments import DECIDING, count_rows, takes_dict
+from llmcache.request.bypass import CURES, MISSES
+from llmcache.request.outcome import Outcome
+from llmcache.reuse.calibration.calibration import DRAFT, SEMANTIC
+from llmcache.reuse.call import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a batch, to be run once: `model(**part.inputs)`.
+
+    Attributes:
+        rows: Their indices in the batch, in order.
+        inputs: The sub-batch, by name: tensors with one row per request hold copies of these rows, other values are
+            unchanged. If a tensor is edited, the part is looked up again when it is run.
+    """
+
+    rows: tuple[int, ...]
+    inputs: dict[str, Any]
+    _call: Call | None = field(default=None, repr=False)  # keeps the hits alive
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of `LLMCache.look_up` for a batch.
+
+    Attributes:
+        served: Rows that the cache serves: no layer runs for them, unless the audit takes a hit back as the part is run
+            (after a drift, or while too many hits wait to be recomputed). None if there are none.
+        missing: The other rows. None if there are none.
+    """
+
+    served: Part | None
+    missing: Part | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would happen to a row of a call that is not made, and why.
+
+    Attributes:
+        outcome: As `cache.last` would hold it, unless the audit withdrew the hit.
+        limit: The calibration's limit for the risk in `outcome`; None without a risk.
+        cure: What to change where the call bypasses the cache, or misses what is stored (`Outcome.missed`); else None.
+    """
+
+    outcome: Outcome
+    limit: float | None = None
+    cure: str | None = None
+
+    def __str__(self) -> str:
+        """Return one sentence."""
+        one, risk = self.outcome, ""
+        if one.bypassed:
+            return f"bypassed ({one.bypassed}): {self.cure}"
+        if one.risk is not None and self.limit is not None:
+            near = "" if one.similarity is None else f"similarity {one.similarity:.3f} to the chosen source, "
+            risk = f"{near}risk {one.risk:.3g}, limit {self.limit:.3g}"
+        if one.rung == "prefix":
+            return f"served by prefix: the first {one.n_prefix:,} tokens; the rest is computed"
+        if one.rung is not None:
+            return f"served by {one.rung}" + (f": {risk}" if risk else "")
+        return f"computed: {self.cure or 'nothing stored serves it'}" + (f"; {risk}" if risk else "")
+
+
+def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanation, ...]:
+    """Return what would happen to each row of the call that `run` makes; see `LLMCache.explain`."""
+    call = forward.prepared.look_up(run)
+    if call is None:
+        raise ConfigError("explain: the model's trunk was not called with these arguments")
+    if call.reason is not None:
+        n_rows = count_rows(call.arguments or forward.arguments.bind(call.args, call.kwargs))
+        return (Explanation(Outcome(bypassed=call.reason), cure=CURES[call.reason]),) * n_rows
+    limits = {} if call.made is None else call.made.limits
+    found = []
+    for row in call.rows:
+        one = forward.outcome(call, row)
+        rung = one.rung or (DRAFT if one.similarity is None else SEMANTIC)  # a source's risk comes with a similarity
+        is_miss = not (one.rung or one.bypassed or one.missed) and call.prefill is None
+        if is_miss and forward.prefix and call.scope and forward.prefix.holds(row, call.scope):
+            one = replace(one, missed="no_kv")
+        found.append(Explanation(one, limits.get(rung), CURES.get(one.bypassed or "", MISSES.get(one.missed or ""))))
+    return tuple(found)
+
+
+def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str, Any]) -> Found:
+    """Return the hits of a batch; see `LLMCache.look_up`. Without `forward`, all rows are missing."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim < 2:
+        raise ConfigError("look_up: give tokenised inputs by name, with input_ids (rows, tokens)")
+    every = range(len(ids))
+    if forward is None:
+        return Found(None, Part(tuple(every), dict(batch)))
+    run = partial(model, dict(batch)) if takes_dict(model) else partial(model, **batch)
+    with torch.inference_mode():
+        call = forward.prepared.look_up(run)
+    if call is not None and not _can_resume(call, batch):
+        call = None
+    hits = () if call is None else sorted(call.hits)
+
+    def part(numbers: Sequence[int]) -> Part | None:
+        if not numbers:
+            return None
+        inputs = _take(batch, numbers, len(ids))
+        return Part(tuple(numbers), inputs, None if call is None else forward.prepared.keep(call, numbers, inputs))
+
+    return Found(part(hits), part([number for number in every if number not in set(hits)]))
+
+
+def _can_resume(call: Call, batch: Mapping[str, Any]) -> bool:
+    """Whether the trunk gets the batch's own tensors, so that the call is recognised when it is made."""
+    is_plain = call.reason is None and call.prefill is None and call.mask_4d is None
+    return is_plain and all(call.arguments.get(name) is batch.get(name) for name in DECIDING)
+
+
+def _take(batch: Mapping[str, Any], numbers: Sequence[int], n_rows: int) -> dict[str, Any]:
+    """Return copies of rows of a batch, as tensors whose version counters show edits."""
+    index = torch.tensor(numbers)
+    with torch.inference_mode(False), torch.no_grad():
+        return {
+            name: value.index_select(0, index.to(value.device))
+            if isinstance(value, Tensor) and value.ndim and len(value) == n_rows
+            else value
+            for name, value in batch.items()
+        }

@@ -1,0 +1,302 @@
+"""Stored requests by exact key, within budgets of bytes and entries. A call takes the lock once for all its rows.
+
+The bank alone evicts entries. Stored tensors are never written to: serving copies them.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from llmcache.memory.policies import Policy
+from llmcache.memory.policies.shares import Shares
+from llmcache.request.rows import Row, Scope
+from llmcache.support.heap import Trimmer
+from llmcache.support.stacks import pack, unpack
+from llmcache.support.threads import forkable
+
+logger = logging.getLogger("llmcache")
+
+_MANY = 32  # entries evicted without a hit, from which on a warning is logged
+_MOST_FORGOTTEN = 65_536  # forgotten keys that are remembered, for calls under way
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The stored output of one request.
+
+    Attributes:
+        key: Its exact key.
+        scope: Namespace, weights and everything else but tokens that its states depend on.
+        fields: Its row of each tensor of the trunk's output; the payload of hidden states. See `Packing.take`.
+        padding: The states of padding, a tensor (T - n, D) per field of states. Empty without padding, or if not kept.
+        layout: Digest of the padded row, if padding is kept and the key does not cover it; else b"". Only a row with
+            the same `layout` gets `padding` back.
+        was_hit: Whether it has served a request.
+        nbytes: Bytes of `fields` and `padding`.
+    """
+
+    key: str
+    scope: Scope
+    fields: tuple[Tensor, ...]
+    padding: tuple[Tensor, ...] = ()
+    layout: bytes = b""
+    was_hit: bool = False
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(one.nbytes for one in (*self.fields, *self.padding))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, for stores and saves."""
+        fields = {f"field{i}": one for i, one in enumerate(self.fields)}
+        return fields | {f"padding{i}": one for i, one in enumerate(self.padding)}
+
+    @classmethod
+    def of(cls, key: str, scope: Scope, tensors: Mapping[str, Tensor], layout: str) -> "Entry":
+        """Return an entry from its `tensors` and the hexadecimal form of its layout."""
+        n_fields = sum(name.startswith("field") for name in tensors)
+        fields = tuple(tensors[f"field{i}"] for i in range(n_fields))
+        padding = tuple(tensors[f"padding{i}"] for i in range(len(tensors) - n_fields))
+        return cls(key, scope, fields, padding, bytes.fromhex(layout))
+
+
+class Bank:
+    """Stores entries by key and evicts them; each namespace has its own share of the budget. Thread-safe."""
+
+    def __init__(self, make_policy: Callable[[], Policy], max_bytes: int, max_entries: int | None = None) -> None:
+        """Start empty.
+
+        Args:
+            make_policy: Makes a policy; its methods are called under the bank's lock.
+            max_bytes: Budget for the sum of the entries' `nbytes`.
+            max_entries: Most entries; None: no limit.
+        """
+        self.max_bytes = max_bytes
+        self.max_entries = max_entries
+        self._shares = Shares(make_policy)
+        self._entries: dict[str, Entry] = {}
+        self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
+        self.generation = 0  # clears and forgets so far: see `is_current`
+        self._cleared: dict[str | None, int] = {}  # generation of the latest clear, by namespace; None: of all
+        self._forgotten: dict[str, int] = {}  # generation of the latest forget, by key
+        kind = type(make_policy())
+        self.expires = kind.expired is not Policy.expired
+        self.heeds_costs = kind.on_cost is not Policy.on_cost
+        self.nbytes = 0
+        self.n_evicted = 0
+        self.n_expelled = 0
+        self._trimmer = Trimmer()
+        self._n_hits = self._n_unused = 0  # entries that were hit; entries evicted without a hit
+        self._has_warned = False
+        #: Called under the lock with the key of each removed entry that was not pinned.
+        self.on_leave: Callable[[str], object] = lambda key: None
+        #: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
+        self.make_way: Callable[[], object] = lambda: None
+        self._pinned: set[str] = set()  # removed only by `clear` and `forget`; unknown to the policy
+        self._pinned_nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def find(self, rows: Sequence[Row]) -> list[Entry | None]:
+        """Return the entry of each row, or None, and tell the policy of the hits."""
+        with self._lock:
+            if self.expires:
+                self._expire()
+            held, found = self._entries, []
+            for row in rows:
+                if (entry := held.get(row.key)) is not None:
+                    self._record_hit(entry)
+                found.append(entry)
+            return found
+
+    def used(self, keys: Iterable[str]) -> None:
+        """Tell the policy that entries served other requests."""
+        with self._lock:
+            for key in keys:
+                if (entry := self._entries.get(key)) is not None:
+                    self._record_hit(entry)
+
+    def pin(self, entries: Sequence[Entry]) -> bool:
+        """Store entries that are not evicted until `release`. Return False, and store none, if they do not fit."""
+        with self._lock:
+            nbytes = sum(entry.nbytes for entry in entries)
+            if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):
+                return False
+            for entry in entries:
+                self._remove(entry.key)
+            for namespace in {entry.scope.namespace for entry in entries}:
+                self._make_room(namespace, nbytes, len(entries))
+            for entry in entries:
+                self._entries[entry.key] = entry
+            self._pinned |= {entry.key for entry in entries}
+            self._pinned_nbytes += nbytes
+            self.nbytes += nbytes
+        self.make_way()
+        return True
+
+    def release(self) -> None:
+        """Unpin all entries and hand them to the policy, as if just stored."""
+        with self._lock:
+            pinned, self._pinned, self._pinned_nbytes = self._pinned, set(), 0
+            for key in pinned:
+                self._admit(self._entries[key])
+
+    def is_pinned(self, key: str) -> bool:
+        """Whether an entry is pinned."""
+        return key in self._pinned
+
+    def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
+        """Store entries of one call, except those cleared or forgotten since; return how many are too large.
+
+        Args:
+            entries: Entries of one namespace, now owned by the bank.
+            generation: `generation` when the call began.
+            cost: Cost of computing each entry, see `Policy.on_cost`; None: unknown.
+        """
+        n_too_large = n_stored = 0
+        with self._lock:
+            for entry in entries:
+                namespace = entry.scope.namespace
+                if entry.key in self._pinned or not self.is_current(namespace, entry.key, generation):
+                    continue
+                has_room = self.max_entries is None or len(self._pinned) < self.max_entries
+                if entry.nbytes > self.max_bytes - self._pinned_nbytes or not has_room:
+                    n_too_large += 1
+                    continue
+                self._remove(entry.key)
+                self._make_room(namespace, entry.nbytes)
+                self._entries[entry.key] = entry
+                self.nbytes += entry.nbytes
+                self._admit(entry)
+                n_stored += 1
+                if cost is not None and self.heeds_costs:
+                    self._shares.policies[namespace].on_cost(entry.key, cost)
+        self._trimmer.stored(n_stored, len(self))
+        self.make_way()
+        return n_too_large
+
+    def is_current(self, namespace: str, key: str, generation: int) -> bool:
+        """Whether a request that was read at this `generation` has been neither cleared nor forgotten since."""
+        cleared = max(self._cleared.get(None, 0), self._cleared.get(namespace, 0))
+        return max(cleared, self._forgotten.get(key, 0)) <= generation
+
+    def namespaces(self) -> list[str]:
+        """Return the namespaces with entries."""
+        with self._lock:
+            return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Remove the entries of a namespace (None: all), pinned ones too; return their number."""
+        with self._lock:
+            self.generation += 1
+            self._cleared[namespace] = self.generation
+            pinned = [key for key in self._pinned if namespace in (None, self._entries[key].scope.namespace)]
+            return self._drop_all([*self._shares.keys(namespace), *pinned])
+
+    def forget(self, keys: Sequence[str]) -> int:
+        """Remove entries by key, pinned ones too; return how many were held. Calls under way do not bring them back."""
+        with self._lock:
+            self.generation += 1
+            if len(self._forgotten) + len(keys) > _MOST_FORGOTTEN:
+                self._forgotten.clear()
+                self._cleared[None] = self.generation  # calls under way store nothing at all
+            self._forgotten |= dict.fromkeys(keys, self.generation)
+            return self._drop_all(keys)
+
+    def entries(self) -> list[Entry]:
+        """Return a snapshot of all entries, oldest first."""
+        with self._lock:
+            if self.expires:
+                self._expire()
+            return list(self._entries.values())
+
+    # -- saves ---------------------------------------------------------------------------------------------------------
+
+    def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
+        """Return key, scope, layout and tensors of each entry for these weights, except pinned ones."""
+        entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
+        about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
+        return pack([(one.tensors, fields) for one, fields in zip(entries, about, strict=True)])
+
+    def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Store the entries that `state` returned, oldest first, as far as they fit."""
+        for own, (key, scope, layout) in unpack(meta, tensors):
+            entry = Entry.of(key, Scope(*scope), own, layout)
+            self.put([entry], self.generation)
+
+    # -- eviction ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, namespace: str, nbytes: int, n_entries: int = 1) -> None:
+        while self._is_full(self.nbytes + nbytes > self.max_bytes):
+            self._evict(self._shares.victim(namespace, nbytes))
+        most = self.max_entries
+        while self._is_full(most is not None and len(self._entries) + n_entries > most):
+            self._evict(self._shares.victim_by_number(namespace))
+
+    def _is_full(self, is_over: bool) -> bool:
+        return is_over and len(self._entries) > len(self._pinned)
+
+    def _evict(self, key: str) -> None:
+        self._n_unused += not self._entries[key].was_hit
+        self._drop(key)
+        self.n_evicted += 1
+        if not self._has_warned and self._n_unused >= _MANY and self._n_unused > self._n_hits:
+            self._has_warned = True
+            logger.warning(
+                "llmcache: %d stored requests were evicted before they were ever hit, for lack of room (max_bytes=%d "
+                "holds %d of them): raise max_bytes, keep less of each (payload), or set policy='s3_fifo'",
+                self._n_unused,
+                self.max_bytes,
+                len(self._entries) + 1,
+            )
+
+    def _expire(self) -> None:
+        for key in self._shares.expired():
+            self._drop(key)
+            self.n_expelled += 1
+
+    def _record_hit(self, entry: Entry) -> None:
+        if entry.key not in self._pinned:
+            self._shares.policies[entry.scope.namespace].on_hit(entry.key)
+        if not entry.was_hit:
+            entry.was_hit = True
+            self._n_hits += 1
+
+    def _admit(self, entry: Entry) -> None:
+        self._shares.add(entry.scope.namespace, entry.key, entry.nbytes)
+        try:
+            self._shares.policies[entry.scope.namespace].on_put(entry.key, entry.nbytes)
+        except BaseException:  # the policy would never evict it
+            self._drop(entry.key)
+            raise
+
+    def _drop_all(self, keys: Iterable[str]) -> int:
+        held = [key for key in keys if key in self._entries]
+        for key in held:
+            self._drop(key)
+        return len(held)
+
+    def _drop(self, key: str) -> None:
+        is_pinned = key in self._pinned
+        self._remove(key)
+        if not is_pinned:
+            self.on_leave(key)
+
+    def _remove(self, key: str) -> None:
+        if (entry := self._entries.pop(key, None)) is None:
+            return
+        self.nbytes -= entry.nbytes
+        if key in self._pinned:
+            self._pinned.remove(key)
+            self._pinned_nbytes -= entry.nbytes
+        else:
+            self._shares.remove(entry.scope.namespace, key)

@@ -1,0 +1,1 @@
+"""K/V and states of prompts in blocks of tokens, within a budget."""

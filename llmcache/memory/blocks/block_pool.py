@@ -1,0 +1,297 @@
+"""Blocks of tokens with their K/V and last hidden states, within a budget of bytes.
+
+A request computed in full is held as its full blocks and a tail with the remaining tokens. So requests share their
+common prefix, and each is held once. A tail may be empty: it then records that a request ends after a block and that
+its output equals the blocks.
+
+A block keeps the K/V of each layer, not the layers' inputs, from which one projection would rebuild K/V (HCache, arXiv
+2410.05004). Per token and layer, K/V take 2 H D_h numbers and an input takes D. That is twice as much with as many K/V
+heads as query heads, the same with half as many (stories260K), and less with fewer (a quarter in Llama-3 8B). Stored
+K/V are bit-exact and need no norm, projection and rotation, which each family implements differently. The last states
+serve callers that expect the output at every position: D numbers per token, beside L layers of K/V.
+
+Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden width.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.memory.blocks.block import Block, Link
+from llmcache.memory.blocks.slabs import Slabs
+from llmcache.memory.policies.base import Policy
+from llmcache.memory.policies.shares import Shares
+from llmcache.request.rows import Scope
+from llmcache.support.stacks import pack, unpack
+from llmcache.support.threads import forkable
+
+_MOST_LOOKED_AT = 64  # successors of a block that are compared, newest first: a system prompt has thousands
+
+
+class BlockPool:
+    """Blocks and tails by key; a policy chooses what to evict. Thread-safe.
+
+    A block is never held without the block before it. The blocks of a chain are marked as used last to first, so that
+    recency and frequency policies evict later blocks first. If a policy names a block that others follow, the last of
+    these is evicted.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        max_bytes: int,
+        device: torch.device,
+        make_policy: Callable[[], Policy],
+        spent: Callable[[], int] = int,
+    ) -> None:
+        """Create an empty pool of blocks of `size` tokens on a device.
+
+        The budget `max_bytes` covers tensors; bookkeeping adds about 2 kB per block on the CPU. `spent` returns the
+        bytes of the budget that other parts hold or are about to hold: see `make_way`.
+        """
+        self.size = size
+        self.max_bytes = max_bytes
+        self.device = device
+        self.nbytes = 0
+        self.n_evicted = 0
+        self.n_tails = 0
+        self._n_full = 0
+        self.n_purges = 0  # purges and forgets so far; a call that began before the latest stores nothing
+        self._shares = Shares(make_policy)
+        self._spent = spent
+        self._held: dict[str, Block] = {}
+        self._before: dict[str, str] = {}  # previous block of each block but the first of a chain
+        self._after: dict[str, dict[str, None]] = {}  # the blocks that follow a block, oldest first
+        self._slabs = Slabs(self._held)
+        self._lock = forkable(threading.Lock())
+
+    def __len__(self) -> int:
+        return self._n_full
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def whole(self, key: str, ids: bytes) -> list[Block]:
+        """Return the blocks and the tail of a request and mark them as used; an empty list if any is missing."""
+        with self._lock:
+            self._expire()
+            last_to_first = [key]
+            while (before := self._before.get(last_to_first[-1])) is not None:
+                last_to_first.append(before)
+            found = [self._held[one] for one in reversed(last_to_first) if one in self._held]
+            if b"".join(block.ids for block in found) != ids or not (found and found[-1].is_tail):
+                return []
+            self._use(last_to_first)
+            return found
+
+    def match(self, chain: Sequence[Link]) -> list[Block]:
+        """Return the held blocks at the start of a chain, and mark them as used."""
+        with self._lock:
+            found = self._match(chain)
+            self._use(link.key for link in reversed(chain[: len(found)]))
+            return found
+
+    def reach(self, chain: Sequence[Link], ids: bytes, width: int) -> tuple[list[Block], int]:
+        """Return the held blocks of a request's longest known prefix, and its length in tokens; mark them as used.
+
+        The last block may match only in its first tokens. `ids` are packed in `width` bytes per token.
+        """
+        with self._lock:
+            found = self._match(chain)
+            n_tokens = len(found) * self.size
+            used = [link.key for link in chain[: len(found)]]
+            rest = ids[n_tokens * width : (n_tokens + self.size) * width]
+            after = self._after.get(used[-1], {}) if used and rest else {}
+            recent = islice(reversed(after), _MOST_LOOKED_AT)
+            matches = [(_common_prefix(self._held[key].ids, rest) // width, key) for key in recent]
+            n_more, last = max(matches, default=(0, ""))
+            if n_more:
+                found.append(self._held[last])
+                used.append(last)
+            self._use(reversed(used))
+            return found, n_tokens + n_more
+
+    def n_held(self, chain: Sequence[Link]) -> int:
+        """Return how many blocks at the start of a chain are held, without marking them as used."""
+        with self._lock:
+            return len(self._match(chain))
+
+    def put(self, chain: Sequence[Link], made: Mapping[str, Block], n_purges: int | None = None) -> bool:
+        """Add new blocks of a chain (`made`, by key) as far as they fit; return whether the whole chain is held.
+
+        A block that another thread added meanwhile is skipped. Blocks after one that was evicted meanwhile are not
+        added. If anything was purged since `n_purges`, nothing is added and True is returned.
+        """
+        with self._lock:
+            if n_purges not in (None, self.n_purges):
+                return True
+            self._expire()
+            held = 0
+            while held < len(chain) and chain[held].key in self._held:
+                held += 1
+            # Marked as used, so that they are not evicted to make room for the blocks that follow.
+            known = [link.key for link in chain[:held]]
+            self._use(reversed(known))
+            own = {link.key for link in chain}
+            added: dict[str, int] = {}
+            for link in chain[held:]:
+                block = made.get(link.key)
+                if block is None or not self._make_room(nbytes := block.nbytes, own, block.scope.namespace):
+                    break
+                self._add(link.key, block, nbytes, chain[held - 1].key if held else None)
+                added[link.key] = nbytes
+                held += 1
+            # Only now: a policy that counts uses would evict them first. Last to first, so that ends are evicted first.
+            for key, nbytes in reversed(added.items()):
+                self._policy_of(key).on_put(key, nbytes)
+            self._use(reversed(known))
+            self._slabs.settle()
+            return held == len(chain)
+
+    def make_way(self) -> None:
+        """Evict blocks to make room for what other parts are about to hold within the shared budget."""
+        with self._lock:
+            self._make_room(0, set(), "")
+            self._slabs.settle()
+
+    def namespaces(self) -> list[str]:
+        with self._lock:
+            return list(self._shares)
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Remove all blocks of a namespace, or of all (None); return how many requests that removes."""
+        with self._lock:
+            n_tails = self.n_tails
+            self.n_purges += 1
+            for key in self._shares.keys(namespace):
+                self._drop(key)
+            self._slabs.settle()
+            return n_tails - self.n_tails
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Remove blocks and all that follow them; return how many requests that removes."""
+        with self._lock:
+            n_tails = self.n_tails
+            self.n_purges += 1
+            for key in keys:
+                self._drop_from(key)
+            self._slabs.settle()
+            return n_tails - self.n_tails
+
+    def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
+        """Return the blocks for these weights, each with the key of the block before it, and their tensors."""
+        with self._lock:
+            self._expire()
+            held = [(key, self._before.get(key), block) for key, block in self._held.items()]
+        records = []
+        for key, before, block in held:
+            if block.scope.weights == weights:
+                about = [key, astuple(block.scope), block.ids.hex(), block.layout.hex(), block.is_tail, before]
+                records.append((block.tensors, about))
+        return pack(records)
+
+    def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Load blocks saved by `state`, as far as they fit."""
+        for own, (key, scope, ids, layout, is_tail, before) in unpack(meta, tensors):
+            on_device = {name: one.to(self.device) for name, one in own.items()}
+            block = Block.of(bytes.fromhex(ids), Scope(*scope), on_device, is_tail, bytes.fromhex(layout))
+            with self._lock:
+                has_place, nbytes = before is None or before in self._held, block.nbytes
+                if has_place and self._make_room(nbytes, {before or ""}, block.scope.namespace):
+                    self._add(key, block, nbytes, before)
+                    self._policy_of(key).on_put(key, nbytes)
+        with self._lock:
+            self._slabs.settle()
+            self._slabs.gather(self._before, self.size)
+
+    def _match(self, chain: Sequence[Link]) -> list[Block]:
+        self._expire()
+        found = []
+        for link in chain:
+            block = self._held.get(link.key)
+            if block is None or block.ids != link.ids:
+                break
+            found.append(block)
+        return found
+
+    def _use(self, last_to_first: Iterable[str]) -> None:
+        for key in last_to_first:
+            if key in self._held:
+                self._policy_of(key).on_hit(key)
+
+    def _expire(self) -> None:
+        """Remove blocks that have expired under their policy, and all that follow them."""
+        for key in self._shares.expired():
+            self.n_evicted += self._drop_from(key)
+        self._slabs.settle()
+
+    def _last_after(self, key: str) -> str:
+        """Return the last block of a chain through a block; the block itself if none follows."""
+        while key in self._after:
+            key = next(iter(self._after[key]))
+        return key
+
+    def _drop_from(self, key: str) -> int:
+        """Remove a block, if held, and all that follow it; return how many were removed."""
+        n_dropped = 0
+        while key in self._held:
+            self._drop(self._last_after(key))
+            n_dropped += 1
+        return n_dropped
+
+    def _add(self, key: str, block: Block, nbytes: int, before: str | None) -> None:
+        self._held[key] = block
+        self.nbytes += nbytes
+        self.n_tails += block.is_tail
+        self._n_full += not block.is_tail
+        self._slabs.add(key, block)
+        self._shares.add(block.scope.namespace, key, nbytes)
+        if before is not None:
+            self._before[key] = before
+            self._after.setdefault(before, {})[key] = None
+
+    def _drop(self, key: str) -> None:
+        block = self._held.pop(key)
+        self.nbytes -= block.nbytes
+        self.n_tails -= block.is_tail
+        self._n_full -= not block.is_tail
+        self._slabs.remove(key, block)
+        self._shares.remove(block.scope.namespace, key)
+        self._after.pop(key, None)
+        before = self._before.pop(key, "")
+        siblings = self._after.get(before, {})
+        siblings.pop(key, None)
+        if not siblings:
+            self._after.pop(before, None)
+
+    def _policy_of(self, key: str) -> Policy:
+        return self._shares.policies[self._held[key].scope.namespace]
+
+    def _make_room(self, nbytes: int, own: set[str], namespace: str) -> bool:
+        """Evict blocks until `nbytes` fit; False if only blocks of the same chain (`own`) are left to evict."""
+        # `spent` cannot grow while the lock is held: other parts call `make_way` first.
+        max_bytes = self.max_bytes - self._spent()
+        if nbytes > max_bytes:
+            return False
+        while self.nbytes + nbytes > max_bytes:
+            try:
+                leaving = self._last_after(self._shares.victim(namespace, nbytes))
+            except KeyError:  # only blocks of this chain are held, which the policy does not know yet
+                return False
+            if leaving in own:
+                return False
+            self._drop(leaving)
+            self.n_evicted += 1
+        return True
+
+
+def _common_prefix(one: bytes, other: bytes) -> int:
+    """Return the length of the common prefix of two byte strings."""
+    n = min(len(one), len(other))
+    differing = int.from_bytes(one[:n]) ^ int.from_bytes(other[:n])
+    return n - (differing.bit_length() + 7) // 8

@@ -1,0 +1,271 @@
+"""Counts requests, hits and times, and the failures of the cache itself.
+
+After a failure the model computes, so no answer shows it. But missing evidence must not look like good evidence: while
+many calls fail, nothing is reused approximately under a calibration (`calibration/calibrated_reuse.py`), and hits that
+could not be audited count as changed (`audit/account.py`).
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import monotonic
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from llmcache.errors import StoreError
+from llmcache.request.bypass import CURES
+from llmcache.request.outcome import Outcome
+from llmcache.stats import Health, Stats
+from llmcache.support.threads import forkable
+
+logger = logging.getLogger("llmcache")
+
+N_LATEST = 64  # calls or recomputations over which the share of failures is averaged; older ones fade
+_AT_FIRST = 16  # successes assumed at the start, so that one early failure is less than a tenth
+_FAILING = 0.1  # share of failures from which the cache is failing
+_LOG_EVERY_S = 60.0  # failures of a store, which may occur in every call
+_RECOVERED = 0.05  # share below which the cache works again: some 45 calls without failure, or 192 if all had failed
+# Bypasses that need no cure, as decode steps are a normal part of generation, or whose cure `wrap` has logged.
+_WANTED = ("decode", "disabled", "other_encoder")
+_LOGGED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: reasons that any cache of it logged
+
+
+class Counters:
+    """The counters of one cache, updated as calls end. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic, model: Any = None) -> None:
+        """Start at zero; `clock` returns monotonic seconds. Bypasses are logged once for a `model` and reason."""
+        self._clock = clock
+        self._store_logged_s = -_LOG_EVERY_S
+        self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
+        self._hits: Counter[str] = Counter()
+        self._bypassed: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._lookup_s = 0.0
+        self._computing_s = 0.0
+        self._storing_s = 0.0
+        self._logged: set[str] = set() if model is None else _LOGGED.setdefault(model, set())
+        self._failures: Counter[str] = Counter()
+        self._calls, self._recomputes = Share(), Share()
+        self._has_failed = False  # a failure since the last call ended
+        self._n_turns = 0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether so many of the latest calls failed in the cache that no bound can be relied on."""
+        return self._calls.is_large
+
+    def restart(self) -> None:
+        """Reset the counts, except failures and health. Messages that are logged once are not logged again."""
+        with self._lock:
+            self._hits.clear()
+            self._bypassed.clear()
+            self._totals = Counter(errors=self._totals["errors"])
+            self._lookup_s = self._computing_s = self._storing_s = 0.0
+
+    def bypass(self, reason: str, n_rows: int) -> None:
+        """Count bypassed rows; log the first bypass of each reason with its cure."""
+        with self._lock:
+            self._bypassed[reason] += n_rows
+            self._totals["requests"] += 0 if reason == "decode" else n_rows
+            is_first = reason not in self._logged
+            self._logged.add(reason)
+            has_turned = reason == "error" and self._end_call()
+        self._log_turn(has_turned)
+        if is_first:
+            level = logging.DEBUG if reason in _WANTED else logging.WARNING
+            logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
+
+    def error(self, what: str, error: Exception, is_of_call: bool = True) -> None:
+        """Count a failure. For each kind the first, the 10th, the 100th and so on are logged with a traceback.
+
+        Failures of a store have their cause elsewhere: they share one line a minute, without a traceback.
+
+        Args:
+            what: For the log: "llmcache failed to ...".
+            error: The exception.
+            is_of_call: The call under way counts as failed; false for background work.
+        """
+        with self._lock:
+            self._has_failed |= is_of_call
+        self._count_failure(what, error)
+
+    def guard(self, what: str) -> "Guard":
+        """Return a context manager that counts and suppresses a failure within its block, so that the call goes on.
+
+        Args:
+            what: For the log: "llmcache failed to ...".
+        """
+        return Guard(self, what)
+
+    def find_reason(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
+        """Return the bypass reason that `step(*args)` returns, or `error` if it raises; `what` is for the log."""
+        with Guard(self, what):
+            return step(*args)
+        return "error"
+
+    def look(self, error: Exception | None = None) -> None:
+        """Count a recomputation by the audit that succeeded or failed; log failures as `error` does."""
+        with self._lock:
+            self._recomputes.add(error is not None)
+        if error is not None:
+            self._count_failure("audit a hit", error)
+
+    def _count_failure(self, what: str, error: Exception) -> None:
+        kind = f"{what}: {type(error).__name__}"
+        with self._lock:
+            self._totals["errors"] += 1
+            self._failures[kind] += 1
+            n = self._failures[kind]
+            is_of_store, now = isinstance(error, StoreError), self._clock()
+            is_due = is_of_store and now - self._store_logged_s >= _LOG_EVERY_S
+            if is_due:
+                self._store_logged_s = now
+        if is_due:
+            often = "" if n == 1 else f" ({n:,} times by now)"
+            logger.warning("llmcache failed to %s%s: %s; computing instead", what, often, error)
+        elif is_logged(n) and not is_of_store:
+            often = "" if n == 1 else f" for the {n:,}th time"
+            logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
+
+    def _end_call(self) -> bool:
+        """Count a call as failed or not; return whether `is_failing` changed."""
+        has_failed, self._has_failed = self._has_failed, False
+        has_turned = self._calls.add(has_failed)
+        self._n_turns += has_turned and self._calls.is_large
+        return has_turned
+
+    def _log_turn(self, has_turned: bool) -> None:
+        """Log a change of `is_failing`, at the first, the 10th, the 100th time and so on."""
+        if not has_turned or not is_logged(self._n_turns):
+            return
+        with self._lock:
+            health = self._health()
+        if self._calls.is_large:
+            logger.warning("llmcache: the cache is %s; nothing is reused under a calibration meanwhile", health)
+        else:
+            logger.warning("llmcache: calls no longer fail in the cache; approximate reuse resumes")
+
+    def _health(self) -> Health:
+        is_failing = self._calls.is_large or self._recomputes.is_large
+        return Health(is_failing, self._calls.value, self._recomputes.value, dict(self._failures))
+
+    def too_large(self, n: int) -> None:
+        """Count `n` requests, 1 or more, that do not fit; log the first."""
+        with self._lock:
+            is_first = not self._totals["too_large"]
+            self._totals["too_large"] += n
+        if is_first:
+            logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
+
+    def done(
+        self,
+        outcomes: Sequence[Outcome],
+        depth: int,
+        lookup_s: float,
+        computing_s: float,
+        storing_s: float,
+        n_prompt_tokens: int,
+    ) -> None:
+        """Count the outcomes and times of a call that was not bypassed.
+
+        Args:
+            outcomes: One per row.
+            depth: Layers that a hit skips.
+            lookup_s: Seconds for reading and looking up.
+            computing_s: Seconds of the trunk for the computed rows.
+            storing_s: Seconds for storing.
+            n_prompt_tokens: Tokens looked up for prefixes.
+        """
+        with self._lock:
+            for outcome in outcomes:
+                if outcome.bypassed is not None:
+                    self._bypassed[outcome.bypassed] += 1
+                elif outcome.rung is None:
+                    self._totals["misses"] += 1
+                else:
+                    self._hits[outcome.rung] += 1
+                    self._totals["skipped"] += 0 if outcome.n_prefix else depth
+                    self._totals["prefix tokens"] += outcome.n_prefix
+            self._totals["prompt tokens"] += n_prompt_tokens
+            self._totals["requests"] += len(outcomes)
+            self._lookup_s += lookup_s
+            self._computing_s += computing_s
+            self._storing_s += storing_s
+            has_turned = self._end_call()
+        if has_turned:
+            self._log_turn(has_turned)
+        for outcome in outcomes:
+            if outcome.bypassed is not None and outcome.bypassed not in self._logged:
+                self.bypass(outcome.bypassed, 0)
+
+    def snapshot(self, **held: Any) -> Stats:
+        """Return the counts, joined with other fields of `Stats`."""
+        with self._lock:
+            return Stats(
+                n_requests=self._totals["requests"],
+                hits=dict(+self._hits),
+                n_misses=self._totals["misses"],
+                bypassed=dict(+self._bypassed),
+                n_prefix_tokens=self._totals["prefix tokens"],
+                n_prompt_tokens=self._totals["prompt tokens"],
+                n_layers_skipped=self._totals["skipped"],
+                lookup_ms=self._lookup_s * 1e3,
+                computing_ms=self._computing_s * 1e3,
+                storing_ms=self._storing_s * 1e3,
+                n_too_large=self._totals["too_large"],
+                errors=self._totals["errors"],
+                health=self._health(),
+                **held,
+            )
+
+
+class Guard:
+    """Counts an exception within its block and suppresses it; `BaseException`s that are no `Exception` are raised.
+
+    Attributes:
+        has_failed: Whether the block failed.
+    """
+
+    __slots__ = ("_counters", "_what", "has_failed")
+
+    def __init__(self, counters: Counters, what: str) -> None:
+        """See `Counters.guard`."""
+        self._counters = counters
+        self._what = what
+        self.has_failed = False
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.has_failed = True
+        self._counters.error(self._what, error)
+        return True
+
+
+class Share:
+    """A moving share of failures, and whether it is too large. The caller holds a lock."""
+
+    def __init__(self) -> None:
+        """Start without failures."""
+        self.value: float = 0.0
+        self.is_large: bool = False
+        self._n = _AT_FIRST
+
+    def add(self, has_failed: bool) -> bool:
+        """Add a success or failure; return whether `is_large` changed."""
+        self._n = min(self._n + 1, N_LATEST)
+        self.value += (has_failed - self.value) / self._n
+        was_large = self.is_large
+        self.is_large = self.value >= (_RECOVERED if was_large else _FAILING)
+        return self.is_large is not was_large
+
+
+def is_logged(n: int) -> bool:
+    """Whether the `n`-th failure is logged: the first, the 10th, the 100th and so on."""
+    return str(n).rstrip("0") == "1"

@@ -1,0 +1,218 @@
+"""The answers of a model as signatures, which are stored and compared.
+
+The signature of a class is its number, that of scores the scores, that of an embedding the vector. An answer has
+changed if its signature has. Signatures are made from the model's output, or from the logits that the user's
+`answer_of` returns; signatures of embeddings from the payload, from which the embedding is computed.
+
+A forecast is the output that a fingerprint predicts before any layer runs: rough, but specific to the request.
+
+Sizes: N requests, n answers, B rows, C logits, S width of a signature.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmcache.errors import ConfigError
+from llmcache.models.heads import Head
+from llmcache.support.arrays import Bools, Floats
+
+_SHARE_OF_RANGE = 0.05  # by which two equal scores may differ
+
+
+class Answers(ABC):
+    """A kind of answer. Only some kinds learn from data."""
+
+    name: str  # in settings
+    reads_payload = False  # signatures are made from the payload of an entry, not from the model's output
+
+    @abstractmethod
+    def sign(self, output: Tensor) -> Tensor:
+        """Return signatures, float32 (B, S), from the model's output for B rows, or from their payloads."""
+
+    def learn(self, signatures: Floats) -> None:
+        """Learn from signatures (N, S) of the first requests."""
+
+    def state(self) -> dict[str, Floats]:
+        """Return what `learn` computed, as arrays by name."""
+        return {}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Restore the arrays that `state` returned."""
+
+    @abstractmethod
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        """Whether signatures (..., S) are the same answer, elementwise, bool (...); NaN agrees with nothing."""
+
+    @abstractmethod
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return how well answers (n, S) fit the forecast of an output (C,), float32 (n,); larger is better.
+
+        If answers are made from payloads, the forecast is of the payload. The favour of the forecast class is over 0.
+        """
+
+    @abstractmethod
+    def margins(self, output: Floats) -> Floats:
+        """Return how sure outputs (N, C) are of their answers: features (N, F) from which a draft's risk is learned."""
+
+
+class Classes(Answers):
+    """One of C classes: the class with the largest logit."""
+
+    name = "class"
+
+    def sign(self, output: Tensor) -> Tensor:
+        return output.argmax(dim=-1, keepdim=True).float()
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = one[..., 0] == other[..., 0]
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return each class's logit minus the largest of the others."""
+        known = signatures[:, 0]
+        classes = np.where(known == known, known, 0).astype(np.int64)  # any class if the answer is unknown (NaN)
+        second, first = np.partition(forecast, -2)[-2:]
+        margin: Floats = forecast[classes] - np.where(classes == forecast.argmax(), second, first)
+        return margin
+
+    def margins(self, output: Floats) -> Floats:
+        """Return the lead over the second class, its logarithm, and the log-odds of the first."""
+        ordered = np.sort(output, axis=1)
+        behind = ordered[:, :-1] - ordered[:, -1:]  # (N, C - 1); at most 0
+        odds = -np.log(np.add.reduce(np.exp(behind), axis=1) + 1e-6)
+        return np.concatenate([_with_log(-behind[:, -1]), odds[:, None]], axis=1)
+
+
+class Labels(Answers):
+    """A set of C labels: the labels with a logit over 0."""
+
+    name = "labels"
+
+    def sign(self, output: Tensor) -> Tensor:
+        return (output > 0).float()
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = (one == other).all(axis=-1)
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return the smallest margin among the labels, negative if a label is on the wrong side."""
+        least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
+        return least
+
+    def margins(self, output: Floats) -> Floats:
+        """Return the least distance of a logit from 0, and its logarithm."""
+        return _with_log(np.abs(output).min(axis=1))
+
+
+class Scores(Answers):
+    """Numbers: the same answer if no score differs by more than a twentieth of its range over the first requests."""
+
+    name = "score"
+
+    def __init__(self) -> None:
+        self._most: Floats = np.zeros(1, np.float32)
+
+    def sign(self, output: Tensor) -> Tensor:
+        return output.float().reshape(len(output), -1)
+
+    def learn(self, signatures: Floats) -> None:
+        """Measure the range of the scores."""
+        self._most = (_SHARE_OF_RANGE * np.ptp(signatures, axis=0)).astype(np.float32)
+
+    def state(self) -> dict[str, Floats]:
+        return {"most": self._most}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        self._most = state["most"]
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = (np.abs(one - other) <= self._most).all(axis=-1)
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return the largest difference of a score, negated."""
+        nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
+        return nearness
+
+    def margins(self, output: Floats) -> Floats:
+        """Return the scores: how far off a draft is may depend on where it is."""
+        return output
+
+
+class Embeddings(Answers):
+    """A vector: the same answer at a cosine of `least`, 0.98 by default."""
+
+    name = "embedding"
+    reads_payload = True
+    least = 0.98
+
+    def sign(self, output: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(output.float(), dim=-1)
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = np.einsum("...s,...s->...", one, other) >= self.least
+        return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Return the cosine."""
+        cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
+        return cosine
+
+    def margins(self, output: Floats) -> Floats:
+        """Return zeros (N, 1): a vector does not tell how far off it is."""
+        return np.zeros((len(output), 1), np.float32)
+
+
+def _with_log(lead: Floats) -> Floats:
+    """Return leads (N,) and their logarithms (N, 2)."""
+    return np.concatenate([lead[:, None], np.log(lead + 1e-2)[:, None]], axis=1)
+
+
+ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, Labels, Scores, Embeddings)}
+
+Reading = Callable[[Any], Tensor]
+
+
+def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
+    """Return a model's kind of answers; `name`: a key of `ANSWERS`, or `auto`, which follows the head.
+
+    Answers of an unknown head are taken as embeddings, the strictest kind.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if name == "auto":
+        config = getattr(model, "config", None)
+        if head.name != "classifier":
+            name = "embedding"
+        elif getattr(config, "num_labels", 2) == 1 or getattr(config, "problem_type", None) == "regression":
+            name = "score"
+        else:
+            name = "labels" if getattr(config, "problem_type", None) == "multi_label_classification" else "class"
+    if name not in ANSWERS:
+        raise ConfigError(f"answer: unknown name {name!r}; known: auto, {', '.join(sorted(ANSWERS))}")
+    return ANSWERS[name]()
+
+
+def read_logits(output: Any) -> Tensor:
+    """Return logits (B, C) from a model's output: the tensor itself, its `logits`, or the first of a tuple.
+
+    Raises:
+        TypeError: None of them is a 2-D floating-point tensor.
+    """
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif isinstance(output, tuple):
+        output = output[0]
+    if not isinstance(output, Tensor) or output.ndim != 2 or not output.is_floating_point():
+        raise TypeError(
+            f"the model returned {type(output).__name__}, in which no logits (B, C) were found: give wrap() a function "
+            "that finds the answer, answer_of=lambda output: ..."
+        )
+    return output

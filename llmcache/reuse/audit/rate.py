@@ -1,0 +1,101 @@
+"""Estimates a rate over time, with limits that hold at all times simultaneously, by betting as in `bounds`."""
+
+from collections import Counter
+from math import log
+
+import numpy as np
+
+from llmcache.reuse.calibration.bounds import edge, mixed, stakes
+from llmcache.support.arrays import Doubles
+
+_STAKES = stakes(1e-5)  # the least is fixed: the number of observations has no end, and stakes may not depend on it
+
+
+class Rate:
+    """Share of requests that have an event, where only some requests are checked for it.
+
+    A request counts 0, or, if an event was found, the inverse of the probability with which it was checked: the mean
+    estimates the rate of all events, found or not. On every request, whatever its probability, the same share of the
+    largest possible stake is bet. The limits then bound the mean rate so far, also of a rate that changes, since a
+    product of factors that average to at most 1 is at most 1. The largest possible stake follows from the least
+    probability that a request can have. That may be lower for some requests (`ease`), if it is fixed before the
+    request: each factor is fair, given the past. The limits then bound a mean in which such requests count less, about
+    in proportion to `ease`; the estimate counts all requests alike.
+
+    The stakes are fixed, so limits depend on counts alone.
+
+    A sample without a verdict, yet or for ever, counts as an event for the upper limit and as none for the lower one,
+    so waiting samples make neither limit wrong. The caller holds a lock.
+    """
+
+    def __init__(self, floor: float) -> None:
+        """Begin without requests; `floor`, over 0, is the least probability with which a request is checked."""
+        self._floor = floor
+        self._by_ease: Counter[float] = Counter()  # requests, by the factor on their least probability
+        self._open: Counter[tuple[float, float]] = Counter()  # samples without a verdict, by weight and ease
+        self._found: Counter[tuple[float, float]] = Counter()  # samples with an event, by weight and ease
+
+    @property
+    def n(self) -> int:
+        """Number of requests."""
+        return self._by_ease.total()
+
+    @property
+    def mean(self) -> float | None:
+        """Estimated rate; None without requests."""
+        found = sum(weight * n for (weight, _), n in self._found.items())
+        return found / self.n if self.n else None
+
+    def see(self, ease: float = 1.0) -> None:
+        """Add a request, whose least draw probability is the floor times `ease`, over 0 and at most 1."""
+        self._by_ease[ease] += 1
+
+    def draw(self, weight: float, ease: float = 1.0) -> None:
+        """Note that the last request was drawn, with probability 1 / `weight`."""
+        self._open[weight, ease] += 1
+
+    def settle(self, weight: float, has_event: bool, ease: float = 1.0) -> None:
+        """Add the verdict on a request that was drawn with this weight and ease."""
+        self._open[weight, ease] -= 1
+        self._found[weight, ease] += has_event
+
+    def lower(self, alpha: float) -> float:
+        """Return a lower limit of the rate; all lower limits over time hold with probability 1 - `alpha`."""
+        weights, eases, counts = _columns(self._found)
+
+        def lost(ease: float | Doubles) -> Doubles:
+            """Return the log factors (J,) of a request without an event."""
+            left: Doubles = np.log1p(-_STAKES * self._floor * ease)
+            return left
+
+        idle = sum((n * lost(ease) for ease, n in self._by_ease.items()), np.zeros(len(_STAKES)))
+
+        def is_possible(rate: float) -> bool:
+            """Whether bets that the true rate is larger stay below 1 / alpha."""
+            won = np.log1p(_STAKES * self._floor * eases * (weights / rate - 1))
+            return mixed(idle + (counts * (won - lost(eases))).sum(axis=0)) < log(1 / alpha)
+
+        return edge(is_possible, 0.0, 1.0) if self._found.total() else 0.0
+
+    def upper(self, alpha: float) -> float:
+        """Return an upper limit of the rate; all upper limits over time hold with probability 1 - `alpha`."""
+        weights, eases, counts = _columns(self._found + self._open)
+
+        def is_refuted(rate: float) -> bool:
+            """Whether bets that the true rate is smaller reach 1 / alpha."""
+            wealth = sum((n * self._kept(rate, 0.0, ease) for ease, n in self._by_ease.items()), np.zeros(len(_STAKES)))
+            kept = self._kept(rate, weights, eases) - self._kept(rate, 0.0, eases)
+            return mixed(wealth + (counts * kept).sum(axis=0)) >= log(1 / alpha)
+
+        return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
+
+    def _kept(self, rate: float, weight: float | Doubles, ease: float | Doubles) -> Doubles:
+        """Return the log factors (J,) of bets on a rate below `rate`, for a request that counts `weight`."""
+        change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * ease) - rate))
+        return change
+
+
+def _columns(samples: Counter[tuple[float, float]]) -> tuple[Doubles, Doubles, Doubles]:
+    """Return the weights, eases and numbers of samples, each (K, 1)."""
+    pairs = np.array([pair for pair, n in samples.items() if n], np.float64).reshape(-1, 2)
+    return pairs[:, :1], pairs[:, 1:], np.array([[n] for n in samples.values() if n], np.float64).reshape(-1, 1)

@@ -1,0 +1,190 @@
+"""Tests whether requests are still like those of the calibration, from what lookups find. Nothing is recomputed.
+
+A certificate covers requests drawn like those it was measured on. Some marks of each request are compared with the
+marks on C (part C of the calibration, which nothing was learned from): its risk, the similarity of its chosen source,
+its forecast class, and, through the risk, whether it would be served at all.
+
+Repeats of sources are left out on both sides: they are served their own answers, however many come, and C may hold
+none, as in a cache that learns from requests it computed. Only their becoming rarer than on C is detected: the bound
+counts them among all requests, so with fewer of them more of the other answers may change than it says.
+
+    profile    edges lie at quantiles of C; "at most this edge" and "beyond it" are events, each with a share on C.
+               Classes are ordered by rarity, and in six other orders, which separate classes of equal rarity. "No
+               repeat of a source" is one more event
+    null       no event is more probable than the upper limit of its share on C, which is a sample, too
+    bets       that each event occurs, with several stakes: under the null no bet gains on average, so that a large gain
+               is improbable
+    detector   a bet starts with every request (Shiryaev and Roberts; e-detectors: Shin, Ramdas, Rinaldo 2024): under
+               the null, whenever one looks, all bets together are worth the number of requests on average, at most
+
+A request counts once in a block of as many distinct requests as C had. So frequent repeats are no drift, as on C.
+
+Sizes: J events, the last one "no repeat of a source"; S stakes.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf, isfinite
+from typing import NamedTuple
+
+import numpy as np
+
+from llmcache.reuse.calibration.bounds import share_upper
+from llmcache.reuse.sources import Choice
+from llmcache.support.arrays import Floats
+
+_QUANTILES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
+_STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)
+# The fractional parts of ranks times these numbers give orders that are nearly independent of each other.
+_ORDERS = (0.6180339887, 0.7548776662, 0.5698402910, 0.8191725134, 0.6710436067, 0.5497004779)
+_ERROR = 0.01  # chance that any share is over its upper limit
+_BETWEEN_FALSE_ALARMS = 2_000_000  # requests, at least, on average: 1 % in 20,000
+BATCH = 20  # requests after which bets are settled
+
+
+class Marks(NamedTuple):
+    """The quantities of a request that are compared."""
+
+    risk: float  # of its chosen source; infinite if no source may serve, -infinite for a repeat of a source
+    similarity: float  # of that source, -1 to 1; -1 if none was found
+    forecast: int  # the forecast class, or the largest component of the forecast output; -1 without a forecast
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the request is a repeat of a source; then no other mark is compared."""
+        return self.risk == -inf
+
+
+def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
+    """Return the marks of a request that repeats no source, from its choice and the forecast of its output (C,)."""
+    expected = -1 if forecast is None else int(forecast.argmax())
+    if choice is None:
+        return Marks(inf, -1.0, expected)
+    similarity = -1.0 if choice.similarity is None else choice.similarity
+    return Marks(choice.risk_unquarantined, similarity, expected)
+
+
+def marks_of_source(forecast: Floats | None) -> Marks:
+    return Marks(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The distribution of marks on C."""
+
+    n: int  # distinct requests, without repeats of sources
+    classes: tuple[int, ...]  # forecast classes, rarest first; empty without forecasts
+    edges: tuple[tuple[float, ...], ...]  # by kind of mark: risks, similarities, places of the class in each order
+    counts: tuple[tuple[int, ...], ...]  # how many marks are at most each edge
+    n_repeats: int  # distinct sources that were repeated
+
+
+def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) -> Profile:
+    """Return the profile of the marks of C, given by key.
+
+    `learned` are the forecasts of the requests learned from; `limit`, the largest allowed risk, is one more edge.
+    """
+    # From `learned`: the order of classes must not depend on C.
+    classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
+    to_numbers = _MarkNumbers(classes)
+    new = [to_numbers(one) for one in marks.values() if not one.is_repeat]
+    kinds = list(zip(*new, strict=True)) if new else [()] * to_numbers.n_kinds
+    edges = tuple(_edges(kind, *((limit,) if i == 0 else ())) for i, kind in enumerate(kinds))
+    counts = _Counts(edges)
+    for numbers in new:
+        counts.add(numbers)
+    return Profile(len(new), classes, edges, tuple(map(tuple, counts.take())), len(marks) - len(new))
+
+
+class _MarkNumbers:
+    """Turns the marks of a request into numbers, one of each kind."""
+
+    def __init__(self, classes: Sequence[int]) -> None:
+        self._none = (-1.0,) * (1 + len(_ORDERS) if classes else 0)  # the places of an unknown class
+        self._places = {
+            name: (float(rank), *(rank * order % 1 for order in _ORDERS)) for rank, name in enumerate(classes, start=1)
+        }
+
+    def __call__(self, marks: Marks) -> tuple[float, ...]:
+        """Return risk, similarity, and the places of the class."""
+        return marks.risk, marks.similarity, *self._places.get(marks.forecast, self._none)
+
+    @property
+    def n_kinds(self) -> int:
+        return 2 + len(self._none)
+
+
+class _Counts:
+    """Counts numbers between edges, by kind."""
+
+    def __init__(self, edges: Sequence[Sequence[float]]) -> None:
+        self._edges = edges
+        self._counts = [[0] * (len(kind) + 1) for kind in edges]
+
+    def add(self, numbers: Sequence[float]) -> None:
+        for edges, counts, number in zip(self._edges, self._counts, numbers, strict=True):
+            counts[bisect_left(edges, number)] += 1
+
+    def take(self) -> list[list[int]]:
+        """Return how many numbers were at most each edge, by kind, and reset the counts."""
+        taken = [list(accumulate(counts))[:-1] for counts in self._counts]
+        self._counts = [[0] * len(counts) for counts in self._counts]
+        return taken
+
+
+class DriftDetector:
+    """Compares requests with a profile. The caller holds a lock."""
+
+    def __init__(self, profile: Profile) -> None:
+        """Begin without requests."""
+        n, n_repeats = profile.n, profile.n_repeats
+        at_most = np.concatenate([np.array(counts, np.int64) for counts in profile.counts])
+        shown = np.concatenate([at_most, n - at_most])  # a mark is at most an edge, or beyond it
+        delta = _ERROR / (len(shown) + 1)
+        limits = np.array([share_upper(int(k), n, delta) for k in shown] + [share_upper(n, n + n_repeats, delta)])
+        stakes = np.array(_STAKES)
+        self._lost = np.log1p(-stakes)  # (S,)
+        self._gained = np.log1p(stakes * (1 / limits[:, None] - 1)) - self._lost  # (J, S), beyond `_lost`
+        self._wealth = np.zeros_like(self._gained)
+        self._to_numbers = _MarkNumbers(profile.classes)
+        self._counts = _Counts(profile.edges)
+        self._block = n, n + n_repeats
+        #: Keys of the current block, which do not count again.
+        self.seen: set[str] = set()
+        self._n_new = 0  # of these, not repeats of sources
+
+    def see(self, batch: Mapping[str, Marks]) -> bool:
+        """Settle the bets on `BATCH` requests, given by key; return whether requests are found to be unlike those of C.
+
+        They are once the bets' total wealth is implausible for requests like those of C.
+        """
+        if self._n_new >= self._block[0] and len(self.seen) >= self._block[1]:
+            self.forget()
+        new = [marks for marks in batch.values() if not marks.is_repeat]
+        n_new, n_all = len(new), len(batch)
+        self.seen.update(batch)
+        self._n_new += n_new
+        for marks in new:
+            self._counts.add(self._to_numbers(marks))
+        at_most = np.array([count for counts in self._counts.take() for count in counts], np.int64)
+        events = np.concatenate([at_most, n_new - at_most, [n_new]])[:, None]
+        n_bets = np.full_like(events, n_new)
+        n_bets[-1] = n_all
+        self._wealth += n_bets / self._wealth.size
+        self._wealth *= np.exp(events * self._gained + n_bets * self._lost)
+        return float(self._wealth.sum()) >= _BETWEEN_FALSE_ALARMS
+
+    def forget(self) -> None:
+        """Begin a new block: requests seen so far may count again."""
+        self.seen.clear()
+        self._n_new = 0
+
+
+def _edges(marks: Sequence[float], *others: float) -> tuple[float, ...]:
+    """Return edges at quantiles of the marks, and `others`, ascending; only finite ones."""
+    finite = sorted(mark for mark in marks if isfinite(mark))
+    among = [finite[int(share * (len(finite) - 1))] for share in _QUANTILES] if finite else []
+    return tuple(sorted({float(edge) for edge in (*among, *others) if -inf < edge < inf}))
