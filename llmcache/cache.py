@@ -265,8 +265,7 @@ class LLMCache:
     @property
     def calibrated(self) -> CalibratedReuse | None:
         """The steps of calibrated reuse, for replays. None before any request was observed or learned from."""
-        calibrator = self._way.calibrator if isinstance(self._way, Core) else None
-        return None if calibrator is None else calibrator.calibrated
+        return self._way.reuse.calibrated if isinstance(self._way, Core) else None
 
     @property
     def calibration(self) -> Calibration | None:
@@ -543,5 +542,5 @@ class LLMCache:
         rungs = "paper"
         if isinstance(self._way, Core):
             blocks = () if self._way.blocks is None else ("prefix",)
-            rungs = "+".join([*(rung.name for rung in self._way.forward.rungs), *blocks])
+            rungs = "+".join([*(rung.name for rung in self._way.rungs), *blocks])
         return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={rungs!r})"

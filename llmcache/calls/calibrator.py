@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -12,29 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmcache.calls.call import CachedForward
+from llmcache.calls.call import CachedForward, Collecting
+from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig, DraftOptions
 from llmcache.engines.onnx import OnnxTrunk
 from llmcache.errors import CalibrationError, ConfigError, WrapError
 from llmcache.memory.bank import Bank
 from llmcache.memory.index import AutoIndex
 from llmcache.memory.stores.tier import Tier
-from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
+from llmcache.models.adapters import Trunk, special_ids, vocabulary_size
 from llmcache.models.arguments import names_of, takes_dict
-from llmcache.models.coupling import Coupling
-from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, ModelForward
 from llmcache.models.packing import Payload
 from llmcache.models.twin import make_replicas, run_uncached
 from llmcache.models.weights import Weights
-from llmcache.request.counters import Counters
 from llmcache.request.rows import id_dtype
-from llmcache.reuse.answers import Answers, Embeddings, Reading, find_answers
+from llmcache.reuse.answers import Answers, Embeddings, find_answers
+from llmcache.reuse.approximate import Approximate
 from llmcache.reuse.audit.audit import Audit
 from llmcache.reuse.audit.recompute import RecomputeQueue
 from llmcache.reuse.audit.recomputer import Recomputer
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.reuse.calibration.calibration import Calibration, check_size
+from llmcache.reuse.calibration.calibration import Calibration, InForce, check_size
 from llmcache.reuse.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
 from llmcache.reuse.calibration.observer import Observer, collect
 from llmcache.reuse.calibration.requirements import check_settings, refuse_coupled
@@ -49,6 +48,7 @@ from llmcache.reuse.draft import Draft
 from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model
 from llmcache.reuse.fingerprint import Learned
 from llmcache.reuse.observation import Observation
+from llmcache.reuse.search_cost import Account
 from llmcache.reuse.sources import Sources
 from llmcache.support.context import setting
 from llmcache.support.threads import forkable
@@ -63,19 +63,10 @@ class Calibrator:
 
     def __init__(
         self,
-        model: nn.Module,
-        config: CacheConfig,
-        trunk: Trunk,
-        head: Head,
-        payload: Payload,
-        weights: Weights,
-        coupling: Coupling,
-        counters: Counters,
+        wrapped: Wrapped,
         bank: Bank,
         forward: CachedForward,
         installed: Installed,
-        tokenizer: Any,
-        answer_of: Reading,
         tier: Tier | None,
         make_graph: Callable[[], OnnxTrunk],
     ) -> None:
@@ -85,88 +76,82 @@ class Calibrator:
             ConfigError: A setting or the model rules out a calibration.
             UnsafeReuseError: The head answers token by token.
         """
-        self._model, self._trunk, self._forward, self._coupling = model, trunk, forward, coupling
-        self._installed, self._tokenizer = installed, tokenizer
+        self._wrapped, self._bank, self._forward, self._installed = wrapped, bank, forward, installed
+        self._model, self._trunk, self._weights = wrapped.model, wrapped.trunk, wrapped.weights
         # Reentrant: the given iterable of requests may itself call `observe`.
         self._lock: AbstractContextManager[Any] = forkable(threading.RLock(), is_waited_for=False)
-        check_settings(head, config)
+        config, model, trunk, counters = wrapped.config, wrapped.model, wrapped.trunk, wrapped.counters
+        check_settings(wrapped.head, config)
         names = names_of(model.forward)
         if config.audit and names is not None and "input_ids" not in names:
             raise ConfigError(
                 f"audit={config.audit.rate}: the audit recomputes a hit from input_ids, which {type(model).__name__}."
                 f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): rename its argument or set audit=0"
             )
-        tokens = TokenVectors(trunk, payload, partial(run_uncached, trunk.module))
+        tokens = TokenVectors(trunk, wrapped.payload, partial(run_uncached, trunk.module))
         fingerprint = Learned(**config.fingerprint_component.options)
         fingerprint.bind(tokens.embed, tokens.think)
-        answers = find_answers(config.answer, head, model)
-        sources = Sources(AutoIndex, not payload.fits_any_length)
-        bank.on_leave = sources.remove
-        gate = _make_gate(trunk, config, tokenizer)
-        chooser = NeighbourChooser(sources, answers, gate)
-        self._weights, self.rest = weights, Weights(model, without=trunk.module)
-        self.draft: Draft | None = None
+        answers = find_answers(
+            config.answer, wrapped.head, model, None if config.draft is None else config.draft.min_cosine
+        )
+        sources = Sources(AutoIndex, wrapped.keeps_tokens)
+        bank.watch(sources.remove)
+        chooser = NeighbourChooser(sources, answers, _make_gate(trunk, config, wrapped.tokenizer))
+        self._head = Weights(model, without=trunk.module)
+        in_force = InForce()
+        semantic = Semantic(bank, sources, fingerprint, chooser, in_force, self._head, counters)
+        draft = None
         if config.draft is not None:
-            if isinstance(answers, Embeddings):
-                _check_draft_of_embedding(config.draft, payload)
-                answers.least = config.draft.min_cosine
-            device = torch.device("cpu") if config.device == "cpu" else device_of(trunk.module)
-            make = partial(self._make_drafter, config.draft.model, answer_of, payload, answers, make_graph)
-            packings, seen = forward.packings, forward.seen
-            self.draft = Draft(answers, answer_of, packings, self._serving, make, device, seen, counters)
-            self.draft.refresh()
-        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, self.draft)
-        self.calibrated = CalibratedReuse(fitter, self.rest, counters, config)
-        self._observer = Observer(answers, answer_of, self.rest)
-        self._observer.draft = self.draft
-        semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated.in_force, self.rest, counters)
-        self.semantic = semantic
+            draft = self._make_draft(config.draft, answers, semantic, make_graph)
+        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, draft)
+        calibrated = CalibratedReuse(fitter, in_force, self._head, counters, config)
+        self._observer = Observer(answers, wrapped.read, self._head, draft, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(
-            bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue
+            bank, fingerprint, trunk, self._weights, calibrated, self._observer, counters, self._compute_again, queue
         )
-        self.audit = Audit(recomputer, semantic, config)
-        self._observer.learner = self.audit
-        self.sharing = None
+        audit = Audit(recomputer, semantic, config)
+        self._observer.pass_to(audit)
+        sharing = None
         if config.share_calibration and tier is not None:
-            special = special_ids(trunk, tokenizer)
-            self.sharing = SharedCalibration(tier, self.calibrated, self.audit.alarm, counters, config, special)
+            special = special_ids(trunk, wrapped.tokenizer)
+            sharing = SharedCalibration(tier, calibrated, audit.alarm, counters, config, special)
         if not (answers.reads_payload and (model is trunk.module or takes_dict(model))):
             self._watch(model, trunk, forward)
-        forward.learn(self._observer, semantic, self.audit, self.sharing)
-        if self.draft is not None:
-            forward.draft = self.draft
-            forward.rungs = (*forward.rungs, self.draft)
+        account = Account() if config.auto_bypass else None
+        self.reuse = Approximate(calibrated, semantic, draft, self._observer, audit, sharing, account)
+        forward.use(self.reuse)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from some of them, and choose the limit; see `LLMCache.calibrate`."""
         with self._lock:
             self._check_installed()
-            self.calibrated.end()
-            if self.draft is not None:
-                self.draft.refresh()
+            reuse = self.reuse
+            reuse.calibrated.end()
+            if reuse.draft is not None:
+                reuse.draft.refresh()
             inputs = self._tokenised(requests)
             n = sum(map(n_rows, inputs))
             known = numbered(labels, n, self._model)
             check_size(n, risk_target.max_drop, risk_target.delta, risk_target.metric)
             # The first answer alone shows some errors: raise them before computing the rest takes minutes.
             first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
-            self.calibrated.check(first[0], known, risk_target)
+            reuse.calibrated.check(first[0], known, risk_target)
             observed = self._observe_all(inputs)
-            if self.draft is not None:  # rungs are weighed by times of single calls
+            if reuse.draft is not None:  # rungs are weighed by times of single calls
                 alone = [collect(self._compute, self._observer, [one])[0].seconds for one in inputs[:N_TIMED]]
-                self.calibrated.fitter.model_s = median(alone)
-            with self.calibrated.held():  # no purge in between
-                made = self.calibrated.calibrate(self.calibrated.remaining(_labelled(observed, known)), risk_target)
-            if self.sharing is not None:
-                self.sharing.settle()
+                reuse.calibrated.fitter.model_s = median(alone)
+            with reuse.held():  # no purge in between
+                made = reuse.calibrated.calibrate(reuse.calibrated.remaining(_labelled(observed, known)), risk_target)
+            if reuse.sharing is not None:
+                reuse.sharing.settle()
             return made
 
     def _tokenised(self, requests: Requests) -> list[Mapping[str, Any]]:
         """Return the model's inputs for each request. If rows of a call affect each other, none is batched."""
-        inputs = list(tokenised(requests, self._tokenizer, self._trunk))
+        inputs = list(tokenised(requests, self._wrapped.tokenizer, self._trunk))
         digest = self._weights.digest()
-        coupling = self._coupling.reason(digest) if self._weights.unreadable is None else ""
+        coupling = self._wrapped.coupling.reason(digest) if self._weights.unreadable is None else ""
         refuse_coupled(coupling, inputs)
         return [dict(one) for one in inputs] if coupling else inputs  # `batches` joins `Tokenised` alone
 
@@ -213,44 +198,35 @@ class Calibrator:
             observed = self._observe_all(self._tokenised(requests))
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
-    def forget(self, namespace: str | None) -> None:
-        """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
-        self.calibrated.forget(namespace)
-        self.calibrated.fitter.sources.forget(namespace)
-
-    def bury(self, namespace: str, keys: Collection[str]) -> None:
-        """Bury the sources among forgotten requests. Queued hits are audited all the same, as the rate needs it."""
-        sources = self.semantic.sources
-        for key in keys:
-            if key in sources:
-                sources.bury(key, namespace)
-        if self.draft is not None:
-            self.draft.forget()
-
-    def check_engine(self) -> None:
-        """End a calibration whose sources another engine computed: none of them would be found."""
-        made, engine = self.calibrated.calibration, self._forward.engine.name
-        if made is not None and made.engine != engine:
-            self.calibrated.end()
-            logger.warning(
-                "llmcache: a calibration with the engine %r is left out, since it is %r now: call calibrate()",
-                made.engine or "eager",
-                engine or "eager",
-            )
-
-    def _serving(self, weights: str) -> Calibration | None:
-        return self.semantic.serving(weights)
+    def _make_draft(
+        self, options: DraftOptions, answers: Answers, semantic: Semantic, make_graph: Callable[[], OnnxTrunk]
+    ) -> Draft:
+        wrapped, forward = self._wrapped, self._forward
+        if isinstance(answers, Embeddings):
+            _check_draft_of_embedding(options, wrapped.payload)
+        make = partial(self._make_drafter, options.model, answers, make_graph)
+        draft = Draft(
+            answers,
+            wrapped.read,
+            forward.rows.packings,
+            semantic.serving,
+            make,
+            wrapped.device,
+            forward.seen,
+            wrapped.counters,
+        )
+        draft.refresh()
+        return draft
 
     def _make_drafter(
         self,
         other: nn.Module | None,
-        read: Reading,
-        payload: Payload,
         answers: Answers,
         make_graph: Callable[[], OnnxTrunk],
         before: Drafter | None,
     ) -> Drafter:
         """Return what drafts with the present weights; a graph made before is kept if it is of these."""
+        read, payload = self._wrapped.read, self._wrapped.payload
         if other is not None:
             check_model(other, self._model, self._trunk, read)
             return ModelDrafter(other, self._model, self._trunk, self._forward.arguments)
@@ -258,7 +234,7 @@ class Calibrator:
         if graph is None or not (graph.n_graphs and graph.is_of(self._weights.digest())):
             graph = make_graph()
         kept = payload if answers.reads_payload else None
-        return GraphDrafter(self._model, self._trunk, read, kept, graph, self.rest.digest())
+        return GraphDrafter(self._model, self._trunk, read, kept, graph, self._head.digest())
 
     def _check_installed(self) -> None:
         if self._installed.is_empty:
@@ -291,16 +267,18 @@ class Calibrator:
         for part in {trunk.module, *trunk.layers}:
             replicas[part].register_forward_pre_hook(self._give_way)
         twin = replace(trunk, module=replicas[trunk.module], layers=tuple(replicas[layer] for layer in trunk.layers))
-        forward, graph = self._forward.on(twin, engine), self._forward.engine
+        wrapped, graph = replace(self._wrapped, trunk=twin), self._forward.engine
+        forward = CachedForward(wrapped, self._bank, twin_of=self._forward, engine=engine)
+        forward.use(Collecting(self._observer))
         if isinstance(graph, OnnxTrunk) and graph.n_graphs and graph.name == engine and not is_eager:
-            forward.engine = graph
+            forward.compute_by(graph)
         if not self._observer.answers.reads_payload:
             self._watch(replicas[self._model], twin, forward, is_kept=False)
         return replicas[self._model]
 
     def _give_way(self, module: nn.Module, args: Any) -> None:
-        if self.audit.worker.may_stop:
-            self.audit.worker.give_way()
+        if self.reuse.audit.worker.may_stop:
+            self.reuse.audit.worker.give_way()
 
     def _watch(self, model: nn.Module, trunk: Trunk, forward: CachedForward, is_kept: bool = True) -> None:
         """Swap the model's forward, so that the observer gets its output.

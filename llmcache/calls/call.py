@@ -9,7 +9,7 @@ A failure of the cache is counted and logged, and the call is computed. Errors o
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -22,38 +22,121 @@ import torch
 
 from llmcache.calls.chunks import Chunks
 from llmcache.calls.prefix import Prefix
-from llmcache.calls.prepared import Prepared
+from llmcache.calls.prepared import Prepared, PreparedCalls
 from llmcache.calls.stored_blocks import StoredBlocks
-from llmcache.calls.stored_entries import StoredEntries
+from llmcache.calls.stored_entries import StoredEntries, entry_name
 from llmcache.calls.switches import Switches
+from llmcache.calls.wrapped import Wrapped
 from llmcache.engines.engine import Eager, Engine
 from llmcache.memory.bank import Bank, Entry
 from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.stores.tier import Tier
-from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import DECIDING, count_rows
-from llmcache.models.coupling import Coupling
-from llmcache.models.heads import Head
 from llmcache.models.hooks import Swap
 from llmcache.models.kinds import Kinds
-from llmcache.models.packing import Packing, Payload, parts_of
+from llmcache.models.packing import Packing, parts_of
 from llmcache.models.sentences import Compute, deferred
-from llmcache.models.weights import Weights
-from llmcache.request.counters import Counters
 from llmcache.request.forms import Forms, find_reason_now
 from llmcache.request.outcome import Outcome
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
-from llmcache.reuse.audit.audit import Audit
+from llmcache.reuse.approximate import Approximate
+from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.reuse.calibration.calibration import Calibration
 from llmcache.reuse.calibration.observer import Observer
-from llmcache.reuse.calibration.sharing import SharedCalibration
-from llmcache.reuse.call import Call, Hit, Rung
-from llmcache.reuse.decide import Semantic
+from llmcache.reuse.call import Bypass, Call, Hit, Path, Rung
 from llmcache.reuse.draft import Draft
+from llmcache.reuse.observation import Observation
 from llmcache.reuse.search_cost import Account
-from llmcache.support.context import setting
+from llmcache.stats import AuditStats
 
 _MOST_SCOPES = 256  # scopes kept for each state of the trunk
+
+
+class Off:
+    """Nothing is reused approximately. Has what a call and the facade ask of `Approximate`."""
+
+    rungs: Sequence[Rung] = ()
+    draft: Draft | None = None
+    account: Account | None = None
+    calibrated: CalibratedReuse | None = None
+    index_nbytes = 0
+    worker: AbstractContextManager[object] = nullcontext()
+    #: See `Observer.collected`.
+    collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
+
+    def step(self, scope: Scope, number: int) -> None:
+        """Take over what other caches share."""
+
+    def draw(self, call: Call) -> None:
+        """Draw for the audit."""
+
+    def served(self, call: Call) -> None:
+        """Queue what was drawn."""
+
+    def withdraw(self, call: Call) -> None:
+        """Cancel draws."""
+
+    def observe(self, call: Call, output: Any) -> None:
+        """Observe a call."""
+
+    def is_current(self, weights: str, calibration: Calibration, hits: Iterable[Hit]) -> bool:
+        """Whether hits of a calibration may still serve."""
+        return False
+
+    def join(self, calls: Sequence[Any], output: Any) -> bool:
+        """Put a draft's logits into an output."""
+        return True
+
+    def has_part_in(self, calls: Sequence[Any]) -> bool:
+        """Whether a draft has a part in an output."""
+        return False
+
+    def held(self) -> AbstractContextManager[object]:
+        """Hold back calibrations."""
+        return nullcontext()
+
+    def forget(self, namespace: str | None) -> None:
+        """Forget sources."""
+
+    def forget_waiting(self, namespace: str | None) -> None:
+        """Forget what waits to be audited."""
+
+    def bury(self, namespace: str, keys: Collection[str]) -> None:
+        """Forget sources by key."""
+
+    def sources_of(self, call: Call) -> list[str]:
+        """Return the sources that would serve a call."""
+        return []
+
+    def audit_stats(self) -> AuditStats | None:
+        """Return the figures of the audit."""
+        return None
+
+    def recheck(self) -> None:
+        """Look at all weights outside the trunk again."""
+
+    def settle(self) -> int:
+        """Do all background work."""
+        return 0
+
+    def close(self) -> None:
+        """Close the audit's thread."""
+
+    def close_draft(self) -> None:
+        """Free the draft."""
+
+    def check_engine(self, engine: str) -> None:
+        """End a calibration of another engine."""
+
+
+class Collecting(Off):
+    """Of a twin of the trunk: passes what it computes to an observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        """Pass calls to `observer`."""
+        self.collected, self.observe = observer.collected, observer.see  # type: ignore[method-assign]
 
 
 class Exact:
@@ -77,292 +160,66 @@ class Exact:
             self._stored.offer_again(call, [entry for entry in found if entry is not None])
 
 
-class CachedForward(Swap, Switches):
-    """Replaces the trunk's forward. One per wrapped model. Thread-safe."""
+class Rows(Path):
+    """The path of calls that keep no K/V: every row is served or computed as a whole."""
 
-    is_of_trunk = True
+    keeps_kv = False
 
     def __init__(
-        self,
-        trunk: Trunk,
-        head: Head,
-        payload: Payload,
-        bank: Bank,
-        reader: RequestReader,
-        weights: Weights,
-        coupling: Coupling,
-        counters: Counters,
-        blocks: BlockPool | None = None,
-        cuts: bool = True,
-        tier: Tier | None = None,
-        device: torch.device | None = None,
-        is_exact: bool = True,
+        self, forward: "CachedForward", wrapped: Wrapped, bank: Bank, tier: Tier | None, own: Sequence[Rung]
     ) -> None:
-        """Replace the trunk's forward."""
-        super().__init__(trunk.module, self)
-        self._trunk, self._head, self._payload, self._bank = trunk, head, payload, bank
-        self._reader, self._weights, self._coupling, self._counters = reader, weights, coupling, counters
-        self._depth, self._device = trunk.depth, device or torch.device("cpu")
-        self._forms = Forms(trunk, self.arguments, coupling, reader, not payload.fits_any_length)
-        self._observed = head.observed if payload.fits_any_length else None
-        self._is_pooled = head.pooled is not None and payload.fits_any_length
+        """Serve from `bank`, from the store `tier`, and by `own` rungs of the user."""
+        self._forward, self._bank, self._counters = forward, bank, wrapped.counters
+        self._payload, self._device, self._depth = wrapped.payload, wrapped.device, wrapped.trunk.depth
         #: How to store and assemble the trunk's output, by kind of call.
-        self.packings = Kinds[Packing](Packing.describe, lambda described: Packing.read(described, payload))
-        self._tier = tier
+        self.packings = Kinds[Packing](Packing.describe, partial(Packing.read, payload=wrapped.payload))
         self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
-        self.rungs: Sequence[Rung] = (Exact(bank, self._stored),) if is_exact else ()  # safest first
-        self.prefix = None
-        if blocks is not None:
-            stored_blocks = None if tier is None else StoredBlocks(tier, blocks)
-            self.prefix = Prefix(trunk, blocks, counters, self.arguments, cuts, stored_blocks, is_exact)
-        self.eager = Eager(self)
-        self.engine: Engine = self.eager
-        self._observer: Observer | None = None
-        self._semantic: Semantic | None = None
-        self.draft: Draft | None = None
-        self._audit: Audit | None = None
-        self._worker: AbstractContextManager[object] = nullcontext()  # the audit's, if the audit is on
-        self._sharing: SharedCalibration | None = None
-        self.account: Account | None = None  # None: search in every call
-        self.is_retired = False
-        self._local = threading.local()
-        self.prepared = Prepared()
-        Switches.__init__(self)
-        self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
-        self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
-        self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
-        #: Called around a language-model head: how many of the last columns it reads. None: unknown, or it has run.
-        self.reads_last = self.n_read.set
-        #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
-        self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
+        self.rungs = (*((Exact(bank, self._stored),) if wrapped.config.serves_exact else ()), *own)  # safest first
 
-    def learn(self, observer: Observer, semantic: Semantic, audit: Audit, sharing: SharedCalibration | None) -> None:
-        """Add the rung `semantic` with its observer, audit and sharing. It serves only with a calibration."""
-        self._observer, self._semantic, self._audit, self._sharing = observer, semantic, audit, sharing
-        self._worker = audit.worker if audit.is_on else self._worker
-        self.rungs = (*self.rungs, semantic)
-
-    def on(self, trunk: Trunk, engine: str) -> "CachedForward":
-        """Replace the forward of a twin of the trunk: its calls are keyed by `engine`, observed, and never stored."""
-        other = CachedForward(
-            trunk, self._head, self._payload, self._bank, self._reader, self._weights, self._coupling, self._counters
-        )
-        other.namespace, other._observer = self.namespace, self._observer
-        other.engine = other.eager = Eager(other, engine)
-        return other
-
-    @property
-    def last(self) -> tuple[Outcome, ...]:
-        """Outcomes of the rows of this thread's last call."""
-        outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
-        return outcomes
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the trunk's output: hits from memory, other rows computed."""
-        if self.is_retired:
-            return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            if not (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):  # no graph breaks
-                self._count_compiled(args, kwargs)
-            return self.original(*args, **kwargs)
-        # Calls made to be observed are computed in full and not stored.
-        is_collecting = self._observer is not None and self._observer.collected.get() is not None
-        with nullcontext() if is_collecting else self._worker:
-            before, call = getattr(self._local, "last", ()), self.open(args, kwargs, is_collecting)
-            try:
-                if not self.look_up(call):
-                    call = self.open(args, kwargs, is_collecting)
-                    self.look_up(call)
-                output = self.answer(call)
-            except BaseException:
-                self.withdraw(call)
-                if not is_collecting:
-                    self._local.last = ()
-                raise
-            self.close(call, output)
-            if call.reason == "decode":  # `last` keeps the outcome of the prefill
-                self._local.last = before
-            return output
-
-    def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of another encoder of the model, which is not cached; count its rows."""
-        call = Call(args, kwargs, self.namespace.get(), arguments=swap.arguments.bind(args, kwargs))
-        call.reason = "disabled" if self.is_disabled.get() else "other_encoder"
-        self.look_up(call)
-        output = swap.original(*args, **kwargs)
-        self.close(call, output)
-        return output
-
-    # -- open ----------------------------------------------------------------------------------------------------------
-
-    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_collected: bool = False) -> Call:
-        """Return a `Call` with its rows and their keys, or with the reason for a bypass."""
-        call = Call(args, kwargs, self.namespace.get(), is_collected)
-        call.n_read, call.prefixes_from = self.n_read.get(), self.prefixes_from.get()
-        self.n_read.set(None)  # the head set it for its own trunk call, which is the first
-        try:
-            call.reason = self._read(call, args, kwargs)
-        except Exception as error:
-            call.reason = "error"
-            self._counters.error("read a call", error)
-        call.lookup_s += perf_counter() - call.started_s
-        return call
-
-    def _read(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Fill the call's fields; return the reason for a bypass, or None."""
-        weights, pooled = self._weights, self._head.pooled
-        if torch.is_grad_enabled():
-            weights.suspect()  # an optimizer may write to them from now on
-        if self.is_disabled.get():
-            return "disabled"
-        if reason := find_reason_now(self._trunk):
-            return reason
-        if self._is_pooled and self.pooled.get() is None and not call.is_collected:
-            return "token_states"
-        if self._tier is not None:
-            call.since = self._tier.follow()  # apply purges by other processes first
-            call.number = self._tier.number(call.namespace)
-        # Hits are checked before they are served, misses before they are stored (`_are_unchanged`).
-        look = weights.look(not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager)
-        if look.refusal is not None:
-            return look.refusal
-        call.mark, call.were_weights_checked, call.is_activated = look.mark, look.is_made, look.activated is not None
-        state = call.state = self._forms.state(look.digest, look.modules)
-        form, call.arguments, call.mask_4d = self._forms.find(args, kwargs, state)
-        if form.reason is not None or state.reason is not None:
-            return form.reason or state.reason
-        is_observed_anew = self._observed is not None and self._observed.has_changed(look.digest)
-        if is_observed_anew or (pooled is not None and pooled.has_changed()):
-            return "other_pooling"
-        if self._forms.are_hooked(state):
-            return "hooked"
-        autocast = ""
-        if torch._C._is_any_autocast_enabled():
-            device = call.arguments["input_ids"].device.type
-            autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        call.kind = (look.digest, autocast, *form.kind)
-        if self.packings.get(call.kind, True) is None:  # known as unpackable; an unknown kind passes
-            return "more_output"
-        call.generation, call.is_whole = self._bank.generation, bool(state.coupling)
-        engine = self.engine if look.activated is None else self.eager  # a graph has no hooks
-        if engine is not self.eager:
-            engine = engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)
-        while engine is not call.engine:  # once more if it does not cover the rows: another engine has other keys
-            call.engine, named = engine, (call.namespace, look.digest, autocast, form.attention, engine.name)
-            call.scope = state.scopes.get(named)
-            if call.scope is None:
-                if len(state.scopes) >= _MOST_SCOPES:  # e.g. one namespace per session
-                    state.scopes.clear()
-                call.scope = state.scopes[named] = Scope(*named)
-            if self._sharing is not None and not call.is_collected:
-                self._sharing.step(call.scope, call.number)
-            known = self.prepared.take(call) if self.prepared.kept else None
-            if known is not None and self._may_serve(known, call):
-                call.take_over(known, range(len(known.rows)))
-                return None
-            call.requests = self._reader.read(
-                call.arguments, call.mask_4d, call.scope, state.tables, look.activated, call.is_whole
-            )
-            call.rows = call.requests.rows
-            engine = engine if engine is self.eager else engine.covering(call.requests)
-        if form.keeps_kv:
-            return "prefix_off" if self.prefix is None else self.prefix.open(call)
-        return None
-
-    def _may_serve(self, known: Call, call: Call) -> bool:
-        """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
-        semantic, hits, takes = self._semantic, known.hits.values(), self.seen.get() is not None
-        if known.made is not None and (self._needs_own(call) or not (semantic and semantic.is_current(known))):
-            return False
-        return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
-
-    def _needs_own(self, call: Call) -> bool:
-        """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
-        if call.is_whole and len(call.rows) > 1:
-            return True
-        if not (beside := self.beside.get()):
-            return False
-        tensors = [one for one in call.arguments.values() if isinstance(one, torch.Tensor)]
-        return not all(any(map(is_, tensors, repeat(value))) for value in beside)
-
-    # -- look up -------------------------------------------------------------------------------------------------------
-
-    def look_up(self, call: Call) -> bool:
-        """Find hits for the rows of a call. Return False, without hits, if the weights changed since it was opened.
-
-        Raises:
-            NotCachedError: Within `only_if_cached`, a row has no hit or the call bypasses the cache.
-        """
-        if call.reason is None and not call.is_collected:
-            started = perf_counter()
-            try:
-                if not call.is_looked_up:
-                    self._ask_rungs(call)
-                if call.hits and not (call.were_weights_checked or self._are_unchanged(call)):
-                    call.hits.clear()
-                    return False
-            except Exception as error:
-                call.hits.clear()
-                if call.prefill is not None:
-                    call.prefill.drop()
-                self._counters.error("look up a call", error)
-            call.lookup_s += perf_counter() - started
-        if self.prepared.is_on.get():
-            self.prepared.stop(call)
-        is_strict = self.is_only_if_cached.get()
-        if is_strict:
-            self.check_cached(call)
-        if self._audit is not None and call.reason is None and call.prefill is None and not call.is_collected:
-            self._audit.draw(call)
-            if is_strict:  # the audit takes back hits that it cannot audit, or that a drift forbids
-                self.check_cached(call)
-        return True
-
-    def _are_unchanged(self, call: Call) -> bool:
-        """Whether the weights are those of the call's keys, and were since it was opened."""
-        assert call.scope is not None
-        return self._weights.stayed(call.mark, call.scope.weights)
-
-    def _ask_rungs(self, call: Call) -> None:
+    def look_up(self, call: Call) -> None:
         """Ask each rung, safest first, for the rows without a hit."""
-        if call.prefill is not None:
-            assert self.prefix is not None
-            self.prefix.look_up(call)
-            return
+        reuse = self._forward.reuse
         is_known = call.kind in self.packings or self.packings.knows(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
-        for rung in self.rungs:
+        for rung in (*self.rungs, *reuse.rungs):
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if not rung.is_lossless and self._needs_own(call):
+            if not rung.is_lossless and self.needs_own(call):
                 continue
-            if rung.is_lossless or rung is self.draft:  # a calibration decides if a draft pays
+            if rung.is_lossless or rung is reuse.draft:  # a calibration decides if a draft pays
                 rung.look_up(call, rows)
-            elif self.account is None or self.account.pays(call):
+            elif reuse.account is None or reuse.account.pays(call):
                 started, call.n_searched = perf_counter(), len(rows)
                 rung.look_up(call, rows)
                 call.search_s += perf_counter() - started
         # Rows that affect each other are served all or none. PEFT's hooks expect all rows of a batch.
         is_known = is_known or self.packings.knows(call.kind)  # the store may have supplied it
-        if not is_known or ((call.is_whole or call.is_activated) and len(call.hits) < len(call.rows)):
+        if not is_known or ((call.is_coupled or call.is_activated) and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
-    def withdraw(self, call: Call) -> None:
-        """Withdraw the audit's draws from a call whose hits are not served."""
-        if call.audited and self._audit is not None:
-            self._audit.withdraw(call)
+    def needs_own(self, call: Call) -> bool:
+        """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
+        return (call.is_coupled and len(call.rows) > 1) or self.reads_beside(call.arguments)
 
-    # -- answer --------------------------------------------------------------------------------------------------------
+    def reads_beside(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the head reads more than the trunk's arguments."""
+        if not (beside := self._forward.beside.get()):
+            return False
+        tensors = [one for one in arguments.values() if isinstance(one, torch.Tensor)]
+        return not all(any(map(is_, tensors, repeat(value))) for value in beside)
+
+    def served(self, call: Call) -> Collection[int]:
+        return call.hits.keys()
+
+    def drop(self, call: Call) -> None:
+        call.hits.clear()
+
+    def names(self, call: Call) -> list[str]:
+        return [entry_name(row.key) for row in call.rows if row.key]
 
     def answer(self, call: Call) -> Any:
-        """Return the trunk's output, as `run`."""
-        if call.reason is not None:
-            return self.original(*call.args, **call.kwargs)
-        if call.prefill is not None:
-            assert self.prefix is not None
-            return self.prefix.answer(call, partial(self._compute_prefill, call), self.chunks.get())
         failure, call.copied = None, self._find_equal(call) if len(call.rows) > 1 else {}
         if call.hits or call.copied:
             try:
@@ -371,8 +228,8 @@ class CachedForward(Swap, Switches):
                 failure = error
                 call.hits.clear()
                 call.copied.clear()
-                self.withdraw(call)
-                self.check_cached(call)
+                self._forward.withdraw(call)
+                self._forward.check_cached(call)
         output = self._compute(call, range(len(call.rows)))  # an error of the model is raised again here
         if failure is not None:
             self._counters.error("serve a call", failure)
@@ -380,7 +237,7 @@ class CachedForward(Swap, Switches):
 
     def _find_equal(self, call: Call) -> dict[int, int]:
         """Return the first equal row of the call for each row without a hit that has one, if rows can be copied."""
-        if call.is_whole or call.is_activated or call.is_collected:
+        if call.is_coupled or call.is_activated or call.is_collected:
             return {}
         rest = [row for row in call.rows if not (row.number in call.hits or row.bypass_reason or row.is_misread)]
         return {row.number: row.same_as for row in rest if row.same_as is not None and row.same_as not in call.hits}
@@ -398,85 +255,28 @@ class CachedForward(Swap, Switches):
             raise TypeError("the trunk returned another kind of output than before")
         places = call.computed | {number: call.computed[first] for number, first in call.copied.items()}
         made = packing.join([row.valid for row in call.rows], ids.shape[1], call.hits, output, places, ids.device)
-        if call.hits and (left_out := self.pooled.get()) is not None:
-            left_out.append(deferred(self.original, call.args, call.kwargs, ids.device.type))
+        if call.hits and (left_out := self._forward.pooled.get()) is not None:
+            left_out.append(deferred(self._forward.original, call.args, call.kwargs, ids.device.type))
         return made
 
     def _compute(self, call: Call, numbers: Sequence[int]) -> Any:
         """Run the engine on rows of a call, given by number."""
-        args, kwargs = call.args, call.kwargs
+        args, kwargs, arguments = call.args, call.kwargs, self._forward.arguments
         if len(numbers) < len(call.rows):
             index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
             for name in DECIDING:
                 value = call.arguments.get(name)
                 if value is not None and len(value) == len(call.rows):
-                    args, kwargs = self.arguments.replace(args, kwargs, name, value.index_select(0, index))
-        if self._forms.keeps_no_kv:
-            args, kwargs = self.arguments.replace(args, kwargs, "use_cache", False)
-        assert call.engine is not None
+                    args, kwargs = arguments.replace(args, kwargs, name, value.index_select(0, index))
+        if self._forward.forms.keeps_no_kv:
+            args, kwargs = arguments.replace(args, kwargs, "use_cache", False)
         started = perf_counter()
         call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
         call.computing_s = perf_counter() - started
         call.computed = {number: place for place, number in enumerate(numbers)}
         return call.output
 
-    def _compute_prefill(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the trunk on a call that keeps K/V; within `chunked`, in chunks."""
-        chunks = self.chunks.get()
-        if chunks is None or call.is_activated or not chunks.fit(self.arguments, args, kwargs):
-            assert call.engine is not None and call.prefill is not None
-            return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in call.prefill.whole])
-        with setting(self.chunks, None):  # `between` may call this model: do not chunk those calls
-            return chunks.run(self.original, self.arguments, args, kwargs)
-
-    # -- close ---------------------------------------------------------------------------------------------------------
-
-    def close(self, call: Call, output: Any) -> None:
-        """Store computed rows, update counters, record outcomes. If the rows cannot be stored, count a bypass."""
-        prefill, seen = call.prefill, self.seen.get()
-        if seen is not None:
-            seen.append(call)
-        if call.reason is None and (call.computed or (prefill is not None and len(prefill.whole) < len(call.rows))):
-            started = perf_counter()
-            try:
-                call.reason = self._store(call, output)
-            except Exception as error:
-                self._counters.error("store a call", error)
-            call.storing_s += perf_counter() - started
-        if call.reason is not None:
-            self.withdraw(call)
-            n_rows = count_rows(call.arguments or self.arguments.bind(call.args, call.kwargs))
-            self._counters.bypass(call.reason, n_rows)
-            if call.reason != "decode" and not call.is_collected:
-                self._local.last = (Outcome(bypassed=call.reason),) * n_rows
-            return
-        if not call.is_collected:
-            self._local.last = outcomes = tuple(map(self.outcome, repeat(call), call.rows))
-            n_prompt = 0 if prefill is None else sum(r.n_valid for r in call.rows if r.number not in prefill.whole)
-            self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
-            if call.audited and self._audit is not None:
-                self._audit.served(call)
-            if self.account is not None and call.made is not None:
-                self.account.took(call)
-        if call.entries:
-            self.observe(call, None)
-
-    def _store(self, call: Call, output: Any) -> str | None:
-        """Store computed rows; return the bypass reason if output or weights forbid it."""
-        assert call.scope is not None and call.state is not None and call.engine is not None
-        if not (call.engine.holds_weights or self._are_unchanged(call)):
-            return "weights_changed"
-        if call.prefill is None and self.prefix and self._forms.returning is not None and CACHE in parts_of(output):
-            self._forms.notice_kv(call.arguments, call.state)
-            if reason := self.prefix.open(call):
-                return reason
-        if call.prefill is not None:
-            assert self.prefix is not None
-            known, served = call.prefill.whole, call.prefill.served
-            n_left = (row.n_valid - served.get(row.number, 0) for row in call.rows if row.number not in known)
-            if self._tier is not None:
-                self._tier.computed(sum(n_left), call.computing_s)
-            return self.prefix.store(call, output)
+    def store(self, call: Call, output: Any) -> str | None:
         n_tokens = call.arguments["input_ids"].shape[1]
         packing = self.packings.get(call.kind)
         if packing is None:
@@ -489,9 +289,8 @@ class CachedForward(Swap, Switches):
         for number, place in call.computed.items():
             row = call.rows[number]
             if not row.bypass_reason and (call.is_collected or row.same_as not in call.computed):
-                fields, padding = packing.take(
-                    call.output, place, row.valid, row.has_layout or bool(row.layout), self._device
-                )
+                keeps_padding = row.has_layout or bool(row.layout)
+                fields, padding = packing.take(call.output, place, row.valid, keeps_padding, self._device)
                 call.entries[number] = Entry(row.key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
             cost = 1e3 * call.computing_s / len(call.computed)
@@ -499,40 +298,336 @@ class CachedForward(Swap, Switches):
                 self._counters.too_large(n_too_large)
             if self._stored is not None:
                 self._stored.put(call, call.entries.values())
-                self._stored.tier.computed(len(call.computed) * n_tokens, call.computing_s)
         return None
 
+    def n_computed(self, call: Call) -> int:
+        return len(call.computed) * int(call.arguments["input_ids"].shape[1])
+
     def outcome(self, call: Call, row: Row) -> Outcome:
-        """Return the outcome of a row of a call that was looked up."""
         if row.bypass_reason:
             return Outcome(row.key, bypassed=row.bypass_reason)
-        if call.prefill is not None:
-            if row.number in call.prefill.whole:
-                return Outcome(row.key, "exact", self._depth - 1, call.prefill.whole[row.number][0], 1.0)
-            n_prefix = call.prefill.served.get(row.number, 0)
-            missed = "coupled" if call.is_whole else call.prefill.missed.get(row.number)
-            return Outcome(row.key, "prefix", n_prefix=n_prefix) if n_prefix else Outcome(row.key, missed=missed)
-        hit, choice = call.hits.get(row.number), call.choices.get(row.number)
         if row.number in call.copied:
             return Outcome(row.key, "exact", self._depth - 1, row.key, 1.0)
+        hit, choice = call.hits.get(row.number), call.choices.get(row.number)
         if hit is None:
             similarity, risk = (None, None) if choice is None else (choice.similarity, choice.risk)
-            missed = "coupled" if call.is_whole and len(call.rows) > 1 else None
+            missed = "coupled" if call.is_coupled and len(call.rows) > 1 else None
             return Outcome(row.key, similarity=similarity, risk=risk, missed=missed)
         layer, source = (self._depth - 1, hit.source) if hit.source else (None, None)  # of a draft
         return Outcome(row.key, hit.rung, layer, source, hit.similarity, hit.risk)
 
-    def observe(self, call: Call, output: Any) -> None:
-        """Pass a closed call to the observer, with the whole model's output; None: if it reads payloads instead."""
-        if self._observer is not None and self._observer.answers.reads_payload is (output is None):
-            with self._counters.guard("observe an answer"):
-                self._observer.see(call, output)
+
+class CachedForward(Swap, Switches):
+    """Replaces the trunk's forward. One per wrapped model. Thread-safe."""
+
+    is_of_trunk = True
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        bank: Bank,
+        blocks: BlockPool | None = None,
+        tier: Tier | None = None,
+        rungs: Sequence[Rung] = (),
+        twin_of: "CachedForward | None" = None,
+        engine: str = "",
+    ) -> None:
+        """Replace the trunk's forward.
+
+        Args:
+            wrapped: The model.
+            bank: Where requests are kept.
+            blocks: Where K/V is kept; None: calls that keep K/V are bypassed.
+            tier: The store behind both.
+            rungs: The user's own.
+            twin_of: The forward whose model this one is a twin of: calls are keyed by `engine`, and only observed.
+            engine: Name of the engine that keys are made for.
+        """
+        trunk = wrapped.trunk
+        Swap.__init__(self, trunk.module, self)
+        Switches.__init__(self, None if twin_of is None else twin_of.namespace)
+        self._trunk, self._bank, self._tier, self._depth = trunk, bank, tier, trunk.depth
+        self._weights, self._counters = wrapped.weights, wrapped.counters
+        self._is_pooled = wrapped.head.pooled is not None and not wrapped.keeps_tokens
+        self._reader = RequestReader(trunk, wrapped.head, wrapped.payload, wrapped.tokenizer)
+        self.forms = Forms(trunk, self.arguments, wrapped.coupling, self._reader, wrapped.head, wrapped.keeps_tokens)
+        self.eager = Eager(self, engine)
+        self.engine: Engine = self.eager
+        self.reuse: Off | Approximate = Off()
+        self.is_retired = False
+        self._local = threading.local()
+        self.prepared = PreparedCalls()
+        self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
+        self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
+        self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
+        #: Called around a language-model head: how many of the last columns it reads. None: unknown, or it has run.
+        self.reads_last = self.n_read.set
+        #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
+        self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
+        self.rows = Rows(self, wrapped, bank, tier, rungs)
+        self.prefix = None
+        if blocks is not None:
+            stored = None if tier is None else StoredBlocks(tier, blocks)
+            self.prefix = Prefix(wrapped, blocks, stored, self.arguments, self.eager, self.chunks)
+
+    def use(self, reuse: "Off | Approximate") -> None:
+        """Reuse approximately from now on; nothing is served so before it is calibrated."""
+        self.reuse = reuse
+
+    def compute_by(self, engine: Engine | None) -> None:
+        """Compute by an engine from now on; None: by the trunk itself."""
+        self.engine = engine or self.eager
+
+    @property
+    def last(self) -> tuple[Outcome, ...]:
+        """Outcomes of the rows of this thread's last call."""
+        outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
+        return outcomes
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the trunk's output: hits from memory, other rows computed."""
+        if self.is_retired:
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if not (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):  # no graph breaks
+                self._count_compiled(args, kwargs)
+            return self.original(*args, **kwargs)
+        # Calls made to be observed are computed in full and not stored.
+        is_collecting = self.reuse.collected.get() is not None
+        with nullcontext() if is_collecting else self.reuse.worker:
+            before, call = getattr(self._local, "last", ()), self.open(args, kwargs, is_collecting)
+            try:
+                if not self.look_up(call):
+                    call = self.open(args, kwargs, is_collecting)
+                    self.look_up(call)
+                output = self.original(*args, **kwargs) if isinstance(call, Bypass) else call.path.answer(call)
+            except BaseException:
+                self.withdraw(call)
+                if not is_collecting:
+                    self._local.last = ()
+                raise
+            self.close(call, output)
+            if isinstance(call, Bypass) and call.reason == "decode":  # `last` keeps the outcome of the prefill
+                self._local.last = before
+            return output
+
+    def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of another encoder of the model, which is not cached; count its rows."""
+        call = Bypass(args, kwargs, "disabled" if self.is_disabled.get() else "other_encoder", swap.arguments)
+        self.look_up(call)
+        output = swap.original(*args, **kwargs)
+        self.close(call, output)
+        return output
+
+    # -- open ----------------------------------------------------------------------------------------------------------
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_collected: bool = False) -> Call | Bypass:
+        """Return a call with its rows and their keys, or the reason for a bypass."""
+        started, n_read = perf_counter(), self.n_read.get()
+        self.n_read.set(None)  # the head set it for its own trunk call, which is the first
+        try:
+            call = self._read(args, kwargs, n_read, is_collected)
+        except Exception as error:
+            self._counters.error("read a call", error)
+            call = "error"
+        if isinstance(call, str):
+            return Bypass(args, kwargs, call, self.arguments, is_collected)
+        call.started_s = started
+        call.lookup_s += perf_counter() - started
+        return call
+
+    def _read(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], n_read: int | None, is_collected: bool
+    ) -> Call | str:
+        """Return an opened call, or the reason for a bypass."""
+        if torch.is_grad_enabled():
+            self._weights.suspect()  # an optimizer may write to them from now on
+        if self.is_disabled.get():
+            return "disabled"
+        if reason := find_reason_now(self._trunk):
+            return reason
+        if self._is_pooled and self.pooled.get() is None and not is_collected:
+            return "token_states"
+        namespace, since, number = self.namespace.get(), "", 0
+        if self._tier is not None:
+            since = self._tier.follow()  # apply purges by other processes first
+            number = self._tier.number(namespace)
+        # Hits are checked before they are served, misses before they are stored (`_are_unchanged`).
+        look = self._weights.look(not (is_collected or self._tier or self.prefix) and self.engine is self.eager)
+        if look.refusal is not None:
+            return look.refusal
+        opened = self.forms.open(args, kwargs, look)
+        if isinstance(opened, str):
+            return opened
+        state, form, arguments, mask_4d, autocast = opened
+        kind = (look.digest, autocast, *form.kind)
+        if self.rows.packings.get(kind, True) is None:  # known as unpackable; an unknown kind passes
+            return "more_output"
+        generation, is_coupled = self._bank.generation, bool(state.coupling)
+        engine: Engine = self.engine if look.activated is None else self.eager  # a graph has no hooks
+        if engine is not self.eager:
+            engine = engine.choose(args, kwargs, look.digest, form.keeps_kv)
+        while True:  # once more if the engine does not cover the rows: another one has other keys
+            named = (namespace, look.digest, autocast, form.attention, engine.name)
+            scope = state.scopes.get(named)
+            if scope is None:
+                if len(state.scopes) >= _MOST_SCOPES:  # e.g. one namespace per session
+                    state.scopes.clear()
+                scope = state.scopes[named] = Scope(*named)
+            if not is_collected:
+                self.reuse.step(scope, number)
+            known = self.prepared.take(arguments, (scope, kind, generation, number)) if self.prepared.kept else None
+            if known is not None and not self._may_serve(known, arguments, is_coupled):
+                known = None
+            if known is not None:
+                requests = known.requests
+                break
+            requests = self._reader.read(arguments, mask_4d, scope, state.tables, look.activated, is_coupled)
+            covering = engine if engine is self.eager else engine.covering(requests)
+            if covering is engine:
+                break
+            engine = covering
+        call = Call(
+            args,
+            kwargs,
+            arguments,
+            mask_4d,
+            state,
+            look.mark,
+            scope,
+            kind,
+            engine,
+            requests,
+            requests.rows,
+            self.rows,
+            n_read,
+            self.prefixes_from.get(),
+            generation,
+            number,
+            since,
+            is_collected,
+            look.activated is not None,
+            is_coupled,
+            look.is_made,
+        )
+        if known is not None:
+            known.resume(call)
+            return call
+        return self._keep_kv(call) or call if form.keeps_kv else call
+
+    def _may_serve(self, known: Prepared, arguments: Mapping[str, Any], is_coupled: bool) -> bool:
+        """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
+        hits, takes = known.hits.values(), self.seen.get() is not None
+        if known.calibration is not None:
+            needs_own = (is_coupled and len(known.requests.rows) > 1) or self.rows.reads_beside(arguments)
+            if needs_own or not self.reuse.is_current(known.when[0].weights, known.calibration, hits):
+                return False
+        return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
+
+    def _keep_kv(self, call: Call) -> str | None:
+        """Have a call be served and stored by blocks of K/V; return the reason for a bypass, or None."""
+        if self.prefix is None:
+            return "prefix_off"
+        path = self.prefix.open(call)
+        if isinstance(path, str):
+            return path
+        call.path = path
+        return None
+
+    # -- look up -------------------------------------------------------------------------------------------------------
+
+    def look_up(self, call: Call | Bypass) -> bool:
+        """Find hits for the rows of a call. Return False, without hits, if the weights changed since it was opened.
+
+        Raises:
+            NotCachedError: Within `only_if_cached`, a row has no hit or the call bypasses the cache.
+        """
+        cached = None if isinstance(call, Bypass) or call.is_collected else call
+        if cached is not None:
+            started = perf_counter()
+            try:
+                if not cached.is_looked_up:
+                    cached.path.look_up(cached)
+                if cached.hits and not (cached.were_weights_checked or self._are_unchanged(cached)):
+                    cached.hits.clear()
+                    return False
+            except Exception as error:
+                cached.path.drop(cached)
+                self._counters.error("look up a call", error)
+            cached.lookup_s += perf_counter() - started
+        if self.prepared.is_on.get():
+            self.prepared.stop(call)
+        is_strict = self.is_only_if_cached.get()
+        if is_strict:
+            self.check_cached(call)
+        if cached is not None and not cached.path.keeps_kv:
+            self.reuse.draw(cached)
+            if is_strict:  # the audit takes back hits that it cannot audit, or that a drift forbids
+                self.check_cached(call)
+        return True
+
+    def _are_unchanged(self, call: Call) -> bool:
+        """Whether the weights are those of the call's keys, and were since it was opened."""
+        return self._weights.stayed(call.mark, call.scope.weights)
+
+    def withdraw(self, call: Call | Bypass) -> None:
+        """Withdraw the audit's draws from a call whose hits are not served."""
+        if isinstance(call, Call) and call.audited:
+            self.reuse.withdraw(call)
+
+    # -- close ---------------------------------------------------------------------------------------------------------
+
+    def close(self, call: Call | Bypass, output: Any) -> None:
+        """Store computed rows, update counters, record outcomes. If the rows cannot be stored, count a bypass."""
+        if (seen := self.seen.get()) is not None:
+            seen.append(call)
+        if isinstance(call, Bypass):
+            self._bypass(call)
+            return
+        started, reason = perf_counter(), None
+        try:
+            if call.computed or (call.path.keeps_kv and len(call.path.served(call)) < len(call.rows)):
+                reason = self._store(call, output)
+        except Exception as error:
+            self._counters.error("store a call", error)
+        call.storing_s += perf_counter() - started
+        if reason is not None:
+            self.withdraw(call)
+            self._bypass(Bypass(call.args, call.kwargs, reason, self.arguments, call.is_collected))
+            return
+        if not call.is_collected:
+            self._local.last = outcomes = tuple(map(call.path.outcome, repeat(call), call.rows))
+            n_prompt = call.path.n_prompt(call) if call.path.keeps_kv else 0
+            self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
+            if call.audited:
+                self.reuse.served(call)
+            if self.reuse.account is not None and call.calibration is not None:
+                self.reuse.account.took(call)
+        if call.entries:
+            self.reuse.observe(call, None)
+
+    def _bypass(self, call: Bypass) -> None:
+        n_rows = count_rows(call.parameters.bind(call.args, call.kwargs))
+        self._counters.bypass(call.reason, n_rows)
+        if call.reason != "decode" and not call.is_collected:
+            self._local.last = (Outcome(bypassed=call.reason),) * n_rows
+
+    def _store(self, call: Call, output: Any) -> str | None:
+        """Store computed rows; return the bypass reason if output or weights forbid it."""
+        if not (call.engine.holds_weights or self._are_unchanged(call)):
+            return "weights_changed"
+        if not call.path.keeps_kv and self.prefix and self.forms.returning is not None and CACHE in parts_of(output):
+            self.forms.notice_kv(call.arguments, call.state)
+            if reason := self._keep_kv(call):
+                return reason
+        reason, is_on_cpu = call.path.store(call, output), call.arguments["input_ids"].device.type == "cpu"
+        if self._tier is not None and is_on_cpu and not call.is_collected:  # elsewhere times are those of waiting
+            self._tier.computed(call.path.n_computed(call), call.computing_s)
+        return reason
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a compiled call, outside the graph, which cannot hold counters."""
         if torch.is_grad_enabled():
             self._weights.suspect()
-        n_rows = count_rows(self.arguments.bind(args, kwargs))
-        self._counters.bypass("compiled", n_rows)
-        self._local.last = (Outcome(bypassed="compiled"),) * n_rows
+        self._bypass(Bypass(args, kwargs, "compiled", self.arguments))

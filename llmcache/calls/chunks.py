@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from llmcache.calls.kv_fill import empty, last_states, with_states
+from llmcache.engines.engine import Eager
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, Arguments
 from llmcache.request.bypass import is_plain_cache
@@ -31,9 +32,7 @@ class Chunks:
             return False
         return is_plain_cache(kv_cache) and arguments.get(args, kwargs, "use_cache") is not False
 
-    def run(
-        self, forward: Callable[..., Any], arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, eager: Eager, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the trunk in chunks; return its output with the states of all columns.
 
         If the output has more than states and K/V, the last chunk's is returned. On an error the K/V cache is emptied.
@@ -52,7 +51,7 @@ class Chunks:
                     if (value := arguments.get(args, kwargs, name)) is not None:
                         columns = value[..., begin : begin + self.n_tokens]
                         some, named = arguments.replace(some, named, name, columns)
-                output = forward(*some, **named)
+                output = eager.run(some, named, ())
                 states.append(last_states(output))
         except BaseException:
             empty(arguments.get(args, kwargs, CACHE))

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,9 @@ import transformers
 from torch import nn
 
 from llmcache.calls.calibrator import Calibrator
-from llmcache.calls.call import CachedForward
+from llmcache.calls.call import CachedForward, Off
 from llmcache.calls.save import CALIBRATED, Saved, Section, save
-from llmcache.calls.stored_blocks import block_name
-from llmcache.calls.stored_entries import entry_name
+from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.engines.compiled import CompiledTrunk, make_buckets
 from llmcache.engines.graphs import GraphEngine, GraphTwin
@@ -41,13 +40,12 @@ from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 from llmcache.request.counters import Counters
-from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Scope
 from llmcache.reuse.answers import Reading
+from llmcache.reuse.approximate import Approximate
 from llmcache.reuse.calibration.calibration import Calibration
 from llmcache.reuse.call import Call, Rung
 from llmcache.reuse.drafters import check_model
-from llmcache.reuse.search_cost import Account
 from llmcache.stats import EngineStats, Stats
 
 logger = logging.getLogger("llmcache")
@@ -67,58 +65,42 @@ class Core:
         rungs: Sequence[Callable[[Bank], Rung]],
     ) -> None:
         """Wrap a model; see `LLMCache.wrap`."""
-        self._model, self._config, self._tokenizer, self._answer_of = model, config, tokenizer, answer_of
-        self.trunk, self.head, self.payload = inspect_model(model, config)
-        if is_wrapped(self.trunk):
+        trunk, head, payload = inspect_model(model, config)
+        if is_wrapped(trunk):
             raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
         if config.draft is not None and config.draft.engine == "model":
-            check_model(config.draft.model, model, self.trunk, answer_of)
-        self.counters, self.weights = Counters(model=self.trunk.module), Weights(self.trunk.module)
-        self._coupling = Coupling(self.trunk, self.weights)
+            check_model(config.draft.model, model, trunk, answer_of)
+        weights, counters = Weights(trunk.module), Counters(model=trunk.module)
+        coupling = Coupling(trunk, weights)
         with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
-            digest = self.weights.digest()  # hashed now, not in the first request
-            if self.head.observed is not None:
-                self.head.observed.add_digest(digest)
-            if self.weights.unreadable is None:
-                self._coupling.reason(digest)
-        self.tier = _open_tier(self.trunk, self.payload, config, self.counters, self)
-        self.blocks = self._make_blocks()
+            digest = weights.digest()  # hashed now, not in the first request
+            if head.observed is not None:
+                head.observed.add_digest(digest)
+            if weights.unreadable is None:
+                coupling.reason(digest)
+        self.wrapped = wrapped = Wrapped(
+            model, trunk, head, payload, config, tokenizer, answer_of, weights, coupling, counters
+        )
+        self.tier = _open_tier(wrapped, self)
         # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
+        self.blocks = _make_blocks(wrapped, lambda: self.bank.nbytes)
         max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
-        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries)
-        if self.blocks is not None:
-            self.bank.make_way = self.blocks.make_way
-        reader = RequestReader(self.trunk, self.head, self.payload, tokenizer)
+        make_way = None if self.blocks is None else self.blocks.make_way
+        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, make_way)
         self.installed = Installed()
-        self.calibrator: Calibrator | None = None
+        self._calibrator: Calibrator | None = None
         self._graphs: GraphEngine | None = None
         self._n_failed = 0  # engines that could not be made
-        self.forward = CachedForward(
-            self.trunk,
-            self.head,
-            self.payload,
-            self.bank,
-            reader,
-            self.weights,
-            self._coupling,
-            self.counters,
-            self.blocks,
-            # For a trunk matched by shape alone, padding behaviour and other outputs are unknown.
-            cuts=config.prefix is not None and self.trunk.adapter.is_causal and not self.trunk.adapter.is_guess,
-            tier=self.tier,
-            device=self._device(),
-            is_exact=config.serves_exact,
-        )
-        self.forward.account = Account() if config.auto_bypass else None
+        own = [_make_own(make, self.bank) for make in rungs]
+        self.forward = CachedForward(wrapped, self.bank, self.blocks, self.tier, own)
         self.installed.add(self.forward.remove)
         try:
-            self.forward.rungs = (*self.forward.rungs, *(_make_own(make, self.bank) for make in rungs))
-            if self.blocks is not None and (lm_head := find_lm_head(model, self.trunk)) is not None:
+            if self.blocks is not None and (lm_head := find_lm_head(model, trunk)) is not None:
                 self.installed.add(HeadSwap(lm_head, self.forward).remove)
-            if self.head.pooled is not None and self.payload.fits_any_length:
-                swap = SentenceSwap(self.head.pooled.parent, self.forward, self.forward.pooled)
+            if head.pooled is not None and not wrapped.keeps_tokens:
+                swap = SentenceSwap(head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
-            pass_others(model, self.trunk, self.forward, self.installed)
+            pass_others(model, trunk, self.forward, self.installed)
             self.build_engine()
             if config.learn is not None or config.share_calibration:
                 self.learn()
@@ -126,27 +108,32 @@ class Core:
             self.installed.remove()
             raise
 
+    @property
+    def reuse(self) -> Off | Approximate:
+        """Approximate reuse."""
+        return self.forward.reuse
+
+    @property
+    def rungs(self) -> Sequence[Rung]:
+        """The rungs, safest first."""
+        return (*self.forward.rows.rungs, *self.reuse.rungs)
+
+    @property
+    def trunk(self) -> Trunk:
+        """The trunk of the model."""
+        return self.wrapped.trunk
+
+    @property
+    def payload(self) -> Payload:
+        """The hidden states that entries keep."""
+        return self.wrapped.payload
+
     def learn(self) -> Calibrator:
         """Return the calibrator, created at the first call."""
-        if self.calibrator is None:
-            self.calibrator = Calibrator(
-                self._model,
-                self._config,
-                self.trunk,
-                self.head,
-                self.payload,
-                self.weights,
-                self._coupling,
-                self.counters,
-                self.bank,
-                self.forward,
-                self.installed,
-                self._tokenizer,
-                self._answer_of,
-                self.tier,
-                partial(self._make_onnx, "int8"),
-            )
-        return self.calibrator
+        if self._calibrator is None:
+            make_graph = partial(self._make_onnx, "int8")
+            self._calibrator = Calibrator(self.wrapped, self.bank, self.forward, self.installed, self.tier, make_graph)
+        return self._calibrator
 
     def compile(
         self,
@@ -157,22 +144,22 @@ class Core:
         max_padding: float,
     ) -> None:
         """Compile graphs and compute with them from now on; see `LLMCache.compile`."""
-        if isinstance(self.trunk.module, CallableTrunk):
+        if isinstance(self.wrapped.trunk.module, CallableTrunk):
             raise ConfigError("compile: a callable or a session has no modules to compile; hand over a compiled one")
-        forward, buckets = self.forward, make_buckets(lengths, rows, self.trunk.config)
-        twin = GraphTwin(self.trunk, self.weights, self._coupling)
-        self._graphs = forward.engine = CompiledTrunk(
-            twin, forward.eager, forward.arguments, self.weights, buckets, mode, backend, max_padding
+        forward, buckets = self.forward, make_buckets(lengths, rows, self.wrapped.trunk.config)
+        twin = GraphTwin(self.wrapped.trunk, self.wrapped.weights, self.wrapped.coupling)
+        self._graphs = CompiledTrunk(
+            twin, forward.eager, forward.arguments, self.wrapped.weights, buckets, mode, backend, max_padding
         )
-        if self.calibrator is not None:
-            self.calibrator.check_engine()
+        forward.compute_by(self._graphs)
+        self.reuse.check_engine(forward.engine.name)
 
     def build_engine(self, is_sure: bool = False) -> None:
         """Make the graph of the setting `engine` for the present weights; see `LLMCache.build_engine`.
 
         `is_sure`: with `auto`, take it even if it is not faster.
         """
-        forward, options, draft = self.forward, self._config.engine, self._config.draft
+        forward, options, draft = self.forward, self.wrapped.config.engine, self.wrapped.config.draft
         is_drafting = draft is not None and draft.engine == "onnxruntime"
         if options.name == "eager" and not is_drafting:
             return
@@ -182,27 +169,26 @@ class Core:
             raise ConfigError(f"{asked} needs {missing}: pip install 'llmcache-torch[onnx]'")
         if options.name == "eager" or missing:
             return
-        self._graphs, forward.engine = None, forward.eager
+        self._graphs = None
         try:
             made = self._make_onnx("float32")
             if is_sure or options.name == "onnxruntime" or is_faster(made):
-                self._graphs = forward.engine = made
+                self._graphs = made
         except Exception as error:  # an exporter may raise anything
             self._n_failed += 1
             logger.warning("llmcache: calls run eagerly, since no graph of ONNX Runtime could be made: %s", error)
-        if self.calibrator is not None:
-            self.calibrator.check_engine()
+        forward.compute_by(self._graphs)
+        self.reuse.check_engine(forward.engine.name)
 
     def _make_onnx(self, precision: Precision) -> OnnxTrunk:
-        forward, folder = self.forward, self._config.engine.folder
-        twin = GraphTwin(self.trunk, self.weights, self._coupling)
-        return OnnxTrunk(twin, forward.eager, forward.arguments, self.weights, folder, precision)
+        forward, folder = self.forward, self.wrapped.config.engine.folder
+        twin = GraphTwin(self.wrapped.trunk, self.wrapped.weights, self.wrapped.coupling)
+        return OnnxTrunk(twin, forward.eager, forward.arguments, self.wrapped.weights, folder, precision)
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""
-        bank, blocks, last = self.bank, self.blocks, self.trunk.depth - 1
-        calibrator = self.calibrator
-        counted = self.counters.snapshot(
+        bank, blocks, last = self.bank, self.blocks, self.wrapped.trunk.depth - 1
+        counted = self.wrapped.counters.snapshot(
             n_entries={last: len(bank)},
             n_evicted={last: bank.n_evicted},
             n_expelled={last: bank.n_expelled},
@@ -210,15 +196,15 @@ class Core:
             nbytes=bank.nbytes,
             nbytes_by_layer={last: bank.nbytes},
             max_nbytes_by_layer={last: bank.max_bytes},
-            index_nbytes=0 if calibrator is None else calibrator.calibrated.fitter.sources.index_nbytes,
+            index_nbytes=self.reuse.index_nbytes,
             n_blocks=0 if blocks is None else len(blocks),
             n_blocks_evicted=0 if blocks is None else blocks.n_evicted,
             prefix_nbytes=0 if blocks is None else blocks.nbytes,
-            audit=None if calibrator is None else calibrator.audit.stats(),
+            audit=self.reuse.audit_stats(),
             store=None if self.tier is None else self.tier.stats(),
             engine=self._engine_stats(),
         )
-        by_layer = {last: n_hits} if (n_hits := counted.n_layers_skipped // self.trunk.depth) else {}
+        by_layer = {last: n_hits} if (n_hits := counted.n_layers_skipped // self.wrapped.trunk.depth) else {}
         return replace(counted, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
     def clear(self, namespace: str | None = None) -> int:
@@ -235,9 +221,8 @@ class Core:
 
     def recheck(self) -> None:
         """Hash all weights again in the next call: an edit may have left no trace."""
-        self.weights.recheck()
-        if self.calibrator is not None:
-            self.calibrator.rest.recheck()
+        self.wrapped.weights.recheck()
+        self.reuse.recheck()
 
     def forget(self, calls: Iterable[Callable[[], object]]) -> int:
         """Forget the entries and blocks that may serve calls, all of one namespace; return how many requests were held.
@@ -248,7 +233,7 @@ class Core:
         named: dict[Scope, list[str]] = {}
         for call in calls:
             one = self.forward.prepared.look_up(call)
-            if one is not None and one.reason is None and one.scope is not None:
+            if isinstance(one, Call):
                 named.setdefault(one.scope, []).extend(self._names_of(one))
         if not named:
             return 0
@@ -259,30 +244,19 @@ class Core:
 
     def _names_of(self, call: Call) -> list[str]:
         """Return the names of all that may serve a call: entries, blocks, and sources that would serve its rows."""
-        keys, prefix = [row.key for row in call.rows if row.key], self.forward.prefix
-        names = [*map(entry_name, keys)]
-        if call.prefill is not None and prefix is not None:
-            names += map(block_name, prefix.keys_of(call))
-        if self.calibrator is not None:
-            call.hits.clear()
-            self.calibrator.semantic.look_up(call, [row for row in call.rows if not row.bypass_reason])
-            names += (f"{_SOURCE}{hit.source}" for hit in call.hits.values())
-        return names
+        sources = (f"{_SOURCE}{key}" for key in self.reuse.sources_of(call))
+        return [*call.path.names(call), *sources]
 
     def restart_stats(self) -> None:
         """Reset the counts of requests, hits and times."""
-        self.counters.restart()
+        self.wrapped.counters.restart()
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
-        with nullcontext() if self.calibrator is None else self.calibrator.calibrated.held():
+        with self.reuse.held():
             n_requests = self.bank.clear(namespace)
-            if self.calibrator is not None:
-                self.calibrator.forget(namespace)
-        if self.calibrator is not None:  # after releasing that lock: the audit may take it while holding its own
-            self.calibrator.audit.forget(namespace)
-            if self.calibrator.draft is not None:
-                self.calibrator.draft.forget()
+            self.reuse.forget(namespace)
+        self.reuse.forget_waiting(namespace)
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
     def drop_names(self, namespace: str, names: Sequence[str]) -> int:
@@ -290,8 +264,7 @@ class Core:
         every = {name.partition(".")[2] for name in names}
         keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
         n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
-        if self.calibrator is not None:
-            self.calibrator.bury(namespace, every)
+        self.reuse.bury(namespace, every)
         return n_requests
 
     def namespaces(self) -> set[str]:
@@ -304,11 +277,11 @@ class Core:
         save(
             folder,
             model,
-            self.trunk,
-            self.weights,
+            self.wrapped.trunk,
+            self.wrapped.weights,
             config,
             tokenizer,
-            self.payload.name,
+            self.wrapped.payload.name,
             numbers,
             {name: kinds.state() for name, kinds in self._kinds().items()},
             self._sections(),
@@ -318,14 +291,14 @@ class Core:
         """Fill the empty cache from a save, except namespaces purged in its store since."""
         sections = self._sections()
         if CALIBRATED in saved.sections:
-            sections[CALIBRATED] = self.learn().calibrated
-        saved.restore(self.payload.name, sections)
+            sections[CALIBRATED] = self.learn().reuse.calibrated
+        saved.restore(self.wrapped.payload.name, sections)
         for name, kinds in self._kinds().items():
             for one in saved.manifest.kinds.get(name, ()):
                 kinds.add_described(*one)
-        if self.calibrator is not None:
-            self._keep_engine_of(self.calibrator.calibrated.calibration)
-            self.calibrator.check_engine()
+        if self.reuse.calibrated is not None:
+            self._keep_engine_of(self.reuse.calibrated.calibration)
+            self.reuse.check_engine(self.forward.engine.name)
         if self.tier is not None:
             numbers = saved.manifest.numbers or {}
             for name in self.namespaces() - {*numbers}:
@@ -335,10 +308,11 @@ class Core:
 
     def _keep_engine_of(self, made: Calibration | None) -> None:
         """With `auto`, take the engine of a restored calibration, faster or not: no other finds its sources."""
-        if made is None or self._config.engine.name != "auto":
+        if made is None or self.wrapped.config.engine.name != "auto":
             return
         if not made.engine:
-            self._graphs, self.forward.engine = None, self.forward.eager
+            self._graphs = None
+            self.forward.compute_by(None)
         elif not (self.forward.engine.name or find_missing()) and made.engine == engine_name():
             self.build_engine(is_sure=True)
 
@@ -346,22 +320,17 @@ class Core:
         sections: dict[str, Section] = {"bank": self.bank}
         if self.blocks is not None:
             sections["blocks"] = self.blocks
-        if self.calibrator is not None and self.calibrator.calibrated.calibration is not None:
-            sections[CALIBRATED] = self.calibrator.calibrated
+        if self.reuse.calibrated is not None and self.reuse.calibrated.calibration is not None:
+            sections[CALIBRATED] = self.reuse.calibrated
         return sections
 
     def _kinds(self) -> dict[str, Kinds[Any]]:
         prefix = self.forward.prefix
-        return {"packings": self.forward.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
+        return {"packings": self.forward.rows.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
 
     def drain(self) -> int:
         """Do all background work now; return how many jobs this thread did."""
-        n_done = 0
-        if self.calibrator is not None:
-            self.calibrator.calibrated.settle()
-            n_done = self.calibrator.audit.drain()
-            if self.calibrator.sharing is not None:
-                self.calibrator.sharing.settle()
+        n_done = self.reuse.settle()
         if self.tier is not None:
             self.tier.drain()
         return n_done
@@ -369,32 +338,27 @@ class Core:
     def close(self) -> None:
         """Remove all swaps from the model, and close threads and connections."""
         self.forward.is_retired = True
-        if self.calibrator is not None:
-            self.calibrator.audit.worker.close()
+        self.reuse.close()
         self.installed.remove()
         if self.tier is not None:
             self.tier.close()
         if self._graphs is not None:
             self._graphs.close()
-        if self.calibrator is not None and self.calibrator.draft is not None:
-            self.calibrator.draft.close()
+        self.reuse.close_draft()
 
     def _engine_stats(self) -> EngineStats | None:
         if self._graphs is not None:
             return self._graphs.stats()
         return EngineStats(self.forward.eager.name or "eager", 0, n_failed=self._n_failed) if self._n_failed else None
 
-    def _device(self) -> torch.device:
-        """Return the device that entries are kept on."""
-        return device_of(self.trunk.module) if self._config.device == "model" else torch.device("cpu")
 
-    def _make_blocks(self) -> BlockPool | None:
-        """Return a block pool for calls that keep K/V; None if the model makes no K/V or entries keep one vector."""
-        config, trunk = self._config, self.trunk
-        if not trunk.makes_kv or self.payload.fits_any_length:
-            return None
-        block, make_policy, device = _block_of(config), lambda: config.policy.build(POLICIES), self._device()
-        return BlockPool(block, config.max_bytes, device, make_policy, lambda: self.bank.nbytes)
+def _make_blocks(wrapped: Wrapped, spent: Callable[[], int]) -> BlockPool | None:
+    """Return a block pool for calls that keep K/V; None if the model makes no K/V or entries keep one vector."""
+    config = wrapped.config
+    if not (wrapped.trunk.makes_kv and wrapped.keeps_tokens):
+        return None
+    make_policy = partial(config.policy.build, POLICIES)
+    return BlockPool(_block_of(config), config.max_bytes, wrapped.device, make_policy, spent)
 
 
 def _block_of(config: CacheConfig) -> int:
@@ -402,8 +366,9 @@ def _block_of(config: CacheConfig) -> int:
     return (config.prefix or PrefixOptions()).block
 
 
-def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Counters, memory: Memory) -> Tier | None:
+def _open_tier(wrapped: Wrapped, memory: Memory) -> Tier | None:
     """Open the store behind memory; None if the setting is `memory`."""
+    config = wrapped.config
     if config.store.name == MEMORY:
         if options := config.store.model_fields_set - {"name"}:
             raise ConfigError(f"store: {MEMORY!r} takes no options: name another, or leave out {', '.join(options)}")
@@ -414,9 +379,9 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
             "come back from the store; use another policy"
         )
     settings = {
-        "payload": payload.name,
+        "payload": wrapped.payload.name,
         "prefix_block": _block_of(config),
-        "device": device_of(trunk.module).type,
+        "device": device_of(wrapped.trunk.module).type,
         "versions": [torch.__version__, transformers.__version__],
     }
     seal = Seal.from_environment()  # first: if it raises, no store is left open
@@ -424,7 +389,9 @@ def _open_tier(trunk: Trunk, payload: Payload, config: CacheConfig, counters: Co
         logger.warning(
             "llmcache: values on Redis are not signed, so whoever can write to it can forge answers: set %s", SECRET
         )
-    return Tier(config.store.build(STORES), seal, json.dumps(settings), counters, memory, config.store.least_tokens)
+    return Tier(
+        config.store.build(STORES), seal, json.dumps(settings), wrapped.counters, memory, config.store.least_tokens
+    )
 
 
 def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:

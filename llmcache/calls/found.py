@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from llmcache.calls.call import CachedForward
+from llmcache.calls.prepared import Prepared
 from llmcache.errors import ConfigError
 from llmcache.models.arguments import DECIDING, count_rows, takes_dict
 from llmcache.request.bypass import CURES, MISSES
 from llmcache.request.outcome import Outcome
 from llmcache.reuse.calibration.calibration import DRAFT, SEMANTIC
-from llmcache.reuse.call import Call
+from llmcache.reuse.call import Bypass, Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Part:
 
     rows: tuple[int, ...]
     inputs: dict[str, Any]
-    _call: Call | None = field(default=None, repr=False)  # keeps the hits alive
+    _prepared: Prepared | None = field(default=None, repr=False)  # keeps the hits alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +87,16 @@ def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanat
     call = forward.prepared.look_up(run)
     if call is None:
         raise ConfigError("explain: the model's trunk was not called with these arguments")
-    if call.reason is not None:
-        n_rows = count_rows(call.arguments or forward.arguments.bind(call.args, call.kwargs))
+    if isinstance(call, Bypass):
+        n_rows = count_rows(call.parameters.bind(call.args, call.kwargs))
         return (Explanation(Outcome(bypassed=call.reason), cure=CURES[call.reason]),) * n_rows
-    limits = {} if call.made is None else call.made.limits
+    limits = {} if call.calibration is None else call.calibration.limits
     found = []
     for row in call.rows:
-        one = forward.outcome(call, row)
+        one = call.path.outcome(call, row)
         rung = one.rung or (DRAFT if one.similarity is None else SEMANTIC)  # a source's risk comes with a similarity
-        is_miss = not (one.rung or one.bypassed or one.missed) and call.prefill is None
-        if is_miss and forward.prefix and call.scope and forward.prefix.holds(row, call.scope):
+        is_miss = not (one.rung or one.bypassed or one.missed) and not call.path.keeps_kv
+        if is_miss and forward.prefix and forward.prefix.holds(row, call.scope):
             one = replace(one, missed="no_kv")
         found.append(Explanation(one, limits.get(rung), CURES.get(one.bypassed or "", MISSES.get(one.missed or ""))))
     return tuple(found)
@@ -112,22 +113,21 @@ def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str,
     run = partial(model, dict(batch)) if takes_dict(model) else partial(model, **batch)
     with torch.inference_mode():
         call = forward.prepared.look_up(run)
-    if call is not None and not _can_resume(call, batch):
-        call = None
-    hits = () if call is None else sorted(call.hits)
+    known = call if isinstance(call, Call) and _can_resume(call, batch) else None
+    hits = () if known is None else sorted(known.hits)
 
     def part(numbers: Sequence[int]) -> Part | None:
         if not numbers:
             return None
         inputs = _take(batch, numbers, len(ids))
-        return Part(tuple(numbers), inputs, None if call is None else forward.prepared.keep(call, numbers, inputs))
+        return Part(tuple(numbers), inputs, None if known is None else forward.prepared.keep(known, numbers, inputs))
 
     return Found(part(hits), part([number for number in every if number not in set(hits)]))
 
 
 def _can_resume(call: Call, batch: Mapping[str, Any]) -> bool:
     """Whether the trunk gets the batch's own tensors, so that the call is recognised when it is made."""
-    is_plain = call.reason is None and call.prefill is None and call.mask_4d is None
+    is_plain = not call.path.keeps_kv and call.mask_4d is None
     return is_plain and all(call.arguments.get(name) is batch.get(name) for name in DECIDING)
 
 

@@ -9,8 +9,10 @@ Sizes: B rows, T tokens per row (padding included), n valid tokens, C columns cu
 a head, D hidden width, b tokens per block.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,22 +23,25 @@ from transformers.utils.generic import ModelOutput
 
 from llmcache.calls.chunks import Chunks
 from llmcache.calls.kv_fill import Pieces, empty, fill, is_by_column, join, last_states, lay, put, with_states
-from llmcache.calls.stored_blocks import StoredBlocks, Wanted
+from llmcache.calls.stored_blocks import StoredBlocks, Wanted, block_name
+from llmcache.calls.stored_entries import entry_name
+from llmcache.calls.wrapped import Wrapped
+from llmcache.engines.engine import Eager
 from llmcache.memory.blocks.block import NAMES, Block, Link, Slab, first_tokens, links, runs
 from llmcache.memory.blocks.block_pool import BlockPool
-from llmcache.memory.blocks.prefill import Prefill
 from llmcache.memory.blocks.slabs import slab_blocks
-from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
 from llmcache.models.packing import STATES, padding_of, parts_of
 from llmcache.request.bypass import find_reason_of_cache
-from llmcache.request.counters import Counters
+from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
-from llmcache.reuse.call import Call
+from llmcache.reuse.call import Call, Path
 from llmcache.support.arrays import Positions
+from llmcache.support.context import setting
 
 #: Runs the trunk with positional and keyword arguments.
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -48,27 +53,30 @@ class Prefix:
 
     def __init__(
         self,
-        trunk: Trunk,
+        wrapped: Wrapped,
         blocks: BlockPool,
-        counters: Counters,
-        arguments: Arguments,
-        cuts: bool,
         stored: StoredBlocks | None,
-        is_exact: bool,
+        arguments: Arguments,
+        eager: Eager,
+        chunks: ContextVar[Chunks | None],
     ) -> None:
-        """Serve from `blocks` and from the store `stored`: known prefixes if `cuts`, whole requests if `is_exact`."""
-        self._cuts, self._stored, self._is_exact = cuts, stored, is_exact
-        self._trunk, self.blocks, self._counters, self._arguments = trunk, blocks, counters, arguments
+        """Serve from `blocks` and from the store `stored`, and run what is left in `chunks`, if any, by `eager`."""
+        config, trunk = wrapped.config, wrapped.trunk
+        # For a trunk matched by shape alone, padding behaviour and other outputs are unknown.
+        self._cuts = config.prefix is not None and trunk.adapter.is_causal and not trunk.adapter.is_guess
+        self._stored, self._is_exact, self._counters = stored, config.serves_exact, wrapped.counters
+        self._trunk, self.blocks, self._arguments, self._eager = trunk, blocks, arguments, eager
+        self.depth = trunk.depth
+        self._chunks = chunks
         #: By kind of call: class and field names of its output, and whether the trunk was seen to make a plain
         #: `DynamicCache`; None if the output is not understood.
         self.kinds = Kinds[Kind](lambda known: [name_of(known[0]), *known[1:]], _read_kind)
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
-    def open(self, call: "Call") -> str | None:
-        """Prepare a call that keeps K/V; return the reason for a bypass, or None."""
-        passed, requests = call.arguments, call.requests
-        assert requests is not None and call.scope is not None and call.state is not None
+    def open(self, call: Call) -> "Prefill | str":
+        """Return the path of a call that keeps K/V, or the reason for a bypass."""
+        passed = call.arguments
         kv_cache = passed.get(CACHE)
         if kv_cache is None:
             kv_cache = self._new_cache(call)
@@ -83,14 +91,11 @@ class Prefix:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        call.prefill = Prefill(kv_cache, call.scope, requests.rows, self.blocks.n_purges)
-        prefill = call.prefill
-        prefill.has_chains = not (call.is_activated or call.is_whole or call.state.sees_later)
-        return None
+        has_chains = not (call.is_activated or call.is_coupled or call.state.sees_later)
+        return Prefill(self, kv_cache, call.scope, call.rows, self.blocks.n_purges, has_chains)
 
-    def _new_cache(self, call: "Call") -> DynamicCache | None:
+    def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
-        assert call.state is not None
         refusals = call.state.kv_refusals
         if False not in refusals:
             if self._trunk.makes_dynamic_cache:
@@ -101,10 +106,8 @@ class Prefix:
 
     # -- look up -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, call: "Call") -> None:
+    def look_up(self, call: Call, prefill: "Prefill") -> None:
         """Find rows that are held in full, or else how many columns need not be run."""
-        prefill = call.prefill
-        assert prefill is not None
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
         if prefill.kv_cache is None:
@@ -122,7 +125,7 @@ class Prefix:
                 self._stored.offer_again(call, [*keys, key], held, self.kinds.describe(call.kind))
         if len(prefill.whole) == len(prefill.rows):
             return
-        if call.is_whole:
+        if call.is_coupled:
             prefill.whole = {}
         is_mixed = any(row.bypass_reason or row.start is None for row in prefill.rows)
         if self._cuts and prefill.has_chains and not is_mixed:
@@ -130,10 +133,10 @@ class Prefix:
         else:
             known = [row for row in prefill.rows if self.blocks.n_held(self._chain(prefill, row))]
             prefill.missed = {row.number: "batch" if self._cuts else "whole_prompts" for row in known}
-        if prefill.served:
+        if prefill.served_tokens:
             prefill.whole = {}
 
-    def _recall(self, call: "Call", prefill: Prefill, stored: StoredBlocks) -> None:
+    def _recall(self, call: Call, prefill: "Prefill", stored: StoredBlocks) -> None:
         """Read blocks from the store for rows that are not held in full."""
         shared = {None, call.prefixes_from} - {prefill.scope.namespace}
         wanted = []
@@ -154,15 +157,13 @@ class Prefix:
         """Whether the first block of a request is held."""
         return bool(row.start is not None and row.n_valid and self.blocks.n_held(links(scope, row, self.blocks.size)))
 
-    def keys_of(self, call: "Call") -> list[str]:
+    def keys_of(self, prefill: "Prefill") -> list[str]:
         """Return the keys of all blocks and tails that may have served a call."""
-        prefill = call.prefill
-        assert prefill is not None
         rows = [row for row in prefill.rows if not row.bypass_reason]
         chains = [link.key for row in rows for link in self._chain(prefill, row)]
         return [*chains, *(key for row in rows for key in (row.key, row.duplicate_key) if key)]
 
-    def _find_cut(self, call: "Call", prefill: Prefill) -> None:
+    def _find_cut(self, call: Call, prefill: "Prefill") -> None:
         ids = call.arguments["input_ids"]
         reached = [self._reach(prefill, row, call.prefixes_from) for row in prefill.rows]
         prefill.matched, n_known = zip(*reached, strict=True)
@@ -175,12 +176,12 @@ class Prefix:
 
         if sum(served := used(n_cut)) >= self.blocks.size:
             prefill.n_cut = n_cut
-            prefill.served = {number: n for number, n in enumerate(served) if n}
+            prefill.served_tokens = {number: n for number, n in enumerate(served) if n}
         elif (is_padded := sum(used(n_free)) >= self.blocks.size) or len(n_known) > 1:
             why = "padding" if is_padded else "batch"
             prefill.missed = {number: why for number, n in enumerate(n_known) if n >= self.blocks.size}
 
-    def _reach(self, prefill: Prefill, row: Row, shared: str | None) -> tuple[list[Block], int]:
+    def _reach(self, prefill: "Prefill", row: Row, shared: str | None) -> tuple[list[Block], int]:
         """Return `BlockPool.reach` of a row in its namespace, or in the namespace `shared` if that reaches further."""
         own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
         if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
@@ -188,7 +189,7 @@ class Prefix:
         chain = self._chain(prefill, row, shared)
         return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda one: one[1])
 
-    def _chain(self, prefill: Prefill, row: Row, shared: str | None = None) -> tuple[Link, ...]:
+    def _chain(self, prefill: "Prefill", row: Row, shared: str | None = None) -> tuple[Link, ...]:
         """Return the full blocks of a row, in its namespace or in the namespace `shared`."""
         if not prefill.has_chains or row.start is None:  # gaps between tokens, or positions that are not consecutive
             return ()
@@ -199,25 +200,31 @@ class Prefix:
 
     # -- answer --------------------------------------------------------------------------------------------------------
 
-    def answer(self, call: "Call", run: Run, chunks: "Chunks | None") -> Any:
+    def answer(self, call: Call, prefill: "Prefill") -> Any:
         """Return the trunk's output after `look_up`, and fill the caller's K/V cache. On an error that is emptied.
 
-        The trunk is run in `chunks`, if any. Errors raised between chunks are raised here.
+        Within `chunked`, the trunk is run in chunks. Errors raised between chunks are raised here.
         """
-        prefill, started = call.prefill, perf_counter()
-        assert prefill is not None
+        started, chunks, run = perf_counter(), self._chunks.get(), partial(self._run, call, prefill)
         try:
             return self._answer(call, prefill, run)
         except Exception as error:  # if it is the model's, the second run below raises it again
-            if not (prefill.whole or prefill.served) or (chunks is not None and chunks.error is error):
+            if not (prefill.whole or prefill.served_tokens) or (chunks is not None and chunks.error is error):
                 raise
-            prefill.drop()
+            prefill.drop(call)
             self._counters.error("serve a prefix", error)
             return self._answer(call, prefill, run)
         finally:
             call.computing_s = perf_counter() - started
 
-    def _answer(self, call: "Call", prefill: Prefill, run: Run) -> Any:
+    def _run(self, call: Call, prefill: "Prefill", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        chunks = self._chunks.get()
+        if chunks is None or call.is_activated or not chunks.fit(self._arguments, args, kwargs):
+            return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in prefill.whole])
+        with setting(self._chunks, None):  # `between` may call this model: do not chunk those calls
+            return chunks.run(self._eager, self._arguments, args, kwargs)
+
+    def _answer(self, call: Call, prefill: "Prefill", run: Run) -> Any:
         kind = self.kinds.get(call.kind)
         args, kwargs = call.args, call.kwargs
         if prefill.kv_cache is not None:
@@ -226,23 +233,22 @@ class Prefix:
             if prefill.whole and kind is not None:
                 return self._answer_whole(call, prefill, kind, run)
             prefill.whole = {}
-            if not prefill.served:
+            if not prefill.served_tokens:
                 return run(args, kwargs)
             states = self._fill(prefill, call.arguments["input_ids"].device)
-            output = run(*self._cut(call, args, kwargs))
+            output = run(*self._cut(call, prefill.n_cut, args, kwargs))
             whole = join([*(piece.to(output[0].dtype) for piece in states), output[0]])
             return with_states(output, whole)
         except BaseException:
-            if prefill.whole or prefill.served:
+            if prefill.whole or prefill.served_tokens:
                 empty(prefill.kv_cache)
             raise
 
     def _cut(
-        self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, n_cut: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the trunk's arguments without the known columns."""
-        assert call.prefill is not None
-        n_cut, arguments = call.prefill.n_cut, self._arguments
+        """Return the trunk's arguments without the first `n_cut` columns, which are known."""
+        arguments = self._arguments
         for name in BY_COLUMN:
             if (value := arguments.get(args, kwargs, name)) is not None:
                 args, kwargs = arguments.replace(args, kwargs, name, value[..., n_cut:])
@@ -253,14 +259,14 @@ class Prefix:
             args, kwargs = arguments.replace(args, kwargs, "attention_mask", None)
         return args, kwargs
 
-    def _fill(self, prefill: Prefill, device: torch.device) -> Pieces:
+    def _fill(self, prefill: "Prefill", device: torch.device) -> Pieces:
         """Fill the K/V cache with C columns; return their states as pieces of (B, C, D)."""
         rows = prefill.rows
         held = {
             row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True))
-            for row, n in prefill.served.items()
+            for row, n in prefill.served_tokens.items()
         }
-        columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served.items()}
+        columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served_tokens.items()}
         keys, values, states = (
             lay({row: held[row][which] for row in held}, columns, (len(rows), prefill.n_cut), device)
             for which in range(3)
@@ -269,7 +275,7 @@ class Prefix:
             fill(prefill.kv_cache, layer, of_keys, of_values)
         return next(states)
 
-    def _answer_whole(self, call: "Call", prefill: Prefill, kind: Kind, run: Run) -> Any:
+    def _answer_whole(self, call: Call, prefill: "Prefill", kind: Kind, run: Run) -> Any:
         """Return the output of a call with rows that are held in full; the trunk runs on the other rows."""
         ids = call.arguments["input_ids"]
         n_rows, n_tokens = ids.shape
@@ -304,7 +310,7 @@ class Prefix:
         made = {name: states if name == STATES else prefill.kv_cache for name in names}
         return tuple(made.values()) if of is tuple else of(**made)
 
-    def _run_rows(self, call: "Call", rows: Sequence[int], run: Run) -> tuple[Any, Any]:
+    def _run_rows(self, call: Call, rows: Sequence[int], run: Run) -> tuple[Any, Any]:
         """Run the trunk on some rows; return its output and the K/V cache that it filled."""
         index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), DynamicCache()
         args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, kv_cache)
@@ -319,16 +325,16 @@ class Prefix:
 
     # -- store ---------------------------------------------------------------------------------------------------------
 
-    def store(self, call: "Call", output: Any) -> str | None:
+    def store(self, call: Call, prefill: "Prefill", output: Any) -> str | None:
         """Store blocks of computed rows; return the bypass reason if its output or K/V is not understood."""
-        prefill, state = call.prefill, call.state
-        assert prefill is not None and state is not None
-        states = last_states(output)
+        state, states = call.state, last_states(output)
         names = (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
         if states is None:
             self.kinds.learn(call.kind, None)
             return "more_output"
-        reason = state.kv_refusals[call.arguments.get(CACHE) is not None] = self._check_kv(call, output, states)
+        reason = state.kv_refusals[call.arguments.get(CACHE) is not None] = self._check_kv(
+            call, prefill, output, states
+        )
         if reason:
             return reason
         self.kinds.learn(call.kind, (type(output), names, state.kv_refusals.get(False) == ""))
@@ -339,18 +345,16 @@ class Prefix:
                 self._store(call, prefill, row, states[row.number])
         return None
 
-    def _check_kv(self, call: "Call", output: Any, states: Tensor) -> str:
+    def _check_kv(self, call: Call, prefill: "Prefill", output: Any, states: Tensor) -> str:
         """Take the K/V cache that the trunk returned; return why it cannot be kept with these states, "" if it can."""
-        assert call.prefill is not None
         parts = parts_of(output)
-        kv_cache = parts.get(CACHE, parts.get(1, call.prefill.kv_cache))
-        call.prefill.kv_cache = kv_cache
+        kv_cache = prefill.kv_cache = parts.get(CACHE, parts.get(1, prefill.kv_cache))
         if reason := find_reason_of_cache(kv_cache):
             return reason
         is_alike = states.shape[:2] == call.arguments["input_ids"].shape
         return "" if is_alike and is_by_column(kv_cache, states, self._trunk.depth) else "kv_layout"
 
-    def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
+    def _put(self, call: Call, prefill: "Prefill", chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
         known = {link.key for link in chain if link.key in self.blocks}
         is_whole = self.blocks.put(chain, made, prefill.n_purges)
@@ -361,7 +365,7 @@ class Prefix:
                     self._stored.put(call, link.key, made[link.key], before, kind)
         return is_whole
 
-    def _store(self, call: "Call", prefill: Prefill, row: Row, states: Tensor) -> None:
+    def _store(self, call: Call, prefill: "Prefill", row: Row, states: Tensor) -> None:
         """Store the blocks of a row that are not held, with the trunk's output states (T, D).
 
         A row computed in full is stored bit for bit. If held blocks of another request differ from it in the last
@@ -369,7 +373,7 @@ class Prefix:
         """
         blocks, chain = self.blocks, self._chain(prefill, row)
         held = blocks.match(chain)
-        is_whole = not prefill.served  # a cut call has no states at padding
+        is_whole = not prefill.served_tokens  # a cut call has no states at padding
         if not is_whole and len(held) == len(chain):
             return
         n_before = 0 if is_whole else len(held)
@@ -389,7 +393,7 @@ class Prefix:
         if not self._put(call, prefill, (*chain[:n_own], link), {**new, link.key: tail}):
             self._counters.too_large(1)
 
-    def _make_blocks(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> list[Block]:
+    def _make_blocks(self, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> list[Block]:
         """Make the full blocks of a row after the first `n_before`, in slabs."""
         chain, size = self._chain(prefill, row), self.blocks.size
         made = []
@@ -400,7 +404,7 @@ class Prefix:
             made += [Block(link.ids, prefill.scope, slab, i * size, (i + 1) * size) for i, link in enumerate(held)]
         return made
 
-    def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
+    def _make_tail(self, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> Block:
         """Make the tail of a row after `n_before` tokens, with its padding if that is served as well."""
         places = row.valid if row.start is None else slice(_first(row) + n_before, _valid(row).stop)
         rest = self._take(prefill, row, states, places)
@@ -411,7 +415,7 @@ class Prefix:
         ids = row.ids[n_before * _id_width(row) :]
         return Block(ids, prefill.scope, rest, 0, rest.n_tokens, is_tail=True, padding=padding, layout=row.layout)
 
-    def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> Slab:
+    def _take(self, prefill: "Prefill", row: Row, states: Tensor, places: Positions) -> Slab:
         """Copy the K/V and states at some positions of a row to the pool's device, as normal tensors."""
         device = self.blocks.device
         with torch.inference_mode(False), torch.no_grad():
@@ -421,6 +425,74 @@ class Prefix:
             values = torch.cat([layer.values[only, :, places] for layer in layers])
             taken = states[None, places].clone()
             return Slab(keys.to(device), values.to(device), taken.to(device))
+
+
+@dataclass(slots=True)
+class Prefill(Path):
+    """The path of one call that keeps K/V.
+
+    Attributes:
+        prefix: Serves and stores it.
+        kv_cache: The caller's K/V cache, which the call fills.
+        scope: The scope of the call.
+        rows: The rows of the call.
+        n_purges: `BlockPool.n_purges` when the call began.
+        has_chains: Its rows may share prefixes with other requests.
+        chains: The full blocks of rows, by row number and namespace (None: the call's own).
+        whole: Key and blocks of each row that is stored whole, by row number; empty if prefixes are served.
+        served_tokens: Number of tokens that a stored prefix serves, at least 1, by row number.
+        matched: The stored blocks that each row begins with.
+        n_cut: C.
+        missed: Why stored prefixes of rows are not served, a key of `MISSES`, by row number.
+    """
+
+    prefix: Prefix
+    kv_cache: Any
+    scope: Scope
+    rows: Sequence[Row]
+    n_purges: int
+    has_chains: bool
+    chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)
+    whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)
+    served_tokens: Mapping[int, int] = field(default_factory=dict)
+    matched: Sequence[Any] = ()
+    n_cut: int = 0
+    missed: Mapping[int, str] = field(default_factory=dict)
+    keeps_kv = True
+
+    def look_up(self, call: Call) -> None:
+        self.prefix.look_up(call, self)
+
+    def served(self, call: Call) -> Collection[int]:
+        return self.whole.keys()
+
+    def drop(self, call: Call) -> None:
+        self.whole, self.served_tokens = {}, {}
+
+    def answer(self, call: Call) -> Any:
+        return self.prefix.answer(call, self)
+
+    def store(self, call: Call, output: Any) -> str | None:
+        return self.prefix.store(call, self, output)
+
+    def outcome(self, call: Call, row: Row) -> Outcome:
+        if row.bypass_reason:
+            return Outcome(row.key, bypassed=row.bypass_reason)
+        if row.number in self.whole:
+            return Outcome(row.key, "exact", self.prefix.depth - 1, self.whole[row.number][0], 1.0)
+        if n_prefix := self.served_tokens.get(row.number, 0):
+            return Outcome(row.key, "prefix", n_prefix=n_prefix)
+        return Outcome(row.key, missed="coupled" if call.is_coupled else self.missed.get(row.number))
+
+    def names(self, call: Call) -> list[str]:
+        keys = [row.key for row in self.rows if row.key]
+        return [*map(entry_name, keys), *map(block_name, self.prefix.keys_of(self))]
+
+    def n_computed(self, call: Call) -> int:
+        return self.n_prompt(call) - sum(self.served_tokens.values())
+
+    def n_prompt(self, call: Call) -> int:
+        return sum(row.n_valid for row in self.rows if row.number not in self.whole)
 
 
 def _read_kind(described: Any) -> Kind | None:

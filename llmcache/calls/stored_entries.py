@@ -18,7 +18,6 @@ class StoredEntries:
 
     def recall(self, call: Call, rows: Sequence[Row]) -> None:
         """Read the entries of requests that the bank lacks, in one read, and put them into the bank."""
-        assert call.scope is not None and call.requests is not None
         wanted = list(dict.fromkeys(row.key for row in rows if row.key not in self._bank))
         if not wanted:
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmcache.errors import NotCachedError
 from llmcache.request.rows import DEFAULT_NAMESPACE
-from llmcache.reuse.call import Call
+from llmcache.reuse.call import Bypass, Call
 
 DISABLE = "LLMCACHE_DISABLE"  # environment variable: any value but "" and "0" turns caches off
 
@@ -15,21 +15,22 @@ DISABLE = "LLMCACHE_DISABLE"  # environment variable: any value but "" and "0" t
 class Switches:
     """The variables behind `namespace(...)`, `disabled()` and `only_if_cached()` of one cache, and of its swaps."""
 
-    def __init__(self) -> None:
-        """Start with defaults; `LLMCACHE_DISABLE` sets the default of `is_disabled`."""
+    def __init__(self, namespace: ContextVar[str] | None = None) -> None:
+        """Start with defaults; `LLMCACHE_DISABLE` sets the default of `is_disabled`. `namespace` may be another's."""
         is_off = os.environ.get(DISABLE, "0") not in ("", "0")
-        self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
+        self.namespace: ContextVar[str] = namespace or ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         #: Within the whole model's forward: closed trunk calls, to be observed with its output. Else None.
-        self.seen: ContextVar[list[Call] | None] = ContextVar("llmcache_seen", default=None)
+        self.seen: ContextVar[list[Call | Bypass] | None] = ContextVar("llmcache_seen", default=None)
         #: That forward's arguments that its trunk does not take by name: labels, say.
         self.beside: ContextVar[Sequence[Any]] = ContextVar("llmcache_beside", default=())
 
-    def check_cached(self, call: Call) -> None:
+    def check_cached(self, call: Call | Bypass) -> None:
         """Within `only_if_cached`, raise `NotCachedError` if a call has a row without a hit, or bypasses the cache."""
         if self.is_only_if_cached.get():
-            found = call.hits if call.prefill is None else call.prefill.whole
-            missing = tuple(row.number for row in call.rows if row.number not in found)
-            if call.reason is not None or missing:
-                raise NotCachedError(missing if call.reason is None else None)
+            if isinstance(call, Bypass):
+                raise NotCachedError(None)
+            served = call.path.served(call)
+            if missing := tuple(row.number for row in call.rows if row.number not in served):
+                raise NotCachedError(missing)

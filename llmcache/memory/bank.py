@@ -68,13 +68,20 @@ class Entry:
 class Bank:
     """Stores entries by key and evicts them; each namespace has its own share of the budget. Thread-safe."""
 
-    def __init__(self, make_policy: Callable[[], Policy], max_bytes: int, max_entries: int | None = None) -> None:
+    def __init__(
+        self,
+        make_policy: Callable[[], Policy],
+        max_bytes: int,
+        max_entries: int | None = None,
+        make_way: Callable[[], object] | None = None,
+    ) -> None:
         """Start empty.
 
         Args:
             make_policy: Makes a policy; its methods are called under the bank's lock.
             max_bytes: Budget for the sum of the entries' `nbytes`.
             max_entries: Most entries; None: no limit.
+            make_way: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
         """
         self.max_bytes = max_bytes
         self.max_entries = max_entries
@@ -93,10 +100,8 @@ class Bank:
         self._trimmer = Trimmer()
         self._n_hits = self._n_unused = 0  # entries that were hit; entries evicted without a hit
         self._has_warned = False
-        #: Called under the lock with the key of each removed entry that was not pinned.
-        self.on_leave: Callable[[str], object] = lambda key: None
-        #: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
-        self.make_way: Callable[[], object] = lambda: None
+        self._on_leave: list[Callable[[str], object]] = []
+        self._make_way = make_way
         self._pinned: set[str] = set()  # removed only by `clear` and `forget`; unknown to the policy
         self._pinned_nbytes = 0
 
@@ -105,6 +110,10 @@ class Bank:
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
+
+    def watch(self, on_leave: Callable[[str], object]) -> None:
+        """Call a function under the lock with the key of each entry that is removed and was not pinned."""
+        self._on_leave.append(on_leave)
 
     def find(self, rows: Sequence[Row]) -> list[Entry | None]:
         """Return the entry of each row, or None, and tell the policy of the hits."""
@@ -140,7 +149,8 @@ class Bank:
             self._pinned |= {entry.key for entry in entries}
             self._pinned_nbytes += nbytes
             self.nbytes += nbytes
-        self.make_way()
+        if self._make_way is not None:
+            self._make_way()
         return True
 
     def release(self) -> None:
@@ -181,7 +191,8 @@ class Bank:
                 if cost is not None and self.heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
         self._trimmer.stored(n_stored, len(self))
-        self.make_way()
+        if self._make_way is not None:
+            self._make_way()
         return n_too_large
 
     def is_current(self, namespace: str, key: str, generation: int) -> bool:
@@ -289,7 +300,8 @@ class Bank:
         is_pinned = key in self._pinned
         self._remove(key)
         if not is_pinned:
-            self.on_leave(key)
+            for on_leave in self._on_leave:
+                on_leave(key)
 
     def _remove(self, key: str) -> None:
         if (entry := self._entries.pop(key, None)) is None:

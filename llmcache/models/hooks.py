@@ -58,10 +58,7 @@ class Watcher(Listener, Protocol):
     #: That forward's arguments that its trunk does not take by name: labels, say.
     beside: ContextVar[Sequence[Any]]
     arguments: Arguments  # of the trunk's forward
-    draft: Any  # puts its logits into outputs; None without one
-
-    def observe(self, call: Any, output: Any) -> None:
-        """Take a closed call and the output of the whole model."""
+    reuse: Any  # puts a draft's logits into outputs, and observes calls
 
     def withdraw(self, call: Any) -> None:
         """Cancel what waits for the answer of a call whose model raised."""
@@ -278,9 +275,9 @@ class ModelForward(Swap):
         failure: Exception | None = None
         try:
             output = self.original(*args, **kwargs)
-            is_whole = forward.draft is None or forward.draft.join(calls, output)
+            is_whole = forward.reuse.join(calls, output)
         except BaseException as error:
-            if forward.draft is None or not (isinstance(error, Exception) and forward.draft.has_part_in(calls)):
+            if not (isinstance(error, Exception) and forward.reuse.has_part_in(calls)):
                 raise
             failure = error
         finally:
@@ -291,11 +288,11 @@ class ModelForward(Swap):
         if not is_whole:
             output = self.original(*args, **kwargs)  # no draft serves, as its logits cannot be put in
             if failure is not None:
-                forward.draft.fail(failure)  # of the placeholders: without them the head does not raise
+                forward.reuse.fail(failure)  # of the placeholders: without them the head does not raise
             return output
         # Of several calls, it is unknown which one made which answer; a tuple begins with the loss, if there is one.
         if len(calls) == 1 and calls[0].entries and not (beside and isinstance(output, tuple)):
-            forward.observe(calls[0], output)
+            forward.reuse.observe(calls[0], output)
         return output
 
     def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,10 @@ class Opener:
         coupling: Coupling,
         reader: RequestReader,
     ) -> None:
-        self._trunk, self._head, self._payload, self._reader = trunk, head, payload, reader
+        self._trunk, self._payload, self._reader = trunk, payload, reader
         self._fingerprint, self._weights = fingerprint, weights
-        self._observed = head.observed if payload.fits_any_length else None
         arguments = Arguments(getattr(trunk.module, "_orig_mod", trunk.module).forward)  # as `Swap.arguments`
-        self._forms = Forms(trunk, arguments, coupling, reader, not payload.fits_any_length)
+        self._forms = Forms(trunk, arguments, coupling, reader, head, not payload.fits_any_length)
         #: Whether the model would make K/V that its head never reads and entries do not hold.
         self.keeps_no_kv = self._forms.keeps_no_kv
 
@@ -54,21 +54,13 @@ class Opener:
         if look.refusal is not None:
             return look.refusal
         call.mark = look.mark
-        state = self._forms.state(look.digest, look.modules)
-        form, arguments, mask_4d = self._forms.find(args, kwargs, state)
+        opened = self._forms.open(args, kwargs, look, partial(find_reason_of_layers, self._trunk))
+        if isinstance(opened, str):
+            return opened
+        state, form, arguments, mask_4d, autocast = opened
         call.arguments = dict(arguments)
-        if reason := form.reason or find_reason_of_layers(self._trunk) or state.reason:
-            return reason
-        if self._head.pooled is not None and self._head.pooled.has_changed():
-            return "other_pooling"
-        if self._observed is not None and self._observed.has_changed(look.digest):
-            return "other_pooling"
         if state.coupling:
             return "coupled_rows"
-        if self._forms.are_hooked(state):
-            return "hooked"
-        device = call.arguments["input_ids"].device.type
-        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         call.scope = Scope(call.namespace, look.digest, autocast, form.attention)
         requests = self._reader.read(call.arguments, mask_4d, call.scope, state.tables, look.activated, is_whole=False)
         call.rows, call.content = requests.rows, torch.from_numpy(requests.content())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, ne, not_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
 from llmcache.models.coupling import Coupling
+from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import keys_of, setting
+from llmcache.models.weights import Look
 from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv
 from llmcache.request.reading import RequestReader, Tables
 from llmcache.request.rows import Scope
@@ -69,17 +71,38 @@ class State:
     scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by the fields of `Scope`
 
 
+class Opened(NamedTuple):
+    """What is known of a call before its rows are read."""
+
+    state: State
+    form: Form
+    arguments: Mapping[str, Any]  # by name
+    mask_4d: Tensor | None  # the mask as passed, if 4-D; `arguments` holds the equivalent 2-D mask
+    autocast: str  # its dtype; "" without
+
+
+def _none() -> None:
+    """Return no reason."""
+
+
 class Forms:
     """States and forms of one trunk. Thread-safe."""
 
     def __init__(
-        self, trunk: Trunk, arguments: Arguments, coupling: Coupling, reader: RequestReader, keeps_tokens: bool
+        self,
+        trunk: Trunk,
+        arguments: Arguments,
+        coupling: Coupling,
+        reader: RequestReader,
+        head: Head,
+        keeps_tokens: bool,
     ) -> None:
         """Start with no states. `keeps_tokens`: entries keep the states of all tokens, and K/V if the caller does."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self._trunk, self._arguments, self._coupling, self._reader = trunk, arguments, coupling, reader
+        self._pooled, self._observed = head.pooled, None if keeps_tokens else head.observed
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
         #: Of a guessed adapter: `use_cache`, as passed and as configured, with which the trunk returned K/V; else None.
         self.returning: set[tuple[Any, Any]] | None = set() if trunk.adapter.is_guess else None
@@ -88,6 +111,32 @@ class Forms:
         # Functions and mask functions of attention implementations, by name.
         self._attends, self._masks = ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, newest last
+
+    def open(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look, find_reason: Callable[[], str | None] = _none
+    ) -> Opened | str:
+        """Return what is known of a call before its rows are read, or the reason for a bypass.
+
+        `find_reason` returns further reasons, that follow neither from the arguments nor from the weights.
+        """
+        state = self.state(look.digest, look.modules)
+        form, arguments, mask_4d = self.find(args, kwargs, state)
+        if reason := form.reason or find_reason() or state.reason:
+            return reason
+        is_observed_anew = self._observed is not None and self._observed.has_changed(look.digest)
+        if is_observed_anew or (self._pooled is not None and self._pooled.has_changed()):
+            return "other_pooling"
+        n_hooks = RemovableHandle.next_id
+        if n_hooks != state.n_hooks or any(state.hooks):
+            is_hooked = are_hooked(parts_of(self._trunk.module))
+            state.n_hooks = -1 if is_hooked else n_hooks
+            if is_hooked:  # a hit would not run them
+                return "hooked"
+        autocast = ""
+        if torch._C._is_any_autocast_enabled():
+            device = arguments["input_ids"].device.type
+            autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        return Opened(state, form, arguments, mask_4d, autocast)
 
     def state(self, digest: str, modules: Sequence[Any]) -> State:
         """Return the state of the trunk, given the digest and modules of its present weights."""
@@ -109,15 +158,6 @@ class Forms:
         while len(self._states) > _MOST_STATES:
             self._states.popitem(last=False)
         return state
-
-    def are_hooked(self, state: State) -> bool:
-        """Whether modules in the trunk have foreign hooks, which a hit would not run."""
-        n_hooks = RemovableHandle.next_id
-        if n_hooks == state.n_hooks and not any(state.hooks):
-            return False
-        is_hooked = are_hooked(parts_of(self._trunk.module))
-        state.n_hooks = -1 if is_hooked else n_hooks
-        return is_hooked
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State

@@ -179,8 +179,10 @@ ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, La
 Reading = Callable[[Any], Tensor]
 
 
-def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
+def find_answers(name: str, head: Head, model: nn.Module, min_cosine: float | None = None) -> Answers:
     """Return a model's kind of answers; `name`: a key of `ANSWERS`, or `auto`, which follows the head.
+
+    Embeddings are the same from a cosine of `min_cosine` on; None: `Embeddings.least`.
 
     Answers of an unknown head are taken as embeddings, the strictest kind.
 
@@ -197,7 +199,10 @@ def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
             name = "labels" if getattr(config, "problem_type", None) == "multi_label_classification" else "class"
     if name not in ANSWERS:
         raise ConfigError(f"answer: unknown name {name!r}; known: auto, {', '.join(sorted(ANSWERS))}")
-    return ANSWERS[name]()
+    made = ANSWERS[name]()
+    if isinstance(made, Embeddings) and min_cosine is not None:
+        made.least = min_cosine
+    return made
 
 
 def read_logits(output: Any) -> Tensor:

@@ -3,19 +3,20 @@
 Sizes: B rows, T tokens, F fingerprint width, C outputs, S width of a signature.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from llmcache.engines.engine import Engine
 from llmcache.memory.bank import Entry
-from llmcache.memory.blocks.prefill import Prefill
+from llmcache.models.arguments import Arguments
 from llmcache.models.packing import Fields
 from llmcache.models.weights import Mark
 from llmcache.request.forms import State
+from llmcache.request.outcome import Outcome
 from llmcache.request.reading import Requests
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.audit.account import Audited
@@ -39,63 +40,106 @@ class Hit:
     logits: Floats | None = None  # of another model (C,), to be put into the model's output; `fields` are NaN then
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class Call:
-    """One call of the trunk. Filled step by step: opened, looked up, answered, closed."""
+    """One call of the trunk that is cached. Opened with the first fields; looking up, answering and closing fill more.
+
+    Rows are named by their number in the call.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    namespace: str
-    is_collected: bool = False  # computed only to be observed: neither served nor stored
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # the trunk's, by name
-    state: State | None = None  # of the trunk
-    reason: str | None = None  # for a bypass: a key of `CURES`
-    scope: Scope | None = None
-    mark: Mark | None = None  # of the weights, when it was opened
-    generation: int = 0  # when opened: `Bank.generation`; what was forgotten since is not stored
-    number: int = 0  # when opened: the store's number of the namespace; a purge changes it (`Store.numbers`)
-    since: str = ""  # when opened: the cursor up to which the store's purges had been followed (`Store.purges`)
-    kind: tuple[Any, ...] = ()  # digest of the weights, autocast dtype and `Form.kind`: decides the output's layout
-    engine: Engine | None = None  # computes the rows without a hit
-    is_activated: bool = False  # an activated LoRA applies to its last columns
-    is_whole: bool = False  # its rows affect each other: all are served or none
-    requests: Requests | None = None
-    rows: Sequence[Row] = ()  # one per request
-    mask_4d: Tensor | None = None  # the mask as passed, if 4-D; `arguments` holds the equivalent 2-D mask
-    n_read: int | None = None  # how many of the last columns the head reads; None: unknown, maybe all
-    prefixes_from: str | None = None  # another namespace whose prefixes may serve it
-    prefill: Prefill | None = None  # set if the call keeps K/V
-    hits: dict[int, Hit] = field(default_factory=dict)  # by row number
-    computed: dict[int, int] = field(default_factory=dict)  # row of the trunk's output, by row number
-    copied: dict[int, int] = field(default_factory=dict)  # an equal row of the call that is computed, by row number
+    arguments: Mapping[str, Any]  # the same, by name
+    mask_4d: Tensor | None  # the mask as passed, if 4-D; `arguments` holds the equivalent 2-D mask
+    state: State  # of the trunk
+    mark: Mark | None  # of the weights; None: they were not looked at
+    scope: Scope
+    kind: tuple[Any, ...]  # digest of the weights, autocast dtype and `Form.kind`: decides the output's layout
+    engine: Engine  # computes the rows without a hit
+    requests: Requests
+    rows: Sequence[Row]  # one per request
+    path: "Path"
+    n_read: int | None  # how many of the last columns the head reads; None: unknown, maybe all
+    prefixes_from: str | None  # another namespace whose prefixes may serve it
+    generation: int  # `Bank.generation`; what was forgotten since is not stored
+    number: int  # the store's number of the namespace; a purge changes it (`Store.numbers`)
+    since: str  # the cursor up to which the store's purges had been followed (`Store.purges`)
+    is_collected: bool  # computed only to be observed: neither served nor stored
+    is_activated: bool  # an activated LoRA applies to its last columns
+    is_coupled: bool  # its rows affect each other: all are served or none
+    were_weights_checked: bool  # when it was opened
+    started_s: float = 0.0
+    is_looked_up: bool = False
+    hits: dict[int, Hit] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)  # row of the trunk's output
+    copied: dict[int, int] = field(default_factory=dict)  # an equal row of the call that is computed
     output: Any = None  # the trunk's, for the computed rows
-    entries: dict[int, Entry] = field(default_factory=dict)  # of computed rows, by row number
-    choices: dict[int, Choice] = field(default_factory=dict)  # best source, or draft, and its risk, by row number
+    entries: dict[int, Entry] = field(default_factory=dict)  # of computed rows
+    choices: dict[int, Choice] = field(default_factory=dict)  # best source, or draft, and its risk
     vectors: dict[int, Floats] = field(default_factory=dict)  # fingerprints (F,) of rows searched for approximate hits
     forecasts: dict[int, Floats] = field(default_factory=dict)  # forecasts of the output (C,), or drafts of it
-    made: Calibration | None = None  # the calibration in force in the look-up
+    calibration: Calibration | None = None  # in force in the look-up
     audited: dict[int, Audited] = field(default_factory=dict)  # rows that the audit drew
-    is_looked_up: bool = False
-    were_weights_checked: bool = True  # the weights were checked when the call was opened
-    inputs: Mapping[str, Any] = field(default_factory=dict)  # the model's, if the call was prepared: see `found.py`
-    versions: tuple[int, ...] = ()  # version counters of the tensors in `inputs`
-    started_s: float = field(default_factory=perf_counter)
     lookup_s: float = 0.0
     n_searched: int = 0  # rows searched for approximate hits
     search_s: float = 0.0
     computing_s: float = 0.0
     storing_s: float = 0.0
 
-    def take_over(self, known: "Call", numbers: Sequence[int]) -> None:
-        """Copy hits and choices of rows of a prepared call; its row `numbers[i]` becomes row i."""
-        assert known.requests is not None
-        place = {number: new for new, number in enumerate(numbers)}
-        for name in ("hits", "choices", "vectors", "forecasts"):
-            found = getattr(known, name)
-            setattr(self, name, {place[number]: one for number, one in found.items() if number in place})
-        self.requests, self.made, self.is_looked_up = known.requests.take(numbers), known.made, True
-        self.rows = self.requests.rows
-        self.lookup_s += known.lookup_s * len(numbers) / len(known.rows)
+
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """A call of the trunk that is computed as without a cache."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reason: str  # a key of `CURES`
+    parameters: Arguments  # of the forward that was called
+    is_collected: bool = False
+    hits: ClassVar[Mapping[int, Hit]] = {}
+    entries: ClassVar[Mapping[int, Entry]] = {}
+
+
+class Path(ABC):
+    """How the rows of a call are looked up, computed and stored: by rows, or by blocks of K/V. Chosen at `open`."""
+
+    keeps_kv: ClassVar[bool]
+
+    @abstractmethod
+    def look_up(self, call: Call) -> None:
+        """Find what is stored for the rows of a call."""
+
+    @abstractmethod
+    def served(self, call: Call) -> Collection[int]:
+        """Return the numbers of the rows that nothing is computed for."""
+
+    @abstractmethod
+    def drop(self, call: Call) -> None:
+        """Discard what was found."""
+
+    @abstractmethod
+    def answer(self, call: Call) -> Any:
+        """Return the trunk's output: what was found, and the rest computed."""
+
+    @abstractmethod
+    def store(self, call: Call, output: Any) -> str | None:
+        """Store computed rows; return the reason for a bypass if the output cannot be stored."""
+
+    @abstractmethod
+    def outcome(self, call: Call, row: Row) -> Outcome:
+        """Return the outcome of a row that was looked up."""
+
+    @abstractmethod
+    def names(self, call: Call) -> list[str]:
+        """Return the names in a store of all that may serve a call."""
+
+    @abstractmethod
+    def n_computed(self, call: Call) -> int:
+        """Return how many tokens were computed."""
+
+    def n_prompt(self, call: Call) -> int:
+        """Return how many tokens of prompts a call ran or cut off."""
+        return 0
 
 
 class Rung(Protocol):

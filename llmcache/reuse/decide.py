@@ -188,7 +188,6 @@ class Semantic:
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         """Search for these rows; record fingerprints, forecasts and choices in the call, and hits within the limit."""
-        assert call.scope is not None and call.requests is not None
         made = self.serving(call.scope.weights)
         if any(map(_IS_MISREAD, rows)):
             rows = [row for row in rows if not row.is_misread]
@@ -206,7 +205,7 @@ class Semantic:
         chosen = self.chooser.choose(call.scope, rows, vectors, forecasts)
         if self._in_force.calibration is not made:  # the sources searched may belong to another calibration
             return
-        call.made, used = made, []
+        call.calibration, used = made, []
         for row, choice, vector, forecast in zip(rows, chosen, vectors, forecasts, strict=True):
             call.vectors[row.number], call.forecasts[row.number] = vector, forecast
             if choice is None:
@@ -221,11 +220,10 @@ class Semantic:
                 used.append(entry.key)
         self.bank.used(used)
 
-    def is_current(self, call: Call) -> bool:
-        """Whether the calibration of a call's lookup is still in force, and the sources of its hits may still serve."""
-        assert call.scope is not None
-        sources = (hit.source for hit in call.hits.values() if hit.answer is not None and hit.source)
-        return self.serving(call.scope.weights) is call.made and all(map(self.sources.may_serve, sources))
+    def is_current(self, weights: str, calibration: Calibration, hits: Iterable[Hit]) -> bool:
+        """Whether the calibration of a look-up is still in force, and the sources of its hits may still serve."""
+        sources = (hit.source for hit in hits if hit.answer is not None and hit.source)
+        return self.serving(weights) is calibration and all(map(self.sources.may_serve, sources))
 
 
 def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:

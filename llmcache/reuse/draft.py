@@ -28,7 +28,7 @@ from llmcache.request.counters import Counters
 from llmcache.request.rows import Row
 from llmcache.reuse.answers import Answers, Reading
 from llmcache.reuse.calibration.calibration import DRAFT, SEMANTIC, Calibration
-from llmcache.reuse.call import Call, Hit
+from llmcache.reuse.call import Bypass, Call, Hit
 from llmcache.reuse.decide import chance, fit_odds, rounded
 from llmcache.reuse.drafters import Drafter
 from llmcache.reuse.sources import Choice
@@ -64,7 +64,7 @@ class Draft:
         serving: "Callable[[str], Calibration | None]",
         make: Callable[[Drafter | None], Drafter],
         device: torch.device,
-        seen: ContextVar[list[Call] | None],
+        seen: ContextVar[list[Call | Bypass] | None],
         counters: Counters,
     ) -> None:
         """Begin without a drafter: call `refresh`.
@@ -161,8 +161,7 @@ class Draft:
         Left to the model, since the bound was not calibrated for them: rows that were not searched, and rows whose
         source would have served but is quarantined.
         """
-        assert call.scope is not None
-        made = call.made or self._serving(call.scope.weights)
+        made = call.calibration or self._serving(call.scope.weights)
         packing, drafter = self._packings.get(call.kind), self.drafter
         limit = None if made is None else made.limits.get(self.name)
         if made is None or limit is None or packing is None or drafter is None or made.draft != drafter.name:
@@ -184,7 +183,7 @@ class Draft:
                 found[row.number] = proposal, self.choice(proposal.output)
         if self._serving(call.scope.weights) is not made:
             return
-        call.made = made
+        call.calibration = made
         for number, (proposal, choice) in found.items():
             call.choices.setdefault(number, choice)
             call.forecasts.setdefault(number, proposal.output)
@@ -200,11 +199,11 @@ class Draft:
             share = min(1.0, choice.risk / limit) if limit > 0 else 1.0
             call.hits[number] = Hit(self.name, "", fields, (), None, proposal.answer, share, choice.risk, logits)
 
-    def has_part_in(self, calls: Sequence[Call]) -> bool:
+    def has_part_in(self, calls: Sequence[Call | Bypass]) -> bool:
         """Whether logits of the draft belong into the output of a forward with these trunk calls."""
         return any(hit.logits is not None for call in calls for hit in call.hits.values())
 
-    def join(self, calls: Sequence[Call], output: Any) -> bool:
+    def join(self, calls: Sequence[Call | Bypass], output: Any) -> bool:
         """Put the draft's logits into the output of the model's forward; return False if that is impossible.
 
         Args:
@@ -214,7 +213,7 @@ class Draft:
         if not self.has_part_in(calls):
             return True
         with self._counters.guard("put a draft's logits into the model's output") as tried:
-            (call,) = calls
+            (call,) = (one for one in calls if isinstance(one, Call))
             logits = self._read(output)
             if len(parts_of(output)) > 1 or len(logits) != len(call.rows):
                 raise TypeError(f"the model returns more than a row of logits for each request: {type(output)}")
@@ -235,7 +234,6 @@ class Draft:
         drafter = self.drafter
         if drafter is None or row.is_misread or row.bypass_reason or not row.starts_first:
             return None
-        assert call.requests is not None
         if call.requests.may_be_refused() or not (by := drafter.name) or not drafter.covers(call, row):
             return None
         if (known := self._recent.get(row.key)) is not None and known.by == by:

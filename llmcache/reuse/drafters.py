@@ -48,7 +48,7 @@ class Drafter(Protocol):
         """Tells its weights and numbers; "" if it answers no more."""
         ...
 
-    def covers(self, call: "Call", row: "Row") -> bool:
+    def covers(self, call: Call, row: "Row") -> bool:
         """Whether it answers a row as it would alone."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> tuple[Any, Floats]:
@@ -101,12 +101,11 @@ class GraphDrafter:
     def name(self) -> str:
         return self.engine.name if self.engine.n_graphs else ""
 
-    def covers(self, call: "Call", row: "Row") -> bool:
-        assert call.scope is not None
+    def covers(self, call: Call, row: "Row") -> bool:
         engine = self.engine
         if are_hooked(self._readers):
             return False
-        return engine.choose(call.args, call.kwargs, call.scope.weights, call.prefill is not None) is engine
+        return engine.choose(call.args, call.kwargs, call.scope.weights, call.path.keeps_kv) is engine
 
     def run(self, inputs: Mapping[str, Tensor]) -> tuple[Any, Floats]:
         made = self.engine.compute(inputs)
@@ -152,8 +151,8 @@ class ModelDrafter:
     def name(self) -> str:
         return f"{type(self._draft).__name__} {self._weights.digest()}" if self._is_open else ""
 
-    def covers(self, call: "Call", row: "Row") -> bool:
-        if call.prefill is not None or self._weights.is_training or row.n_valid > self._longest:
+    def covers(self, call: Call, row: "Row") -> bool:
+        if call.path.keeps_kv or self._weights.is_training or row.n_valid > self._longest:
             return False
         if call.arguments["input_ids"].device != device_of(self._draft) or are_hooked(self._readers):
             return False

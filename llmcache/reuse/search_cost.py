@@ -76,8 +76,8 @@ class Account:
             return
         name = _length_of(call)
         with self._lock:
-            if call.made is not None and call.made is not self._made:  # the times belong to other sources
-                self._lengths, self._made = {}, call.made
+            if call.calibration is not None and call.calibration is not self._made:  # the times belong to other sources
+                self._lengths, self._made = {}, call.calibration
             length = self._lengths.setdefault(name, _Length())
             if call.n_searched:
                 length.n_rows += call.n_searched

@@ -57,14 +57,13 @@ class Audit:
 
     # -- while a call is served ----------------------------------------------------------------------------------------
 
-    def draw(self, call: "Call") -> None:
+    def draw(self, call: Call) -> None:
         """Count a call's requests, draw from its approximate hits, and remove hits that must not be served.
 
         No hit is served once requests are unlike those of the calibration. A hit drawn while the queue is full is
         computed in the call: its own answer is known at once, and the estimate keeps every sample.
         """
         try:
-            assert call.scope is not None
             if self._recomputer.queue.parked:
                 self._resume()
             with self._lock:
@@ -90,7 +89,7 @@ class Audit:
             call.hits.clear()
             self.withdraw(call)
 
-    def _draw(self, account: AuditAccount, call: "Call", hits: Mapping[int, "Hit"], ease: float) -> None:
+    def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Hit], ease: float) -> None:
         """Draw from the rows of a call; `hits` are its approximate hits by row number."""
         for row in call.rows:
             if row.bypass_reason:
@@ -105,7 +104,7 @@ class Audit:
                 call.audited[row.number] = Audited(None, "", None, True)
         self._on_alarm(account, account.lose_overdue())
 
-    def served(self, call: "Call") -> None:
+    def served(self, call: Call) -> None:
         """Queue the drawn hits of a finished call for recomputation."""
         for number in call.hits.keys() & call.audited.keys():
             drawn = call.audited.pop(number)
@@ -116,7 +115,7 @@ class Audit:
             else:
                 self.worker.add(Job(Audit._recompute_next))
 
-    def withdraw(self, call: "Call") -> None:
+    def withdraw(self, call: Call) -> None:
         """Cancel the draws of a call whose hits are not served."""
         with self._lock:
             for drawn in call.audited.values():
@@ -129,14 +128,14 @@ class Audit:
         """Whether requests in service may be calibrated on, at first or for a renewal."""
         return self._calibrated.is_learning or self._renewal.every is not None
 
-    def wanted(self, call: "Call") -> Collection[int]:
+    def wanted(self, call: Call) -> Collection[int]:
         """Return the numbers of the rows to observe if they are computed."""
         return range(len(call.rows)) if self._calibrated.is_learning or self._calibrated.is_growing else call.audited
 
-    def observe(self, call: "Call", seen: Mapping[int, Observation]) -> None:
+    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
         """Use computed rows as growing sources, to learn from, and as verdicts on drawn rows."""
         if self._calibrated.is_growing:
-            self._calibrated.grow(call.made, seen, call.vectors)
+            self._calibrated.grow(call.calibration, seen, call.vectors)
         if self._calibrated.is_learning:
             self._calibrated.observe(list(seen.values()))
         for number, drawn in call.audited.items():
@@ -254,13 +253,15 @@ class Audit:
     def _is_current(self) -> bool:
         return self._calibrated.is_made_for(self._weights.digest())
 
-    def _are_alike(self, call: "Call", detector: DriftDetector) -> bool:
+    def _are_alike(self, call: Call, detector: DriftDetector) -> bool:
         """Compare a call's requests with the calibration's; if they are unlike, void it and return False."""
         made, scope = self._made, call.scope
         assert scope is not None and made is not None
         if scope.namespace not in self._calibrated.namespaces:
             return True
-        if call.made is None and self._semantic.serving(scope.weights) is None:  # rows not searched have no marks
+        if (
+            call.calibration is None and self._semantic.serving(scope.weights) is None
+        ):  # rows not searched have no marks
             return True
         for row in call.rows:
             if row.bypass_reason or row.key in self._batch or row.key in detector.seen:  # a request counts once

@@ -17,7 +17,7 @@ class Marking:
         self._semantic = semantic
         self._known: dict[str, Marks] = {}  # by key, least recently used first
 
-    def find(self, call: "Call", row: Row, is_searched: bool = True) -> Marks | None:
+    def find(self, call: Call, row: Row, is_searched: bool = True) -> Marks | None:
         """Return the marks of a row that is a repeat or has no chosen source; None if they are unknown.
 
         `is_searched`: the calibration uses sources. Else other marks than those of repeats are a draft's.
@@ -31,7 +31,6 @@ class Marking:
             return known
         if not (is_source or is_searched):
             return None
-        assert call.requests is not None and call.scope is not None
         vectors, forecasts = self._semantic.fingerprint.project(call.requests.tokens([row]))
         if is_source:
             return marks_of_source(forecasts[0])

@@ -150,13 +150,13 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
     return pad(row, (0, n_tokens - row.shape[1]), value=fill)
 
 
-def copy_row(call: "Call", row: Row, drawn: Audited, origin: Origin) -> Recompute:
+def copy_row(call: Call, row: Row, drawn: Audited, origin: Origin) -> Recompute:
     """Copy the arguments that recomputing a row needs from a finished call."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
-    end = call.arguments["input_ids"].shape[1] if row.has_layout or call.is_whole else end  # its key covers padding
+    end = call.arguments["input_ids"].shape[1] if row.has_layout or call.is_coupled else end  # its key covers padding
     given = {name: call.arguments.get(name) for name in DECIDING}
     inputs = {name: take_row(one, row.number, end).clone() for name, one in given.items() if one is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    engine = "" if call.engine is None else call.engine.name
-    return Recompute(drawn, row.key, call.namespace, inputs, autocast, engine, origin, call.generation)
+    engine = call.engine.name
+    return Recompute(drawn, row.key, call.scope.namespace, inputs, autocast, engine, origin, call.generation)

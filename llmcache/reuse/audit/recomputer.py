@@ -48,10 +48,9 @@ class Recomputer:
     compute: Compute  # in inference mode
     queue: RecomputeQueue
 
-    def add(self, call: "Call", row: Row, drawn: Audited) -> None:
+    def add(self, call: Call, row: Row, drawn: Audited) -> None:
         """Queue a hit of a finished call; the model may have been edited since."""
         scope = call.scope
-        assert scope is not None
         origin = Origin(scope.weights, self.calibrated.head_digest(), scope.attention)
         self.queue.add(copy_row(call, row, drawn, origin))
 

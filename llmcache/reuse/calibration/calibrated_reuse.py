@@ -56,16 +56,18 @@ _DRIFT = (
 class CalibratedReuse:
     """Calibrated reuse of one wrapped model. Thread-safe."""
 
-    def __init__(self, fitter: CalibrationFitter, head: Weights, counters: Counters, config: CacheConfig) -> None:
+    def __init__(
+        self, fitter: CalibrationFitter, in_force: InForce, head: Weights, counters: Counters, config: CacheConfig
+    ) -> None:
         """Learn from the first requests, or wait for `calibrate`; `head` watches the weights outside the trunk."""
         self.fitter = fitter
         self.chooser = fitter.chooser
-        self.in_force = InForce()
+        self.in_force = in_force
         #: The latest calibration, with its alarms and drift; kept after it has ended.
         self.latest: Calibration | None = None
         self._answers, self._draft = fitter.answers, fitter.draft
         self._bank = fitter.bank
-        self._head = head
+        self.head = head
         self._counters = counters
         self._learn = config.learn  # requests after which it calibrates by itself; None: never
         self._risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
@@ -105,7 +107,7 @@ class CalibratedReuse:
         return "" if self._draft is None else self._draft.drafter_name
 
     def head_digest(self) -> str:
-        return self._head.digest()
+        return self.head.digest()
 
     def end(self) -> None:
         """End the calibration: nothing is reused approximately, and its sources may be evicted."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llmcache.errors import CalibrationError
 from llmcache.models.weights import Weights
+from llmcache.request.counters import Counters
 from llmcache.request.reading import to_host
 from llmcache.reuse.answers import Answers, Reading
 from llmcache.reuse.calibration.inputs import n_rows
@@ -34,30 +35,38 @@ class Learner(Protocol):
     def is_learning(self) -> bool:
         """Whether a calibration may be made from them."""
 
-    def wanted(self, call: "Call") -> Collection[int]:
+    def wanted(self, call: Call) -> Collection[int]:
         """Return the numbers of the rows to observe if they are computed."""
 
-    def observe(self, call: "Call", seen: Mapping[int, Observation]) -> None:
+    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
         """Take the observations of a call, by row number."""
 
 
 class Observer:
     """Reads the answers of finished calls, and passes computed requests to a learner."""
 
-    def __init__(self, answers: Answers, read: Reading, head: Weights) -> None:
-        """Read answers by `read`; `head` watches the weights outside the trunk."""
-        self.answers = answers
+    def __init__(self, answers: Answers, read: Reading, head: Weights, draft: Draft | None, counters: Counters) -> None:
+        """Read answers by `read`; `head`: the weights outside the trunk; `draft` runs on what is learned from."""
+        self.answers, self.draft, self._counters = answers, draft, counters
         self.learner: Learner | None = None
-        self.draft: Draft | None = None  # runs on what is learned from
         self.is_learned_from: ContextVar[bool] = ContextVar("llmcache_is_learned_from", default=False)
         #: While set, rows are computed and appended to this list instead of being stored.
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
         self._read, self._head = read, head
 
-    def see(self, call: "Call", output: Any) -> None:
-        """Observe a closed call. The model's `output` is ignored if answers are read from payloads."""
+    def pass_to(self, learner: Learner) -> None:
+        """Pass what is observed to a learner."""
+        self.learner = learner
+
+    def see(self, call: Call, output: Any) -> None:
+        """Observe a closed call, with the whole model's output; None: if answers are read from payloads instead."""
+        if self.answers.reads_payload is (output is None):
+            with self._counters.guard("observe an answer"):
+                self._see(call, output)
+
+    def _see(self, call: Call, output: Any) -> None:
         collected, entries = self.collected.get(), call.entries
-        if not entries or call.requests is None or (call.is_whole and len(call.rows) > 1):
+        if not entries or (call.is_coupled and len(call.rows) > 1):
             return
         wanted = entries if collected is not None else () if self.learner is None else self.learner.wanted(call)
         numbers = [number for number in entries if number in wanted]
@@ -98,7 +107,7 @@ class Observer:
         """Whether the learner may calibrate on what it observes."""
         return self.learner is not None and self.learner.is_learning
 
-    def _answers_of(self, call: "Call", output: Any, numbers: Sequence[int]) -> list[Floats]:
+    def _answers_of(self, call: Call, output: Any, numbers: Sequence[int]) -> list[Floats]:
         """Return signatures (n, S), outputs (n, C) and mean payloads (n, D) of computed rows."""
         targets = torch.stack([call.entries[number].fields[0].float().mean(dim=0) for number in numbers])
         logits = targets if self.answers.reads_payload else self._logits(call, output)[numbers]
@@ -106,7 +115,7 @@ class Observer:
         signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
         return [array for array in to_host(signed, logits.float(), targets) if array is not None]
 
-    def _logits(self, call: "Call", output: Any) -> Tensor:
+    def _logits(self, call: Call, output: Any) -> Tensor:
         logits = torch.as_tensor(self._read(output))  # of a callable, it may be an array
         if len(logits) != len(call.rows):
             raise ValueError(f"{len(logits)} answers for {len(call.rows)} requests")
