@@ -49,13 +49,12 @@ from llmcache.reuse.call import Bypass, Call, Hit, Path, Rung
 from llmcache.reuse.draft import Draft
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.search_cost import Account
-from llmcache.stats import AuditStats
 
 _MOST_SCOPES = 256  # scopes kept for each state of the trunk
 
 
 class Off:
-    """Nothing is reused approximately. Has what a call and the facade ask of `Approximate`."""
+    """The null form of `Approximate`: nothing is reused approximately, and nothing is asked to do it."""
 
     rungs: Sequence[Rung] = ()
     draft: Draft | None = None
@@ -66,69 +65,35 @@ class Off:
     #: See `Observer.collected`.
     collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
 
-    def step(self, scope: Scope, number: int) -> None:
-        """Take over what other caches share."""
+    def _nothing(self, *args: Any) -> None:
+        """Do nothing."""
 
-    def draw(self, call: Call) -> None:
-        """Draw for the audit."""
+    step = draw = served = withdraw = observe = _nothing
+    forget = forget_waiting = bury = recheck = check_engine = close = close_draft = audit_stats = fail = _nothing
 
-    def served(self, call: Call) -> None:
-        """Queue what was drawn."""
-
-    def withdraw(self, call: Call) -> None:
-        """Cancel draws."""
-
-    def observe(self, call: Call, output: Any) -> None:
-        """Observe a call."""
+    def held(self) -> AbstractContextManager[object]:
+        """Hold back nothing."""
+        return nullcontext()
 
     def is_current(self, weights: str, calibration: Calibration, hits: Iterable[Hit]) -> bool:
-        """Whether hits of a calibration may still serve."""
+        """Whether hits of a calibration may still serve: there is none."""
         return False
 
     def join(self, calls: Sequence[Any], output: Any) -> bool:
-        """Put a draft's logits into an output."""
+        """Put no logits into an output; return that nothing is missing."""
         return True
 
     def has_part_in(self, calls: Sequence[Any]) -> bool:
-        """Whether a draft has a part in an output."""
+        """Whether a draft has a part in an output: there is none."""
         return False
 
-    def held(self) -> AbstractContextManager[object]:
-        """Hold back calibrations."""
-        return nullcontext()
-
-    def forget(self, namespace: str | None) -> None:
-        """Forget sources."""
-
-    def forget_waiting(self, namespace: str | None) -> None:
-        """Forget what waits to be audited."""
-
-    def bury(self, namespace: str, keys: Collection[str]) -> None:
-        """Forget sources by key."""
-
     def sources_of(self, call: Call) -> list[str]:
-        """Return the sources that would serve a call."""
+        """Return the sources that would serve a call: none."""
         return []
 
-    def audit_stats(self) -> AuditStats | None:
-        """Return the figures of the audit."""
-        return None
-
-    def recheck(self) -> None:
-        """Look at all weights outside the trunk again."""
-
     def settle(self) -> int:
-        """Do all background work."""
+        """Do all background work: there is none."""
         return 0
-
-    def close(self) -> None:
-        """Close the audit's thread."""
-
-    def close_draft(self) -> None:
-        """Free the draft."""
-
-    def check_engine(self, engine: str) -> None:
-        """End a calibration of another engine."""
 
 
 class Collecting(Off):
@@ -186,7 +151,7 @@ class Rows(Path):
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if not rung.is_lossless and self.needs_own(call):
+            if not rung.is_lossless and self.needs_own(call.arguments, call.is_coupled * len(call.rows)):
                 continue
             if rung.is_lossless or rung is reuse.draft:  # a calibration decides if a draft pays
                 rung.look_up(call, rows)
@@ -199,12 +164,10 @@ class Rows(Path):
         if not is_known or ((call.is_coupled or call.is_activated) and len(call.hits) < len(call.rows)):
             call.hits.clear()
 
-    def needs_own(self, call: Call) -> bool:
+    def needs_own(self, arguments: Mapping[str, Any], n_coupled: int) -> bool:
         """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
-        return (call.is_coupled and len(call.rows) > 1) or self.reads_beside(call.arguments)
-
-    def reads_beside(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the head reads more than the trunk's arguments."""
+        if n_coupled > 1:
+            return True
         if not (beside := self._forward.beside.get()):
             return False
         tensors = [one for one in arguments.values() if isinstance(one, torch.Tensor)]
@@ -452,7 +415,7 @@ class CachedForward(Swap, Switches):
         if self._tier is not None:
             since = self._tier.follow()  # apply purges by other processes first
             number = self._tier.number(namespace)
-        # Hits are checked before they are served, misses before they are stored (`_are_unchanged`).
+        # Hits are checked before they are served, misses before they are stored (`Weights.stayed`).
         look = self._weights.look(not (is_collected or self._tier or self.prefix) and self.engine is self.eager)
         if look.refusal is not None:
             return look.refusal
@@ -519,7 +482,7 @@ class CachedForward(Swap, Switches):
         """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
         hits, takes = known.hits.values(), self.seen.get() is not None
         if known.calibration is not None:
-            needs_own = (is_coupled and len(known.requests.rows) > 1) or self.rows.reads_beside(arguments)
+            needs_own = self.rows.needs_own(arguments, is_coupled * len(known.requests.rows))
             if needs_own or not self.reuse.is_current(known.when[0].weights, known.calibration, hits):
                 return False
         return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
@@ -548,7 +511,8 @@ class CachedForward(Swap, Switches):
             try:
                 if not cached.is_looked_up:
                     cached.path.look_up(cached)
-                if cached.hits and not (cached.were_weights_checked or self._are_unchanged(cached)):
+                is_current = cached.were_weights_checked or not cached.hits
+                if not (is_current or self._weights.stayed(cached.mark, cached.scope.weights)):
                     cached.hits.clear()
                     return False
             except Exception as error:
@@ -565,10 +529,6 @@ class CachedForward(Swap, Switches):
             if is_strict:  # the audit takes back hits that it cannot audit, or that a drift forbids
                 self.check_cached(call)
         return True
-
-    def _are_unchanged(self, call: Call) -> bool:
-        """Whether the weights are those of the call's keys, and were since it was opened."""
-        return self._weights.stayed(call.mark, call.scope.weights)
 
     def withdraw(self, call: Call | Bypass) -> None:
         """Withdraw the audit's draws from a call whose hits are not served."""
@@ -614,7 +574,7 @@ class CachedForward(Swap, Switches):
 
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
-        if not (call.engine.holds_weights or self._are_unchanged(call)):
+        if not (call.engine.holds_weights or self._weights.stayed(call.mark, call.scope.weights)):
             return "weights_changed"
         if not call.path.keeps_kv and self.prefix and self.forms.returning is not None and CACHE in parts_of(output):
             self.forms.notice_kv(call.arguments, call.state)

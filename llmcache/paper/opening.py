@@ -3,7 +3,6 @@
 Sizes: B rows, T tokens, D hidden width, F0 features, F fingerprint width.
 """
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,9 +53,11 @@ class Opener:
         if look.refusal is not None:
             return look.refusal
         call.mark = look.mark
-        opened = self._forms.open(args, kwargs, look, partial(find_reason_of_layers, self._trunk))
+        opened = self._forms.open(args, kwargs, look)
         if isinstance(opened, str):
             return opened
+        if reason := find_reason_of_layers(self._trunk):
+            return reason
         state, form, arguments, mask_4d, autocast = opened
         call.arguments = dict(arguments)
         if state.coupling:

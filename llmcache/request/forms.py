@@ -81,10 +81,6 @@ class Opened(NamedTuple):
     autocast: str  # its dtype; "" without
 
 
-def _none() -> None:
-    """Return no reason."""
-
-
 class Forms:
     """States and forms of one trunk. Thread-safe."""
 
@@ -112,16 +108,11 @@ class Forms:
         self._attends, self._masks = ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get
         self._states: OrderedDict[str, State] = OrderedDict()  # by digest, newest last
 
-    def open(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look, find_reason: Callable[[], str | None] = _none
-    ) -> Opened | str:
-        """Return what is known of a call before its rows are read, or the reason for a bypass.
-
-        `find_reason` returns further reasons, that follow neither from the arguments nor from the weights.
-        """
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Opened | str:
+        """Return what is known of a call before its rows are read, or the reason for a bypass."""
         state = self.state(look.digest, look.modules)
         form, arguments, mask_4d = self.find(args, kwargs, state)
-        if reason := form.reason or find_reason() or state.reason:
+        if reason := form.reason or state.reason:
             return reason
         is_observed_anew = self._observed is not None and self._observed.has_changed(look.digest)
         if is_observed_anew or (self._pooled is not None and self._pooled.has_changed()):
