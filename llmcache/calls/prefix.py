@@ -137,7 +137,10 @@ class Prefix:
             prefill.whole = {}
 
     def _recall(self, call: Call, prefill: "Prefill", stored: StoredBlocks) -> None:
-        """Read blocks from the store for rows that are not held in full."""
+        """Read blocks from the store for rows that are not held in full.
+
+        Looks in the call's own namespace (None) for blocks and tails, in the namespace that it shares for blocks alone.
+        """
         shared = {None, call.prefixes_from} - {prefill.scope.namespace}
         wanted = []
         for row in prefill.rows:

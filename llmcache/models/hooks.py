@@ -4,9 +4,10 @@ Native hooks cannot skip a layer, so each layer's forward is swapped once. The t
 hooked: some callers (sentence-transformers 6) call `trunk.forward(...)`, which runs no native hook. Removal is in
 reverse order and restores each module's `__dict__` exactly, including an earlier foreign wrapper (accelerate's, say).
 
-A copy of a module shares the values in its `__dict__`, and so would run the original. So copies, pickles and
-DataParallel's replicas are made without our swaps and hooks: Python and torch look for the functions that make them on
-the module itself before its class.
+Copies, pickles and DataParallel's replicas of a module must not contain our swaps: a copied swap would call the
+original module. Each copy shares the module's `__dict__`, so a swapped module also gets its own `__reduce_ex__` and
+`_replicate_for_data_parallel`. Python and torch look these up on the module before its class, and ours leave out the
+swaps and hooks.
 """
 
 import copy

@@ -1,17 +1,22 @@
 """Which weights produced a state: a digest of the trunk, of which only edited parts are hashed again.
 
-Every call checks for edits: before its hits are served, and after its misses have run, before they are stored. So an
-edit that is undone after the call (a disabled adapter, `torch.func.functional_call`) is seen. A check compares address
-and version counter of each tensor, the modules and their dicts of tensors and submodules, and the settings in their
-attributes and configs (`attributes.py`). It takes some 70 microseconds for BERT-base if repeated, four times that after
-a model ran. Until 64 checks found no edit, a call also checks when it is opened; then it takes the latest digest, and
-is opened again if its hits are of other weights. Each tensor has its own digest, so an edit costs hashing what was
-edited. The digests of the latest states are kept, so adapters or settings that alternate cost nothing.
+When weights are checked:
 
-Fused optimizers write weights without moving the counter. So after a forward with gradients, all tensors that require
-gradients are hashed again. While gradients are held, these tensors are hashed in every call, or, if that takes long,
-the call is computed. Other edits without a trace (through `.data`, by another process) are detected by samples
-(`samples.py`); after one, everything is hashed again.
+    at open       of each call, until 64 checks in a row found no edit; then the latest digest is taken as it is
+    before hits   are served, if the call was opened without a check; if an edit is found, the call is opened again
+    after misses  have run, before they are stored; if an edit is found, they are returned but not stored
+
+So an edit that is undone after the call (a disabled adapter, `torch.func.functional_call`) is seen.
+
+What a check compares: address and version counter of each tensor, the modules and their dicts of tensors and
+submodules, and the settings in their attributes and configs (`attributes.py`). It takes some 70 microseconds for
+BERT-base if repeated, four times that after a model ran. Each tensor has its own digest, so an edit costs hashing what
+was edited. The digests of the latest states are kept, so adapters or settings that alternate cost nothing.
+
+What moves no counter: fused optimizers. So after a forward with gradients, all tensors that require gradients are
+hashed again. While gradients are held, these tensors are hashed in every call, or, if that takes long, the call is
+computed. Other edits without a trace (through `.data`, by another process) are detected by samples (`samples.py`);
+after one, everything is hashed again.
 
 Not detected: edits without a trace that no sample meets, edits that both begin and are undone while the trunk runs,
 attributes of classes other than `forward`, and globals that functions read. Call `cache.clear()` after one.
@@ -53,7 +58,7 @@ MAX_HELD_BYTES = 16 << 20  # of tensors that hold gradients and are hashed in ea
 class Mark:
     """A snapshot of a module that differs after any edit. Values of any type are compared by identity."""
 
-    __slots__ = ("contents", "era", "held", "numbers", "settings")
+    __slots__ = ("contents", "edits", "held", "numbers", "settings")
 
     def __init__(
         self, numbers: tuple[Any, ...], held: tuple[Any, ...], settings: tuple[Any, ...], contents: tuple[Any, ...]
@@ -66,7 +71,9 @@ class Mark:
         self.held = held
         self.settings = settings
         self.contents = contents
-        self.era = 0  # rises with each digest before which weights or settings may have changed, even for a moment
+        self.edits = (
+            0  # edits seen so far, even momentary ones: two snapshots with the same number have nothing in between
+        )
 
     def has_structure_of(self, other: "Mark") -> bool:
         """Whether all but settings and contents are equal."""
@@ -189,7 +196,7 @@ class Weights:
     def stayed(self, mark: Mark | None, digest: str) -> bool:
         """Whether nothing was edited since the mark of a digest was taken (`mark_of`), not even for a moment."""
         latest = self._state[0]
-        if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
+        if mark is None or latest is None or mark.edits != latest.edits:  # other weights were seen meanwhile
             return False
         doubts = self._suspects or self._trained or self._is_doubted
         if self._matches(mark) and not (doubts or self._samples.differ()):
@@ -356,14 +363,14 @@ class Weights:
         self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
 
     def _set_state(self, mark: Mark, digest: str) -> None:
-        """Set the latest mark and digest; the mark keeps the era if nothing that decides states changed.
+        """Set the latest mark and digest; its number of edits stays if nothing that decides states changed.
 
         A rewrite of frequencies, before layer 0 in the middle of a call, keeps it.
         """
         before, known = self._state
         if before is not None:
             has_stayed = known == digest and self._may_share_digest(before, mark)
-            mark.era = before.era + (not has_stayed)
+            mark.edits = before.edits + (not has_stayed)
         self._state = (mark, digest)
         self._is_doubted = bool(self._suspects)
 

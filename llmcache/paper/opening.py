@@ -63,7 +63,9 @@ class Opener:
         if state.coupling:
             return "coupled_rows"
         call.scope = Scope(call.namespace, look.digest, autocast, form.attention)
-        requests = self._reader.read(call.arguments, mask_4d, call.scope, state.tables, look.activated, is_whole=False)
+        requests = self._reader.read(
+            call.arguments, mask_4d, call.scope, state.tables, look.activated, is_coupled=False
+        )
         call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
         call.may_search = not requests.may_be_refused()  # if the input is out of range, the model must raise
         return None

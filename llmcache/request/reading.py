@@ -36,7 +36,8 @@ class HostInputs:
 
     Attributes:
         ids: Token ids (B, T), int64.
-        valid: Mask of valid tokens, bool (B, T), or None without a mask. If `is_full`, the mask as passed, any dtype.
+        valid: Mask of valid tokens, bool (B, T); None: no mask was passed. If `is_full`, as it was passed, of any
+            dtype: no token is masked, so nothing but its presence counts.
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         is_causal: Whether each row's 4-D mask is the causal mask of its valid tokens, bool (B,), or None without one.
@@ -176,9 +177,9 @@ class RequestReader:
         self._reads_padding = reads_padding and payload.name == "sequence"
         keeps_tokens, heeds_mask = not payload.fits_any_length, head.pooled is not None
         #: Padding is part of the key: readers of the states may read those of padding.
-        self.layout_counts = keeps_tokens and not heeds_mask
+        self.reads_padding = keeps_tokens and not heeds_mask
         #: Padding is not part of the key; its states are returned only to a row with the same padding.
-        self.layout_is_kept = keeps_tokens and heeds_mask
+        self.keeps_padding = keeps_tokens and heeds_mask
         self._steady_length = steady_length(trunk.module)
         self._first_position = first_position(trunk.module)
         #: Rows without padding, positions or other unusual arguments are cached if they have content.
@@ -191,7 +192,7 @@ class RequestReader:
         scope: Scope,
         tables: Tables,
         activated: Sequence[int | None] | None,
-        is_whole: bool,
+        is_coupled: bool,
     ) -> Requests:
         """Return the requests of a call, with the bypass reason of each row.
 
@@ -201,7 +202,7 @@ class RequestReader:
             scope: Scope of the call.
             tables: See `tables`.
             activated: Number of last columns of each row that an activated LoRA applies to; None without one.
-            is_whole: Rows affect each other, so each key covers the whole call.
+            is_coupled: Rows affect each other, so each key covers the whole call.
 
         Raises:
             IndexError: A token id is below 0.
@@ -229,10 +230,10 @@ class RequestReader:
             inputs,
             id_dtype(len(tables.content)),
             self._trunk.adapter.is_guess,
-            self.layout_counts,
-            self.layout_is_kept,
-            is_whole=is_whole,
-            first_counts=self._head_reads == "first",
+            self.reads_padding,
+            self.keeps_padding,
+            is_coupled=is_coupled,
+            reads_first=self._head_reads == "first",
         )
         valid = None if is_full else inputs.valid
         requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)
@@ -276,7 +277,7 @@ class RequestReader:
             return "no_content"
         row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], *pad_ids)
         row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
-        return "head_reads_padding" if row.is_misread and not (self.layout_counts or row.has_layout) else ""
+        return "head_reads_padding" if row.is_misread and not (self.reads_padding or row.has_layout) else ""
 
     def tables(self) -> Tables:
         """Return the tables of the model's present config and embeddings."""
@@ -308,11 +309,11 @@ def read_rows(
     scope: Scope,
     inputs: HostInputs,
     dtype: np.dtype[Any],
-    padding_counts: bool = False,
-    layout_counts: bool = False,
-    layout_is_kept: bool = False,
-    is_whole: bool = False,
-    first_counts: bool = False,
+    knows_no_padding: bool = False,
+    reads_padding: bool = False,
+    keeps_padding: bool = False,
+    is_coupled: bool = False,
+    reads_first: bool = False,
 ) -> list[Row]:
     """Return each row with its valid tokens and exact key.
 
@@ -323,14 +324,16 @@ def read_rows(
         scope: Scope of the call.
         inputs: The call's inputs, arrays on the host.
         dtype: Dtype of packed ids; see `id_dtype`.
-        padding_counts: How the model treats padding is unknown: all tokens count as valid, and the key covers the mask.
-        layout_counts: States of padding may be read: the key of a padded row covers everything they depend on.
-        layout_is_kept: States of padding are not read but may be returned: their digest is kept beside the key.
-        is_whole: Rows affect each other: each key covers all rows, and the row's place among them.
-        first_counts: The first column may be read: if it is padding, the key covers it where `layout_is_kept`.
+        knows_no_padding: How the model treats padding is unknown: all tokens count as valid, and the key covers the
+            mask.
+        reads_padding: The head may read states of padding: the key of a padded row covers all that they depend on.
+        keeps_padding: The head does not read states of padding, but they are returned: the entry keeps them, and a
+            digest of all that they depend on, beside the key.
+        is_coupled: Rows affect each other: each key covers all rows, and the row's place among them.
+        reads_first: The head may read the first column: with `keeps_padding`, the key covers it if it is padding.
     """
     prefix = _sha_of(scope)
-    if is_whole:
+    if is_coupled:
         prefix = prefix.copy()
         for number, mask in enumerate([None] * len(inputs.ids) if inputs.valid is None else inputs.valid):
             _update_layout(prefix, inputs, number, mask)
@@ -350,7 +353,7 @@ def read_rows(
         valid: Positions = everything
         n_valid, start = n_tokens, 0 if n_tokens else None
         type_row = 0 if types is None or len(types) == 1 else number
-        if mask is None or padding_counts or inputs.is_full or mask.all():
+        if mask is None or knows_no_padding or inputs.is_full or mask.all():
             own_ids = of_ids[number * width : (number + 1) * width]
             own_types = of_types[type_row * width : (type_row + 1) * width]
             own_short = short[number * short_width : (number + 1) * short_width]
@@ -360,7 +363,7 @@ def read_rows(
             own_types = b"" if types is None else types[type_row, valid].tobytes()
             start = valid.start if isinstance(valid, slice) and n_valid else None
         sha = prefix.copy()
-        if is_whole:
+        if is_coupled:
             _update(sha, b"place", [number])
         type_field = b"types:none;" if types is None else b"types:%d;%b" % (len(own_types), own_types)
         sha.update(b"ids:%d;%b%b" % (len(own_ids), own_ids, type_field))
@@ -369,7 +372,7 @@ def read_rows(
             _update(sha, b"positions", own)
             is_steady = start is not None and bool((np.diff(own) == 1).all())
             start = int(own[0]) if is_steady and n_valid else None
-        if padding_counts:
+        if knows_no_padding:
             _update(sha, b"mask", mask)
         elif positions is None and n_valid and start != 0:
             end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
@@ -379,11 +382,11 @@ def read_rows(
             _update(sha, b"gaps", valid - valid[0])
         if inputs.activated is not None:
             _update(sha, b"activated", _activated(inputs.activated, number, valid, n_tokens))
-        starts_late = first_counts and layout_is_kept and not (mask is None or mask[0])
-        has_layout, layout = (layout_counts or starts_late) and n_valid < n_tokens, b""
+        starts_late = reads_first and keeps_padding and not (mask is None or mask[0])
+        has_layout, layout = (reads_padding or starts_late) and n_valid < n_tokens, b""
         if has_layout:
             _update_layout(sha, inputs, number, mask)
-        elif layout_is_kept and n_valid < n_tokens:
+        elif keeps_padding and n_valid < n_tokens:
             whole = sha.copy()
             _update_layout(whole, inputs, number, mask)
             layout = whole.digest()

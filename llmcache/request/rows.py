@@ -77,8 +77,8 @@ class Row:
         is_misread: The head may read a padding column, whose state another request's entry does not hold. So only the
             row's own entry may serve it.
         same_as: Number of an earlier row of the call with the same `key`, columns and padding; None if there is none.
-        duplicate_key: A second key for blocks if an earlier row of the call has the same `key`; kernels may round both
-            differently. Else "".
+        duplicate_key: Of a row whose `key` an earlier row of the call has, too: a key of its own for its blocks, since
+            kernels may round the two rows differently. "" of other rows.
     """
 
     number: int

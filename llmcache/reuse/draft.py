@@ -158,8 +158,8 @@ class Draft:
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         """Run the draft on rows, and add a hit for each whose risk is within the limit.
 
-        Left to the model, since the bound was not calibrated for them: rows that were not searched, and rows whose
-        source would have served but is quarantined.
+        The bound was not calibrated for some rows, which are left to the model: rows that were not searched, and rows
+        whose source would serve if it were not quarantined.
         """
         made = call.calibration or self._serving(call.scope.weights)
         packing, drafter = self._packings.get(call.kind), self.drafter
@@ -175,9 +175,9 @@ class Draft:
         found = {}
         for row in rows:
             if (choice := call.choices.get(row.number)) is None:
-                if SEMANTIC in made.shares:  # not searched: what would serve it is unknown
+                if SEMANTIC in made.shares:  # it was not searched
                     continue
-            elif choice.risk_unquarantined <= made.limits[SEMANTIC]:  # its source is quarantined: not as calibrated
+            elif choice.risk_unquarantined <= made.limits[SEMANTIC]:  # its source is quarantined
                 continue
             if (proposal := self._propose(call, row)) is not None and proposal.by == made.draft:
                 found[row.number] = proposal, self.choice(proposal.output)

@@ -1,5 +1,9 @@
 """An alarm that rings when a rate exceeds its limit, and with a small, known probability if it never does.
 
+The alarm is a mixture martingale. Gamblers bet that the rate is over its limit; at or under the limit their bets are
+fair or worse. So the probability that their total wealth ever reaches 1 / alpha times what they began with is alpha at
+most (Ville 1939; Waudby-Smith and Ramdas 2024, section 4). When it does, the alarm rings.
+
 Sizes: E gamblers, J bets each.
 """
 
@@ -25,11 +29,9 @@ def epoch_of(n: int) -> int:
 class Alarm:
     """Rings when a rate that may change exceeds a limit; if it never does, with probability `alpha` at most.
 
-    On each request, gamblers bet part of their wealth that it has the event. The bets are fair if the rate is at the
-    limit, so the gamblers' total wealth reaches 1 / alpha times what they began with, with probability alpha at most
-    (Ville 1939; Waudby-Smith and Ramdas 2024, section 4). A gambler who bets from the beginning has lost nearly all by
-    the time of a late change. So a gambler starts with every epoch; number e gets a share 1 / (e (e + 1)) of the
-    initial wealth, and all shares sum to 1. The caller holds a lock.
+    On each request, gamblers bet part of their wealth that it has the event. A gambler who bets from the beginning has
+    lost nearly all by the time of a late change. So a gambler starts with every epoch; number e gets a share
+    1 / (e (e + 1)) of the initial wealth, and all shares sum to 1. The caller holds a lock.
 
     Stakes are fixed, so wealth depends on counts alone. Most old gamblers give up their wealth, which never raises the
     total.

@@ -1,4 +1,11 @@
-"""Estimates a rate over time, with limits that hold at all times simultaneously, by betting as in `bounds`."""
+"""Estimates a rate over time, with limits that hold at all times simultaneously.
+
+The limits come from a mixture martingale. For each candidate rate, gamblers with different stakes bet that the true
+rate is another one. If the candidate is the true rate, their bets are fair, and their mean wealth ever exceeds
+1 / alpha with probability alpha at most (Ville 1939). So the rates against which nobody has won so much are a
+confidence interval (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024). `bounds`
+does the same for a fixed number of requests.
+"""
 
 from collections import Counter
 from math import log
@@ -14,13 +21,13 @@ _STAKES = stakes(1e-5)  # the least is fixed: the number of observations has no 
 class Rate:
     """Share of requests that have an event, where only some requests are checked for it.
 
-    A request counts 0, or, if an event was found, the inverse of the probability with which it was checked: the mean
-    estimates the rate of all events, found or not. On every request, whatever its probability, the same share of the
-    largest possible stake is bet. The limits then bound the mean rate so far, also of a rate that changes, since a
-    product of factors that average to at most 1 is at most 1. The largest possible stake follows from the least
-    probability that a request can have. That may be lower for some requests (`ease`), if it is fixed before the
-    request: each factor is fair, given the past. The limits then bound a mean in which such requests count less, about
-    in proportion to `ease`; the estimate counts all requests alike.
+    A request counts 0, or, if an event was found, the inverse of the probability with which it was checked. So the mean
+    estimates the rate of all events, found or not. The limits bound the mean rate so far, also of a rate that changes.
+
+    A stake may be as large as the least probability of being checked (the floor) allows. `ease`, over 0 and at most 1,
+    lowers the floor for some requests; it must be fixed before the request, so that each bet is fair, given the past.
+    The limits then bound a mean in which such requests count less, about in proportion to `ease`; the estimate counts
+    all requests alike.
 
     The stakes are fixed, so limits depend on counts alone.
 

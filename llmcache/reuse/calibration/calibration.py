@@ -7,10 +7,13 @@ delta, until one fails (fixed-sequence testing). The last limit that passed is u
 the claim is delta at most. C is served by the requests of A and B, and later requests are served by the same sources: a
 bank that grows has another error rate.
 
-With a draft (`llmcache/draft.py`) two rungs may serve a request: a source, asked first, then the draft. One dial sets
-the limits of both: a rung serves if its risk is at most the dial times the share of the model's time that serving there
-saves. So the settings to test are one sequence again, and the bound is on what both serve together. Shares, and which
-rungs to use, are chosen on A and B alone.
+With a draft (`reuse/draft.py`) two rungs may serve a request: a source, asked first, then the draft. One number, the
+dial, sets the limits of both:
+
+    limit of a rung = dial * share of the rung,   share of a rung = 1 - time to serve by it / time to compute
+
+So a rung that saves little time is used only at little risk, the settings to test are one sequence again, and the bound
+is on what both serve together. Shares, and which rungs to use, are chosen on A and B alone.
 
 Sizes: N requests of C, K limits, R rungs.
 """

@@ -1,21 +1,21 @@
 """Tests whether requests are still like those of the calibration, from what lookups find. Nothing is recomputed.
 
-A certificate covers requests drawn like those it was measured on. Some marks of each request are compared with the
-marks on C (part C of the calibration, which nothing was learned from): its risk, the similarity of its chosen source,
-its forecast class, and, through the risk, whether it would be served at all.
+The test is a mixture martingale. A gambler bets on events that should be no more frequent than they were on C (part C
+of the calibration, which nothing was learned from). The bets are fair as long as requests are like those of C, so a
+large gain is improbable, and shows drift. Bets on many events, with several stakes, are averaged; the average is fair,
+too. A new gambler starts with every request, so that a late change is found as fast as an early one. Their total is, on
+average, at most the number of requests at any time: an e-detector (Shiryaev and Roberts; Shin, Ramdas and Rinaldo,
+"E-detectors", 2024).
+
+    features   of a request: its risk, the similarity of its chosen source, its forecast class; through the risk,
+               whether it is served at all
+    events     a feature is at most an edge, or over it; the edges are quantiles on C. Classes are ordered by rarity,
+               and in six other orders, which separate classes of equal rarity. "No repeat of a source" is one more
+    null       no event is more probable than the upper limit of its share on C, which is a sample, too
 
 Repeats of sources are left out on both sides: they are served their own answers, however many come, and C may hold
 none, as in a cache that learns from requests it computed. Only their becoming rarer than on C is detected: the bound
 counts them among all requests, so with fewer of them more of the other answers may change than it says.
-
-    profile    edges lie at quantiles of C; "at most this edge" and "beyond it" are events, each with a share on C.
-               Classes are ordered by rarity, and in six other orders, which separate classes of equal rarity. "No
-               repeat of a source" is one more event
-    null       no event is more probable than the upper limit of its share on C, which is a sample, too
-    bets       that each event occurs, with several stakes: under the null no bet gains on average, so that a large gain
-               is improbable
-    detector   a bet starts with every request (Shiryaev and Roberts; e-detectors: Shin, Ramdas, Rinaldo 2024): under
-               the null, whenever one looks, all bets together are worth the number of requests on average, at most
 
 A request counts once in a block of as many distinct requests as C had. So frequent repeats are no drift, as on C.
 
