@@ -12,11 +12,11 @@ def bank(cache: LLMCache) -> Bank:
 
 
 def sources(cache: LLMCache) -> Sources:
-    return cache._core.learn().semantic.sources
+    return cache._core.learn().reuse.semantic.sources
 
 
 def audit(cache: LLMCache) -> Audit:
-    return cache._core.learn().audit
+    return cache._core.learn().reuse.audit
 
 
 def eager(cache: LLMCache) -> Eager:

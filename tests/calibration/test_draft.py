@@ -193,7 +193,7 @@ def test_drafts_are_audited_like_hits(home: Path, monkeypatch: pytest.MonkeyPatc
     assert audit.n_recomputed == audit.n_drawn >= rungs.count("draft") and audit.n_quarantined == 0
     assert cache.calibrated is not None and made.chosen is not None
     # A limit that serves all: more answers change than are allowed, and the audit finds that out.
-    cache.calibrated.calibration = replace(made, chosen=replace(made.chosen, limit=1.0))
+    cache.calibrated.in_force.calibration = replace(made, chosen=replace(made.chosen, limit=1.0))
     for row in requests(300, seed=12)[0]:
         ask(cache, row[None])
         cache.drain()

@@ -336,7 +336,7 @@ def test_growing_sources_and_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.sources == "growing" and made.limits.keys() == BOTH.keys()
         rungs = ask(cache, requests(400, seed=5)[0])
         assert {"draft", None} <= set(rungs) and made.n_sources == 400
-        n_sources = len(cache._core.calibrator.calibrated.fitter.sources)  # type: ignore[union-attr]
+        n_sources = len(cache.calibrated.fitter.sources)  # type: ignore[union-attr]
         assert n_sources == 400 + rungs.count(None)  # drafts are no sources
         cache.drain()
         renewed = cache.calibration
