@@ -2,11 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokenizer
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+N_LOG = 240  # requests of the user's own
 
 
 def text_of(page: Path) -> str:
@@ -40,3 +44,15 @@ def save_models(folder: Path, words: list[str]) -> None:
         known.save_pretrained(folder / name)
     parts = [modules.Transformer(str(folder / "bare")), modules.Pooling(32, pooling_mode="mean")]
     SentenceTransformer(modules=parts, device="cpu").save(str(folder / "sentence-transformers/all-MiniLM-L6-v2"))
+
+
+def run(folder: Path, page: Path, *headings: str, **given: Any) -> dict[str, Any]:
+    """Run a page's examples in order, all or those below headings, with tiny models; return the names they defined."""
+    words = sorted(set(re.findall(r"[a-z]+", " ".join(re.findall(r'"([a-z ]+)"', "\n".join(blocks(page)))))))
+    save_models(folder, words)
+    rng = np.random.default_rng(0)
+    defined = {**given, "log": [" ".join(rng.choice(words, 6)) for _ in range(N_LOG if words else 0)]}
+    for heading in headings or [None]:
+        for number, example in enumerate(blocks(page, heading)):
+            exec(compile(example, f"{page.name}, {heading or 'all'}, example {number}", "exec"), defined)
+    return defined

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -15,14 +14,13 @@ from experiments.report import site
 from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
 from llmcache.models.adapters import ADAPTERS
 from llmcache.reuse.audit.alarm import Alarm
-from tests.examples import DOCS, ROOT, blocks, save_models, text_of
+from tests.examples import DOCS, ROOT, run, text_of
 from tests.tiny_models import CLASSIFIERS, build, tokenizer, tokens
 
 PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = {"cli.md", "settings.md"}
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENERATED)]
 REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, CODECS, ADAPTERS]
-N_LOG = 240  # requests that examples calibrate on
 
 #: Words that docs/glossary.md replaces.
 OUT_OF_USE = re.compile(
@@ -45,18 +43,6 @@ def added() -> Iterator[Callable[[], list[str]]]:
     for registry, known in zip(REGISTRIES, before, strict=True):
         registry.clear()
         registry.update(known)
-
-
-def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
-    """Run a page's examples in order; return the names they defined."""
-    words = sorted(set(re.findall(r"[a-z]+", " ".join(re.findall(r'"([a-z ]+)"', "\n".join(blocks(page)))))))
-    save_models(folder, words)
-    rng = np.random.default_rng(0)
-    log = [" ".join(rng.choice(words, 6)) for _ in range(N_LOG)] if words else []
-    defined = {**given, "log": log}
-    for number, example in enumerate(blocks(page)):
-        exec(compile(example, f"{page.name}, example {number}", "exec"), defined)
-    return defined
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -85,13 +71,13 @@ def test_examples_run(
     )
     page = ROOT / name if name == "README.md" else DOCS / name
     model = build(CLASSIFIERS["bert"])
-    defined = run(page, tmp_path, model=model, tokenizer=tokenizer(), inputs={"input_ids": tokens(1, 6)})
+    defined = run(tmp_path, page, model=model, tokenizer=tokenizer(), inputs={"input_ids": tokens(1, 6)})
     told = capsys.readouterr().out
     if name == "index.md":
         assert "exact 0.5\n" in told and "requests cannot show a loss of at most 0.01" in told
     if name == "howto.md":
         assert "{'exact': 3}" in told and "\nprefix " in told and "certified" in told
-        assert "'training': " in told
+        assert "'training': " in told and re.search(r"onnxruntime.*n_requests=3", told)
     if name == "generation.md":
         assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
     if name == "extending.md":

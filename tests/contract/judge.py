@@ -1,11 +1,17 @@
 """Calls a wrapped model and a plain copy alike, and compares everything that they return."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from llmcache import LLMCache, UnfitBankError
+from tests.tiny_models import build, tokens
 
 #: Tolerance by dtype for rows computed in another batch (docs/reuse.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -15,6 +21,12 @@ def ask(model: Any, *args: Any, **inputs: Any) -> Any:
     """Call a model as a service does: without gradients."""
     with torch.inference_mode():
         return model(*args, **inputs)
+
+
+def plain_answer(cache: LLMCache, **inputs: Any) -> Any:
+    """Call a wrapped model without its cache."""
+    with cache.disabled():
+        return ask(cache.model, **inputs)
 
 
 def check_same(found: Any, expected: Any, *, exact: bool = False, where: str = "output") -> None:
@@ -42,14 +54,74 @@ def check_same(found: Any, expected: Any, *, exact: bool = False, where: str = "
         check_same(ours[name], value, exact=exact, where=f"{where}.{name}")
 
 
-def check_calls(
-    wrapped: Any, plain: nn.Module, *calls: Mapping[str, Any], exact: bool = False, repeats: int = 2
-) -> None:
-    """Make all calls `repeats` times on the wrapped model; compare each output with the plain model's."""
-    expected = [ask(plain, **call) for call in calls]
+def check_calls(cache: LLMCache, plain: Any, *calls: Mapping[str, Any], exact: bool = False, repeats: int = 2) -> int:
+    """Make all calls `repeats` times on the wrapped model; compare with the plain model, and return the hits."""
+    expected, before = [ask(plain, **call) for call in calls], cache.stats().n_hits
     for turn in range(repeats):
         for number, (call, output) in enumerate(zip(calls, expected, strict=True)):
-            check_same(ask(wrapped, **call), output, exact=exact, where=f"call {number}, time {turn + 1}")
+            check_same(ask(cache.model, **call), output, exact=exact, where=f"call {number}, time {turn + 1}")
+    return cache.stats().n_hits - before
+
+
+@contextmanager
+def wrapped(make: Callable[[], nn.Module], **settings: Any) -> Iterator[tuple[LLMCache, Any]]:
+    """Within: the cache of a new model, and its plain copy. Nothing in the cache may fail."""
+    with LLMCache.wrap(build(make), **{"auto_bypass": False, **settings}) as cache:
+        yield cache, build(make)
+        assert cache.stats().errors == 0
+
+
+def check_edits(
+    make: Callable[[], nn.Module],
+    edits: Sequence[Callable[[Any], object]],
+    *calls: Mapping[str, Any],
+    exact: bool = False,
+    **settings: Any,
+) -> list[int]:
+    """Check calls made twice, before and after each edit of the wrapped and the plain model; return the hits."""
+    with wrapped(make, **settings) as (cache, plain):
+        hits = [check_calls(cache, plain, *calls, exact=exact)]
+        for edit in edits:
+            for model in (cache.model, plain):
+                torch.manual_seed(1)
+                with torch.no_grad():
+                    edit(model)
+            hits.append(check_calls(cache, plain, *calls, exact=exact))
+    return hits
+
+
+def carries(cache: LLMCache, model: nn.Module, folder: Path, **inputs: Any) -> bool:
+    """Save a cache; return whether the save serves a model. Its answer must be right then, and nothing else saved."""
+    cache.save(folder)
+    expected = ask(model, **inputs)
+    try:
+        with LLMCache.load(model, folder) as loaded:
+            assert loaded.stats().n_stored == len(inputs["input_ids"])
+            check_same(ask(model, **inputs), expected)
+            assert loaded.stats().n_hits == len(inputs["input_ids"])
+    except UnfitBankError:
+        return False
+    return True
+
+
+def check_moment(cache: LLMCache, edited: Callable[..., Any]) -> None:
+    """Check that what a model computes during an edit that is undone serves only its like, after calls without one.
+
+    Args:
+        cache: The cache.
+        edited: Calls the model that it is given with an edit that ends with the call.
+    """
+    call = partial(edited, cache.model)
+    for turn in range(80):
+        ask(cache.model, input_ids=tokens(1, 5, turn % 4))
+    for seed in (80, 81, 3):
+        inputs, before = {"input_ids": tokens(1, 5, seed)}, cache.stats().n_hits
+        expected, found = plain_answer(cache, **inputs), ask(call, **inputs)
+        with cache.disabled():
+            check_same(found, ask(call, **inputs))
+        for _ in range(2):
+            check_same(ask(cache.model, **inputs), expected)
+        assert cache.stats().n_hits - before == (1 if seed >= 80 else 2)
 
 
 def _check_tensor(found: Tensor, expected: Tensor, exact: bool, where: str) -> None:

@@ -1,14 +1,18 @@
 """Tiny models of many families: a table of their classes and of the sizes that they name otherwise."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache as once
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.tiny_models import PAD, VOCABULARY, build, padded, tokens
+from llmcache import LLMCache
+from tests.tiny_models import PAD, VOCABULARY, build, padded, tokenizer, tokens
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -101,6 +105,28 @@ def plain(family: str, kind: str) -> Any:
 def fresh(family: str, kind: str) -> Any:
     """Return a copy of the plain model, to wrap."""
     return deepcopy(plain(family, kind))
+
+
+_to_wrap = once(fresh)  # unwrapped after each use
+
+
+def sentence_model(folder: Path, *after: nn.Module, bert: Any = None, prompts: Any = None, **pooling: Any) -> Any:
+    """Save a BERT and a tokenizer to a folder; return a model of sentence-transformers that pools its states."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    (bert or plain("bert", "bare")).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    parts = [modules.Transformer(str(folder)), modules.Pooling(32, **pooling), *after]
+    return SentenceTransformer(modules=parts, device="cpu", prompts=prompts).eval()
+
+
+@contextmanager
+def wrapped(family: str, kind: str = "causal") -> Iterator[LLMCache]:
+    """Within: the cache of a copy of the plain model. Nothing in the cache may fail."""
+    with LLMCache.wrap(_to_wrap(family, kind), auto_bypass=False) as cache:
+        yield cache
+        assert cache.stats().errors == 0
 
 
 def rows(inputs: dict[str, Any], *numbers: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from llmcache import LLMCache
 from llmcache.generation import Sampling, generate
-from tests.contract.judge import ask, check_same
+from tests.contract.judge import ask, check_calls, check_edits, check_same, wrapped
 from tests.contract.models import SIZES
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, llama, tokens
 
@@ -27,6 +27,12 @@ def outcome_of(model: Any, inputs: dict[str, Any]) -> Any:
         return ask(model, **inputs)
     except Exception as error:
         return type(error)
+
+
+def check_outcomes(model: Any, plain: Any, *calls: dict[str, Any], where: str = "output") -> None:
+    """Check that a wrapped model raises or answers as the plain one does."""
+    for number, call in enumerate(calls):
+        check_same(outcome_of(model, call), outcome_of(plain, call), where=f"{where}, call {number}")
 
 
 # -- prompts in chunks ----------------------------------------------------------------------------------------------
@@ -56,8 +62,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", DECODERS)
 def test_chunks_change_nothing_but_who_has_the_model_when(family: str) -> None:
     """A call within `chunked()` returns the output of one run: served, computed or bypassed, whatever it asks for."""
-    plain = build(DECODERS[family])
-    with LLMCache.wrap(build(DECODERS[family]), auto_bypass=False) as cache:
+    with wrapped(DECODERS[family]) as (cache, plain):
         for name, asked in ASKED.items():
             if (name == "attentions") != (family == "eager"):
                 continue
@@ -97,37 +102,23 @@ def test_dtypes_of_arguments(family: str) -> None:
     """For every dtype the wrapped model raises or answers as the plain one does, even if the request is known."""
     make, names = FAMILIES[family]
     dtypes = (*INTEGERS, *FLOATS) if family == "bert" else (torch.bool, torch.uint8, torch.int32, torch.float32)
-    model, plain, usual = build(make), build(make), {name: GIVEN[name] for name in names}
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
-        for inputs in (usual, usual, {**usual, "input_ids": usual["input_ids"].bool().long()}):
-            check_same(outcome_of(model, inputs), outcome_of(plain, inputs))
+    usual = {name: GIVEN[name] for name in names}
+    with wrapped(make) as (cache, plain):
+        check_outcomes(cache.model, plain, usual, usual, {**usual, "input_ids": usual["input_ids"].bool().long()})
         for name, dtype in product(names, dtypes):
             inputs = {**usual, name: usual[name].to(dtype)}
-            expected = outcome_of(plain, inputs)
-            for turn in range(2):
-                check_same(outcome_of(model, inputs), expected, where=f"{name} {dtype}, time {turn + 1}")
-        assert cache.stats().errors == 0 and cache.stats().n_hits > 2 * (1 + len(names))
+            check_outcomes(cache.model, plain, inputs, inputs, where=f"{name} {dtype}")
+        assert cache.stats().n_hits > 2 * (1 + len(names))
 
 
-def test_masks_of_floats_are_served() -> None:
-    """A mask of zeros and ones may have any float dtype: nothing fails, and a repeat is a hit."""
-    with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
-        for seed, dtype in enumerate(FLOATS, 1):
-            for _ in range(2):
-                cache(input_ids=tokens(2, 6, seed), attention_mask=MASK.to(dtype))
-            assert (cache.stats().errors, cache.stats().n_hits) == (0, 2 * seed)
-
-
-def test_masks_with_fractions_are_not_taken_for_others() -> None:
-    """A mask with fractions gets the model's own output, even if the request with a binary mask is known."""
-    model, plain = build(BARE["bert"]), build(BARE["bert"])
-    with LLMCache.wrap(model, auto_bypass=False):
+def test_masks_of_floats() -> None:
+    """A mask of zeros and ones may have any dtype, and a repeat is a hit; one with fractions is taken for no other."""
+    with wrapped(BARE["bert"]) as (cache, plain):
         for seed, dtype in enumerate(FLOATS):
-            mask = MASK.to(dtype)
-            mask[0, 2] = 0.5
-            for given in (MASK, mask, mask):
-                inputs = {"input_ids": tokens(2, 6, seed), "attention_mask": given}
-                check_same(outcome_of(model, inputs), outcome_of(plain, inputs), where=str(dtype))
+            whole, part = ({"input_ids": tokens(2, 6, seed), "attention_mask": MASK.to(dtype)} for _ in range(2))
+            assert check_calls(cache, plain, whole) == 2
+            part["attention_mask"][0, 2] = 0.5
+            check_outcomes(cache.model, plain, part, part, where=str(dtype))
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +152,8 @@ def known() -> Iterator[tuple[nn.Module, nn.Module]]:
 )
 def test_what_the_model_refuses_is_refused(known: tuple[nn.Module, nn.Module], wrong: dict[str, Any]) -> None:
     """The wrapped model refuses a call that the plain one refuses, even if its other arguments are known."""
-    model, plain = known
     inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
-    for one in (inputs, inputs, {**inputs, **wrong}, {**inputs, **wrong}):
-        check_same(outcome_of(model, one), outcome_of(plain, one))
+    check_outcomes(*known, inputs, inputs, {**inputs, **wrong}, {**inputs, **wrong})
 
 
 # -- defaults of torch ------------------------------------------------------------------------------------------------
@@ -210,29 +199,23 @@ MODELS = {"bert": CLASSIFIERS["bert"], "t5": BARE["t5"], "gpt2": BARE["gpt2"]}
 )
 def test_defaults_of_torch(family: str, default: str) -> None:
     """A default device or dtype other than torch's own changes neither outputs nor hits."""
+    calls = [{"input_ids": tokens(2, 6, seed), "attention_mask": MASK} for seed in (0, 1, 0, 0)]  # of the old default
     model, plain = build(MODELS[family]), build(MODELS[family])
-    # Made before the default changes.
-    calls = [{"input_ids": tokens(2, 6, seed), "attention_mask": MASK} for seed in (0, 1, 0, 0)]
     with DEFAULTS[default](), LLMCache.wrap(model, auto_bypass=False) as cache:
-        for call in calls:
-            check_same(outcome_of(model, call), outcome_of(plain, call))
-        computes = isinstance(outcome_of(plain, calls[0]), type)
-        assert (cache.stats().errors, cache.stats().n_hits) == (0, 0 if computes else 4)
+        check_outcomes(model, plain, *calls)
+        fails = isinstance(outcome_of(plain, calls[0]), type)
+        assert (cache.stats().errors, cache.stats().n_hits) == (0, 0 if fails else 4)
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_defaults_of_torch_when_prompts_are_continued(default: str) -> None:
     """K/V of a stored prefix have the model's device and dtype, whatever torch's defaults."""
-    model, plain = build(GENERATORS["llama"]), build(GENERATORS["llama"])
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
+    with wrapped(GENERATORS["llama"]) as (cache, plain):
         ids = tokens(1, 40)
         expected = generate(plain, ids, Sampling(max_new_tokens=3)).tokens
-        calls = (ids[:, :20], ids, ids)
         with DEFAULTS[default]():
-            for ids in calls:
-                check_same(outcome_of(model, {"input_ids": ids}), outcome_of(plain, {"input_ids": ids}))
-            assert cache.stats().errors == 0
-        assert generate(model, ids, Sampling(max_new_tokens=3)).tokens == expected
+            check_outcomes(cache.model, plain, *({"input_ids": part} for part in (ids[:, :20], ids, ids)))
+        assert generate(cache.model, ids, Sampling(max_new_tokens=3)).tokens == expected
 
 
 # -- names that look like flags ---------------------------------------------------------------------------------------
@@ -249,25 +232,17 @@ NAMED_ALIKE: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("family", NAMED_ALIKE)
 def test_sizes_are_no_flags(family: str) -> None:
     """A setting `output_...` that is a size or a name asks for no further output: repeats are hits."""
-    model, plain = build(NAMED_ALIKE[family]), build(NAMED_ALIKE[family])
-    inputs = {"input_ids": tokens(2, 6), "attention_mask": MASK}
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
-        for _ in range(3):
-            check_same(ask(model, **inputs), ask(plain, **inputs))
-        assert cache.stats().n_hits == 4
+    with wrapped(NAMED_ALIKE[family]) as (cache, plain):
+        assert check_calls(cache, plain, {"input_ids": tokens(2, 6), "attention_mask": MASK}, repeats=3) == 4
 
 
-def eager() -> nn.Module:
-    return tf.BertModel(tf.BertConfig(**SIZES, attn_implementation="eager"))
-
-
-def test_flags_of_the_config_are_flags() -> None:
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_flags_of_the_config_are_flags(name: str) -> None:
     """A known request still returns hidden states or attentions if an argument or the config asks for them."""
-    for name in ("output_hidden_states", "output_attentions"):
-        model, plain = build(eager), build(eager)
-        with LLMCache.wrap(model, auto_bypass=False):
-            for asked, config in (({}, False), ({}, False), ({name: True}, False), ({}, True), ({name: False}, True)):
-                for one in (model, plain):
-                    setattr(one.config, name, config)
-                inputs = {"input_ids": tokens(2, 6), **asked}
-                check_same(ask(model, **inputs), ask(plain, **inputs))
+
+    def eager() -> nn.Module:
+        return tf.BertModel(tf.BertConfig(**SIZES, attn_implementation="eager"))
+
+    edits = [lambda model, value=value: setattr(model.config, name, value) for value in (False, True)]
+    calls = [{"input_ids": tokens(2, 6), **asked} for asked in ({}, {name: True}, {name: False})]
+    assert check_edits(eager, edits, *calls)[0] > 0

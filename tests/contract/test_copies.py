@@ -5,21 +5,22 @@ import functools
 import io
 import logging
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor, nn
-from transformers.models.bert.modeling_bert import BertLayer
+from torch import nn
 
 from llmcache import LLMCache, WrapError
-from tests.contract.judge import ask, check_same
-from tests.contract.models import fresh, inputs_of, plain
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, llama, padded, tokenizer, tokens
+from tests.contract.judge import ask, check_calls, check_same, wrapped
+from tests.contract.models import fresh, inputs_of, plain, sentence_model
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 X = padded([6, 4])
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -94,40 +95,29 @@ def attributes(model: nn.Module) -> list[tuple[str, str, Any]]:
     ("family", "make"),
     [("bert with a head", make) for make in COPIES] + [("llama", shallow), ("t5", shallow), ("gpt2", replica)],
 )
-def test_a_copy_runs_its_own_forward(family: str, make: Callable[[nn.Module], nn.Module]) -> None:
-    """Trouble costs speed, never correctness: a copy of a wrapped model answers as a copy of the plain one does."""
-    plain, model = build(MODELS[family]), build(MODELS[family])
-    expected = ask(make(plain), **X)
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
+def test_a_copy_is_that_of_the_plain_model(family: str, make: Callable[[nn.Module], nn.Module]) -> None:
+    """docs/reuse.md: a copy of a wrapped model runs its own forward, and holds the user's hooks and none of ours."""
+    with wrapped(MODELS[family]) as (cache, plain):
         cache(**X)
-        twin = make(model)
+        twin, own = make(cache.model), make(plain)
+        expected = ask(own, **X)
+        assert sorted(one[:2] for one in attributes(twin)) == sorted(one[:2] for one in attributes(own))
+        for part in twin.modules():
+            assert "forward" not in vars(part) and not part._forward_hooks and not part._forward_pre_hooks
         for _ in range(2):
             check_same(ask(twin, **X), expected, exact=True)
-        check_same(cache(**X), ask(plain, **X))
-        assert (cache.stats().n_requests, cache.stats().n_hits) == (4, 2)  # calls of a copy are not counted
+        assert check_calls(cache, plain, X, repeats=1) == 2
+        assert cache.stats().n_requests == 4  # calls of a copy are not counted
+        [*cache.model.modules()][-1].register_forward_hook(users_hook)
+        assert [hook for part in make(cache.model).modules() for hook in part._forward_hooks.values()] == [users_hook]
     check_same(ask(twin, **X), expected, exact=True)
-
-
-@pytest.mark.parametrize("make", COPIES)
-def test_a_copy_holds_nothing_of_the_cache(make: Callable[[nn.Module], nn.Module]) -> None:
-    """docs/reuse.md: a copy of a wrapped model has no hook or forward of the cache, and keeps the user's hooks."""
-    plain, model = build(GENERATORS["llama"]), build(GENERATORS["llama"])
-    with LLMCache.wrap(model):
-        twin, expected = make(model), make(plain)
-        assert [name for name, part in twin.named_modules() if "forward" in vars(part)] == []
-        found = [(path, name) for path, name, _ in attributes(twin)]
-        assert sorted(found) == sorted((path, name) for path, name, _ in attributes(expected))
-        assert not any(part._forward_hooks or part._forward_pre_hooks for part in twin.modules())
-        model.model.norm.register_forward_hook(users_hook)
-        hooks = [hook for part in make(model).modules() for hook in part._forward_hooks.values()]
-        assert hooks == [users_hook]
 
 
 def users_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Do nothing; copies must keep this hook."""
 
 
-class Deep(BertLayer):
+class Deep(tf.BertModel):
     """Defines `__deepcopy__`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -136,48 +126,37 @@ class Deep(BertLayer):
         return twin
 
 
-class State(BertLayer):
+class State(tf.BertModel):
     """Defines the state to pickle."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"all": vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state["all"])  # type: ignore[no-untyped-call]
+        super().__setstate__(state["all"])
 
 
-class Reduced(BertLayer):
+class Reduced(tf.BertModel):
     """Defines `__reduce__`."""
 
     def __reduce__(self) -> Any:
-        return make_layer, (type(self), vars(self))
+        return make_model, (type(self), vars(self))
 
 
-def make_layer(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
-    layer = kind.__new__(kind)
-    vars(layer).update(attributes)
-    return layer
+def make_model(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    model = kind.__new__(kind)
+    vars(model).update(attributes)
+    return model
 
 
 @pytest.mark.parametrize(("kind", "make"), [(Deep, deep), (State, pickled), (Reduced, deep), (Reduced, pickled)])
 def test_a_copy_of_a_class_that_copies_itself_runs_its_own_forward(kind: Any, make: Any) -> None:
     """docs/reuse.md: a copy of a wrapped model is a copy of the plain model, even if its class copies itself."""
-    plain, model = build(BARE["bert"]), build(BARE["bert"])
-    for one in (*plain.encoder.layer, *model.encoder.layer):
-        one.__class__ = kind
-    with LLMCache.wrap(model):
-        check_same(ask(make(model), **X), ask(make(plain), **X), exact=True)
-
-
-def test_a_layer_put_back_as_its_copy_runs_its_own_forward() -> None:
-    """docs/reuse.md: layers may be replaced after wrapping."""
-    plain, model = build(BARE["bert"]), build(BARE["bert"])
-    with LLMCache.wrap(model) as cache:
-        cache(**X)
-        for one in (plain, model):
-            one.encoder.layer[1] = shallow(one.encoder.layer[1])
-        for _ in range(2):
-            check_same(cache(**X), ask(plain, **X))
+    with wrapped(BARE["bert"]) as (cache, plain):
+        plain.__class__ = cache.model.__class__ = kind
+        twin, expected = make(cache.model), make(plain)
+        assert kind is Deep or vars(twin).keys() == vars(expected).keys()  # it copies the swapped forward as its own
+        check_same(ask(twin, **X), ask(expected, **X), exact=True)
 
 
 def test_a_copy_of_a_model_under_a_foreign_wrapper_has_its_own_weights() -> None:
@@ -195,17 +174,13 @@ def test_a_copy_of_a_model_under_a_foreign_wrapper_has_its_own_weights() -> None
 
 def test_a_copy_can_be_wrapped_by_itself() -> None:
     """README: `LLMCache.wrap(model)` takes any model, also a copy of a wrapped one."""
-    model = build(CLASSIFIERS["bert"])
-    with LLMCache.wrap(model) as first:
-        twin = shallow(model)
-        expected = ask(twin, **X)
+    with wrapped(CLASSIFIERS["bert"]) as (first, plain):
+        twin = shallow(first.model)
         with LLMCache.wrap(twin, auto_bypass=False) as second:
-            for _ in range(2):
-                check_same(second(**X), expected)
-            assert second.stats().n_hits == 2
+            assert check_calls(second, shallow(plain), X) == 2
         assert first.stats().n_requests == 0
         with pytest.raises(WrapError):
-            LLMCache.wrap(model)
+            LLMCache.wrap(first.model)
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------
@@ -241,39 +216,31 @@ def sentences() -> Any:
 
 @functools.cache
 def _sentences() -> Any:
-    import tempfile
-
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
     with tempfile.TemporaryDirectory() as folder:
-        build(BARE["bert"]).save_pretrained(folder)  # type: ignore[operator]
-        tokenizer().save_pretrained(folder)
-        body = Transformer(folder)
-    return SentenceTransformer(modules=[body, Pooling(32, "mean")], device="cpu").eval()
+        return sentence_model(Path(folder), bert=build(BARE["bert"]))
 
 
 @pytest.mark.parametrize("make", [shallow, deep])
 def test_a_copy_of_a_sentence_model_holds_nothing_of_the_cache(make: Callable[[Any], Any]) -> None:
-    """docs/reuse.md: a copy of a wrapped model is a copy of the plain model, pooling layer included."""
-    model = sentences()
-    texts, expected = ["w1 w2 w3", "w4"], make(model).encode(["w1 w2 w3", "w4"])
+    """docs/reuse.md: a copy of a wrapped model is a copy of the plain model, pooling layer included; so is the rest."""
+    model, texts = sentences(), ["w1 w2 w3", "w4"]
+    own, expected, before = model.encode(texts), make(model).encode(texts), attributes(model)
     with LLMCache.wrap(model, payload="mean"):
         model.encode(texts)
         twin = make(model)
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in twin.modules())
-        assert torch.equal(torch.tensor(twin.encode(texts)), torch.tensor(expected))
+        assert (twin.encode(texts) == expected).all()
+    assert attributes(model) == before
+    assert model.encode(texts) == pytest.approx(own, abs=1e-5)
 
 
 def test_what_a_wrapped_model_saves_is_that_of_the_plain_one(tmp_path: Path) -> None:
     """docs/reuse.md: `state_dict()` and `save_pretrained` of a wrapped model give the plain model's weights."""
-    plain, model = build(CLASSIFIERS["bert"]), build(CLASSIFIERS["bert"])
-    with LLMCache.wrap(model) as cache:
+    with wrapped(CLASSIFIERS["bert"]) as (cache, plain):
         cache(**X)
-        ours, theirs = model.state_dict(), plain.state_dict()
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        model.save_pretrained(tmp_path)  # type: ignore[operator]
-    loaded = type(plain).from_pretrained(tmp_path).eval()  # type: ignore[attr-defined]
+        check_same(dict(cache.model.state_dict()), dict(plain.state_dict()), exact=True)
+        cache.model.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path).eval()
     check_same(ask(loaded, **X), ask(plain, **X), exact=True)
 
 
@@ -282,72 +249,46 @@ def test_what_a_wrapped_model_saves_is_that_of_the_plain_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        ("bert", "classifier"),
-        ("gpt2", "causal"),
-        ("qwen3", "causal"),
-        ("t5", "seq2seq"),
-        ("bart", "seq2seq"),
-    ],
+    [("bert", "classifier"), ("gpt2", "causal"), ("qwen3", "causal"), ("t5", "seq2seq"), ("bart", "seq2seq")],
 )
 def test_unwrap_leaves_every_attribute_as_it_was(family: str, kind: str) -> None:
     """docs/api.md: `unwrap` removes the cache, and nothing of it stays on the model, copied or not."""
     model, inputs = fresh(family, kind), inputs_of(family, kind)
-    expected = ask(model, **inputs)
-    before = attributes(model)
+    expected, before = ask(model, **inputs), attributes(model)
     for _ in range(2):
         cache = LLMCache.wrap(model)
         for _ in range(2):
             ask(model, **inputs)
         for make in COPIES[:4]:
             make(model)
-        assert cache.unwrap() is model
-        assert attributes(model) == before
+        assert cache.unwrap() is model and attributes(model) == before
     check_same(ask(model, **inputs), expected, exact=True)
-
-
-def test_unwrap_leaves_a_sentence_transformer_as_it_was() -> None:
-    """docs/api.md: `unwrap` leaves a sentence-transformers model as it was, its pooling layer included."""
-    model, texts = sentences(), ["w1 w2 w3", "w4"]
-    expected = torch.tensor(model.encode(texts))
-    before = attributes(model)
-    with LLMCache.wrap(model, payload="mean"):
-        model.encode(texts)
-    assert attributes(model) == before
-    check_same(torch.tensor(model.encode(texts)), expected)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("bert", "classifier"), ("llama", "causal")])
 def test_unwrap_while_other_threads_call(family: str, kind: str) -> None:
     """docs/architecture.md: `unwrap` waits for no call; running calls answer right, and the model is as before."""
-    model = fresh(family, kind)
+    model, done = fresh(family, kind), threading.Event()
     calls = [{"input_ids": tokens(2, length, seed=length % 4)} for length in range(4, 10)]
     expected = [ask(plain(family, kind), **call) for call in calls]
     ask(model, **calls[0])
-    before, done, troubles = attributes(model), threading.Event(), []
+    before = attributes(model)
 
     def work(turn: int) -> None:
-        try:
-            while not done.is_set():
-                turn += 1
-                number = turn % len(calls)
-                check_same(ask(model, **calls[number]), expected[number], where=f"call {number}")
-        except BaseException as trouble:
-            troubles.append(trouble)
+        while not done.is_set():
+            turn = (turn + 1) % len(calls)
+            check_same(ask(model, **calls[turn]), expected[turn], where=f"call {turn}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(4):
-            with LLMCache.wrap(model):
-                for call, output in zip(calls[:3], expected, strict=False):
-                    check_same(ask(model, **call), output)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert troubles == []
+    with ThreadPoolExecutor(2) as pool:
+        working = [pool.submit(work, number) for number in range(2)]
+        try:
+            for _ in range(4):
+                with LLMCache.wrap(model):
+                    for call, output in zip(calls[:3], expected, strict=False):
+                        check_same(ask(model, **call), output)
+        finally:
+            done.set()
+        assert [one.result() for one in working] == [None, None]
     assert attributes(model) == before
 
 
@@ -388,42 +329,34 @@ MADE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", MADE)
 def test_accelerate_prepares_a_wrapped_model(kind: str) -> None:
     """docs/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come after wrapping."""
-    plain, model = prepare(build(MADE[kind])), build(MADE[kind])
+    model, own = build(MADE[kind]), build(MADE[kind])
     before = attributes(model)
     cache = LLMCache.wrap(model, auto_bypass=False)
-    prepared = prepare(model)
-    for _ in range(2):
-        check_same(ask(prepared, **X), ask(plain, **X))
-    assert cache.stats().n_hits > 0
+    prepare(model)
+    assert check_calls(cache, prepare(build(MADE[kind])), X) > 0
     assert take_apart(model) is model
-    n_hits, expected = cache.stats().n_hits, ask(build(MADE[kind]), **X)
-    for _ in range(2):
-        check_same(ask(model, **X), expected)
-    assert cache.stats().n_hits > n_hits  # the cache is still on
+    assert check_calls(cache, own, X) > 0  # the cache is still on
     cache.unwrap()
     theirs = ("_is_accelerate_prepared", "forward")  # accelerate leaves these on a plain model too
     assert [one for one in attributes(model) if one[:1] != ("",) or one[1] not in theirs] == before
-    check_same(ask(model, **X), expected, exact=True)
+    check_same(ask(model, **X), ask(own, **X), exact=True)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(("kind", "is_unwrapped_first"), [("head", True), ("head", False), ("decoder", True)])
 def test_a_prepared_model_is_wrapped(kind: str, is_unwrapped_first: bool) -> None:
     """docs/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come before wrapping, or around it."""
-    plain, model = prepare(build(MADE[kind])), prepare(build(MADE[kind]))
+    own, model = prepare(build(MADE[kind])), prepare(build(MADE[kind]))
     cache = LLMCache.wrap(model, auto_bypass=False)
-    for _ in range(2):
-        check_same(ask(model, **X), ask(plain, **X))
-    assert cache.stats().n_hits > 0
+    assert check_calls(cache, own, X) > 0
     if is_unwrapped_first:
         cache.unwrap()
-        check_same(ask(model, **X), ask(plain, **X), exact=True)
+        check_same(ask(model, **X), ask(own, **X), exact=True)
     take_apart(model)
-    take_apart(plain)
-    for _ in range(2):
-        check_same(ask(model, **X), ask(plain, **X))
+    take_apart(own)
+    check_calls(cache, own, X)
     cache.unwrap()
-    check_same(ask(model, **X), ask(plain, **X), exact=True)
+    check_same(ask(model, **X), ask(own, **X), exact=True)
 
 
 def test_what_lies_on_top_of_the_cache_has_to_go_first() -> None:
@@ -463,24 +396,8 @@ def of_functions(model: nn.Module) -> Callable[..., Any]:
 )
 def test_what_torch_makes_of_a_wrapped_model_answers_as_of_the_plain_one(family: str, use: Any) -> None:
     """Trouble costs speed, never correctness: torch's copies and calls of a wrapped model answer right."""
-    plain, model = build(MODELS[family]), build(MODELS[family])
-    expected = ask(use(plain), **X)
-    with LLMCache.wrap(model) as cache:
+    with wrapped(MODELS[family]) as (cache, plain):
+        expected = ask(use(plain), **X)
         for _ in range(2):
             cache(**X)
-            check_same(ask(use(model), **X), expected)
-
-
-def test_a_decoders_copy_generates_as_the_plain_one(tmp_path: Path) -> None:
-    """docs/reuse.md: a copy of a wrapped model generates the tokens of a copy of the plain model."""
-    plain = build(lambda: tf.LlamaForCausalLM(llama()))
-    model: Any = build(lambda: tf.LlamaForCausalLM(llama()))
-    ids = tokens(1, 8)
-    wanted: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-    with LLMCache.wrap(model) as cache:
-        model.generate(ids, **wanted)
-        for make in (shallow, pickled):
-            found: Tensor = make(model).generate(ids, **wanted)
-            assert torch.equal(found, make(plain).generate(ids, **wanted))
-        torch.save(model, tmp_path / "model.pt")
-        assert cache.stats().n_hits == 0
+            check_same(ask(use(cache.model), **X), expected)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from llmcache import LLMCache
 from tests.contract.streams import ask, batched, calibrated, classifier, requests
-from tests.redis_server import redis_server
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokens
 
 A, B = tokens(1, 6, 1), tokens(1, 6, 2)
@@ -60,15 +59,20 @@ def test_last_names_the_source(frozen: LLMCache) -> None:
         assert rung(exact, A) == "exact" and exact.last[0].source == exact.last[0].key
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "classifier"])
-def test_a_repeat_is_forgotten(kind: str) -> None:
-    """After `forget` the request is computed and stored anew; others stay."""
-    made = {"bert": BARE["bert"], "gpt2": GENERATORS["gpt2"], "classifier": CLASSIFIERS["bert"]}[kind]
-    with LLMCache.wrap(build(made), auto_bypass=False) as cache:
-        for ids in (A, B):
-            assert (rung(cache, ids), rung(cache, ids)) == (None, "exact")
+@pytest.mark.parametrize("make", [BARE["bert"], GENERATORS["gpt2"], CLASSIFIERS["bert"]], ids=["bert", "gpt2", "head"])
+def test_a_repeat_is_forgotten(make: Callable[[], nn.Module]) -> None:
+    """After `forget` the request is computed and stored anew; others stay, also in other namespaces."""
+    with LLMCache.wrap(build(make), auto_bypass=False) as cache:
+        for name, ids in (("default", A), ("default", B), ("other", A)):
+            with cache.namespace(name):
+                assert (rung(cache, ids), rung(cache, ids)) == (None, "exact")
+        before = cache.stats()
+        forget(cache, tokens(1, 6, 3))  # unknown: nothing changes
+        assert cache.stats() == before
         forget(cache, A)
         assert (rung(cache, A), rung(cache, A), rung(cache, B)) == (None, "exact", "exact")
+        with cache.namespace("other"):
+            assert rung(cache, A) == "exact"
 
 
 def test_each_row_of_a_batch_is_forgotten() -> None:
@@ -84,31 +88,6 @@ def test_each_row_of_a_batch_is_forgotten() -> None:
         assert rung(cache, B) == "exact"
 
 
-def test_a_namespace_forgets_its_own() -> None:
-    """`forget` reaches the current namespace, and no other."""
-    with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
-        for name in ("a", "b"):
-            with cache.namespace(name):
-                rung(cache, A)
-        with cache.namespace("a"):
-            forget(cache, A)
-            assert rung(cache, A) is None
-        with cache.namespace("b"):
-            assert rung(cache, A) == "exact"
-
-
-def test_what_is_not_there_is_forgotten_at_no_cost() -> None:
-    """`forget` of an unknown request changes and computes nothing."""
-    model = build(BARE["bert"])
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
-        rung(cache, B)
-        before = cache.stats()
-        forget(cache, A)
-        after = cache.stats()
-        assert (after.n_requests, after.n_stored) == (before.n_requests, before.n_stored)
-        assert rung(cache, B) == "exact"
-
-
 def test_a_wrong_hit_of_tau_does_not_come_again() -> None:
     """A request that `tau` answered from another's states is computed after `forget`."""
     with LLMCache.wrap(classifier(), tau=0.0) as cache:
@@ -121,29 +100,19 @@ def test_a_wrong_hit_of_tau_does_not_come_again() -> None:
         assert cache.last[0].source is None
 
 
-def test_a_frozen_source_serves_nobody_again(frozen: LLMCache) -> None:
-    """A forgotten source of a calibration is a tombstone: requests nearest to it are computed; the bound stays."""
+def test_a_frozen_source_serves_nobody_again(frozen: LLMCache, tmp_path: Path) -> None:
+    """A forgotten source of a calibration is a tombstone, also in a save: requests nearest to it are computed."""
     cache, ids = frozen, requests(60, seed=7)[0]
     before, made = hits(cache, ids), cache.calibration
-    assert made is not None
     row, gone = next(iter(before.items()))
     forget(cache, ids[[row]])
-    after = hits(cache, ids)
-    assert gone not in after.values() and row not in after
-    assert {other: source for other, source in before.items() if source != gone} == after
-    assert cache.calibration is not None and cache.calibration.is_certified
-    assert cache.calibration.chosen == made.chosen
-
-
-def test_a_tombstone_is_saved(frozen: LLMCache, tmp_path: Path) -> None:
-    """A forgotten source stays forgotten in a save."""
-    ids = requests(60, seed=7)[0]
-    row, gone = next(iter(hits(frozen, ids).items()))
-    forget(frozen, ids[[row]])
-    frozen.save(tmp_path / "saved")
-    with LLMCache.load(classifier(), tmp_path / "saved") as cache:
-        left = set(hits(cache, ids).values())
-        assert left and gone not in left
+    cache.save(tmp_path / "saved")
+    left = {other: source for other, source in before.items() if source != gone}
+    assert left == hits(cache, ids) and row not in left
+    assert made is not None and cache.calibration is not None
+    assert cache.calibration.is_certified and cache.calibration.chosen == made.chosen  # the bound stays
+    with LLMCache.load(classifier(), tmp_path / "saved") as loaded:
+        assert set(left.values()) == set(hits(loaded, ids).values())
 
 
 def test_a_store_forgets_too(tmp_path: Path) -> None:
@@ -185,18 +154,14 @@ class Waiting(nn.Module):
         return x.relu()
 
 
-def slow(kind: str) -> tuple[nn.Module, Waiting]:
-    """Return a tiny encoder or decoder whose first layer can be made to wait."""
-    model, waiting = build({"bert": BARE["bert"], "gpt2": GENERATORS["gpt2"]}[kind]), Waiting()
+def wrap_slow(kind: str, **settings: Any) -> tuple[LLMCache, Waiting]:
+    """Wrap a tiny encoder or decoder whose first layer can be made to wait."""
+    model: Any = build({"bert": BARE["bert"], "gpt2": GENERATORS["gpt2"]}[kind])
+    waiting = Waiting()
     if kind == "bert":
         model.encoder.layer[0].intermediate.intermediate_act_fn = waiting
     else:
         model.transformer.h[0].mlp.act = waiting
-    return model, waiting
-
-
-def wrap_slow(kind: str, **settings: Any) -> tuple[LLMCache, Waiting]:
-    model, waiting = slow(kind)
     return LLMCache.wrap(model, auto_bypass=False, **settings), waiting
 
 
@@ -229,15 +194,6 @@ def test_a_call_under_way_stores_nothing_that_was_forgotten_meanwhile(
         assert rung(cache, A) == ("paper" if "tau" in settings else "exact")
 
 
-@pytest.fixture(params=["disk", "redis"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    if request.param == "disk":
-        yield {"name": "disk", "folder": str(tmp_path / "store")}
-        return
-    with redis_server(tmp_path) as server:
-        yield {"name": "redis", "url": server.url, "timeout_ms": 5_000.0}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_call_under_way_elsewhere_stores_nothing_that_was_forgotten(kind: str, store: dict[str, Any]) -> None:
@@ -256,8 +212,9 @@ def test_a_call_under_way_elsewhere_stores_nothing_that_was_forgotten(kind: str,
             assert rung(later, A) is None
 
 
-def test_a_save_loaded_beside_its_store_does_not_bring_back_what_was_forgotten_since(tmp_path: Path) -> None:
-    """`LLMCache.load` leaves out a namespace of which something was forgotten since the save, and keeps the others."""
+@pytest.mark.parametrize("act", ["forget", "purge"])
+def test_a_save_loaded_beside_its_store_does_not_bring_back_what_went_since(act: str, tmp_path: Path) -> None:
+    """`LLMCache.load` leaves out a namespace of which something was forgotten or purged since the save, no others."""
     model, store = BARE["bert"], {"name": "disk", "folder": str(tmp_path / "store")}
     with LLMCache.wrap(build(model), auto_bypass=False, store=store) as cache:
         for name in ("a", "b"):
@@ -266,26 +223,23 @@ def test_a_save_loaded_beside_its_store_does_not_bring_back_what_was_forgotten_s
         forget(cache, B)
         cache.save(tmp_path / "save")
         with cache.namespace("a"):
-            forget(cache, A)
+            forget(cache, A) if act == "forget" else cache.purge(namespace="a")
     with LLMCache.load(build(model), tmp_path / "save") as cache:
-        found = {}
-        for name in ("a", "b"):
+        for name, expected in (("a", None), ("b", "exact")):
             with cache.namespace(name):
-                found[name] = rung(cache, A)
-        assert found == {"a": None, "b": "exact"}
+                assert rung(cache, A) == expected
 
 
-def test_what_was_looked_up_before_is_computed() -> None:
+@pytest.mark.parametrize("kind", ["exact", "semantic"])
+def test_what_was_looked_up_before_is_computed(kind: str, frozen: LLMCache) -> None:
     """A part of `look_up` that is run after `forget` is computed, and not served the old answer."""
-    model = build(CLASSIFIERS["bert"])
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
-        rung(cache, A)
-        found = cache.look_up({"input_ids": A})
-        assert found.served is not None
-        forget(cache, A)
-        with torch.inference_mode():
-            model(**found.served.inputs)
-        assert cache.last[0].rung is None
+    ids = requests(60, seed=7)[0]
+    row = ids[[ask(frozen, ids).index(None if kind == "exact" else kind)]]  # what is computed is stored
+    found = frozen.look_up({"input_ids": row})
+    assert found.served is not None
+    forget(frozen, row)
+    frozen(**found.served.inputs)
+    assert frozen.last[0].rung is None
 
 
 @pytest.mark.slow

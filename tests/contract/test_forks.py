@@ -1,12 +1,10 @@
 """A forked process answers as the plain model does, and never waits for a thread of its parent."""
 
-import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import pytest
 from llmcache import LLMCache
 from tests.contract.judge import ask, check_same
 from tests.forks import in_child, needs_fork
-from tests.redis_server import redis_server
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
 
 pytestmark = [needs_fork, pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")]
@@ -47,22 +44,27 @@ def busy(cache: LLMCache, n_threads: int = 2) -> Iterator[None]:
             thread.join()
 
 
-def check_children(cache: LLMCache, kind: str, n_children: int = 2) -> None:
-    """Fork while threads call the model; compare the answers of children and parent with the plain model's."""
+def check_children(cache: LLMCache, kind: str) -> None:
+    """Fork while threads call the model; compare the answers of child, grandchild and parent with the plain model's."""
     plain = build(KINDS[kind])
     expected = [ask(plain, **call) for call in CALLS]
 
-    def compare(then: Callable[[], object] = lambda: None) -> str:
+    def compare() -> str:
         for number, (call, output) in enumerate(zip(CALLS, expected, strict=True)):
             check_same(cache(**call), output, where=f"call {number}")
-        then()
         return "same"
+
+    def compare_below(n_generations: int) -> list[str]:
+        told = [compare()]
+        if n_generations > 1:
+            told += in_child(compare_below, n_generations - 1)
+        finish(cache)
+        return told
 
     for call in CALLS[::2]:
         cache(**call)
     with busy(cache):
-        told = [in_child(lambda: compare(lambda: finish(cache))) for _ in range(n_children)]
-    assert told == ["same"] * n_children
+        assert in_child(compare_below, 2) == ["same"] * 2
     assert compare() == "same"
     assert cache.stats().store is not None or cache.stats().errors == 0  # late reads of a store count as errors
 
@@ -93,22 +95,11 @@ def test_a_forked_process_answers_from_memory(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_process_uses_a_store_on_disk(tmp_path: Path) -> None:
-    """Child and parent both use the open store; neither waits for the other."""
-    store = {"name": "disk", "folder": str(tmp_path / "store")}
+def test_a_forked_process_uses_a_store(store: dict[str, Any]) -> None:
+    """Child and parent both use the open store: neither waits for the other, or reads a reply meant for it."""
     with LLMCache.wrap(build(KINDS["encoder"]), store=store, auto_bypass=False) as cache:
         check_children(cache, "encoder")
         check_what_a_child_stores(cache)
-
-
-@pytest.mark.slow
-def test_a_forked_process_uses_a_store_on_redis(tmp_path: Path) -> None:
-    """A child has its own connections and thread: no reply of the server reaches the wrong process."""
-    with redis_server(tmp_path) as server:
-        store = {"name": "redis", "url": server.url, "timeout_ms": 5_000.0}
-        with LLMCache.wrap(build(KINDS["encoder"]), store=store, auto_bypass=False) as cache:
-            check_children(cache, "encoder")
-            check_what_a_child_stores(cache)
 
 
 def check_what_a_child_stores(cache: LLMCache) -> None:
@@ -152,26 +143,3 @@ def held(cache: LLMCache) -> int:
     stats = cache.stats().store
     assert stats is not None and stats.n_values is not None
     return stats.n_values
-
-
-@pytest.mark.slow
-def test_processes_of_multiprocessing_and_their_children_answer() -> None:
-    """Children of multiprocessing's start method `fork`, and their children, answer as the plain model does."""
-    plain, context = build(KINDS["encoder"]), multiprocessing.get_context("fork")
-    expected = [ask(plain, **call) for call in CALLS]
-
-    def work(number: int, queue: Any) -> None:
-        check_same(cache(**CALLS[number]), expected[number])
-        queue.put(in_child(lambda: check_same(cache(**CALLS[0]), expected[0]) or number))
-
-    with LLMCache.wrap(build(KINDS["encoder"]), auto_bypass=False) as cache:
-        cache(**CALLS[0])
-        queue = context.SimpleQueue()
-        with busy(cache):
-            workers = [context.Process(target=work, args=(number, queue)) for number in range(2)]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join(20)
-        assert [worker.exitcode for worker in workers] == [0] * 2
-        assert sorted(queue.get() for _ in workers) == [0, 1]

@@ -1,8 +1,6 @@
 """`generate()` on a wrapped model gives the plain model's tokens, in all of its modes."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache as once
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch import Tensor
 from llmcache import LLMCache
 from llmcache.generation import Chat, Sampling, decode_step, generate, prefill, stream
 from tests.contract.judge import ask, check_same
-from tests.contract.models import fresh, plain
+from tests.contract.models import fresh, plain, wrapped
 from tests.tiny_models import batch, padded, tokenizer, tokens
 
 DECODERS = ("gpt2", "llama")
@@ -38,15 +36,6 @@ class Short(tf.StoppingCriteria):
         return input_ids[:, -1] % 2 == 0
 
 
-def by_hand(model: Any, input_ids: Tensor, **how: Any) -> Tensor:
-    """A user's decoding loop, which takes the second-best token."""
-    kv, ids = tf.DynamicCache(), input_ids
-    for _ in range(N_NEW):
-        logits = model(ids[:, kv.get_seq_length() :], past_key_values=kv, use_cache=True).logits[:, -1]
-        ids = torch.cat([ids, logits.topk(2).indices[:, 1:]], dim=1)
-    return ids
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.5},
@@ -65,10 +54,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "several ends of text": {"eos_token_id": [2, *range(20, 60)]},
     "least length": {"min_new_tokens": 4, "eos_token_id": [2, *range(20, 60)]},
 }
+#: Ways that only decoders have; a repeat serves the prompt of the last one.
 OF_DECODERS: dict[str, dict[str, Any]] = {
     "chunked prefill": {"prefill_chunk_size": 4},
-    "guidance": {"guidance_scale": 1.5},
     "embeddings": {"embeddings": True},
+    "guidance": {"guidance_scale": 1.5},
 }
 
 
@@ -81,28 +71,17 @@ def write(model: Any, inputs: Any, **how: Any) -> Any:
     return model.generate(**{"do_sample": False, "max_new_tokens": N_NEW, "pad_token_id": 0, **inputs, **how})
 
 
-to_wrap = once(fresh)  # unwrapped after each test
-
-
-@contextmanager
-def wrapped(family: str) -> Iterator[LLMCache]:
-    with LLMCache.wrap(to_wrap(family, kind_of(family)), auto_bypass=False) as cache:
-        yield cache
-        assert cache.stats().errors == 0
-
-
 def kind_of(family: str) -> str:
     return "seq2seq" if family in (*ENCODER_DECODERS, "marian") else "causal"
 
 
 def check_tokens(family: str, inputs: Any = LEFT, is_served: bool = True, **how: Any) -> None:
-    """Generate cold and warm; compare the tokens with the plain model's."""
+    """Generate cold and warm; compare all that is returned with the plain model's."""
     expected = write(plain(family, kind_of(family)), inputs, **how)
-    assert expected.shape[1] > 1
-    with wrapped(family) as cache:
+    with wrapped(family, kind_of(family)) as cache:
         for turn in ("cold", "warm"):
             before = cache.stats().n_hits
-            assert write(cache.model, inputs, **how).tolist() == expected.tolist(), turn
+            check_same(write(cache.model, inputs, **how), expected, where=turn)
         assert not is_served or cache.stats().n_hits > before
 
 
@@ -122,20 +101,23 @@ def test_ways_of_decoders_only(way: str) -> None:
     check_tokens("llama", **OF_DECODERS[way], is_served=way == "guidance")
 
 
-@pytest.mark.parametrize("family", [*SLIDING, *OTHERS])
-def test_other_families(family: str) -> None:
-    """docs/generation.md: tokens are the plain model's for any kind of K/V cache, a sliding window included."""
-    check_tokens(family, num_beams=2, is_served=family not in SLIDING)
+RETURNED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
-@pytest.mark.parametrize(("family", "way"), [("gpt2", "beams"), ("llama", "static cache"), ("bart", "sampling")])
-def test_everything_that_generate_returns(family: str, way: str) -> None:
-    """docs/reuse.md: a repeat returns the scores, logits and K/V of the stored run."""
-    how = {**WAYS[way], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    expected = write(plain(family, kind_of(family)), LEFT, **how)
-    with wrapped(family) as cache:
-        for turn in ("cold", "warm"):
-            check_same(write(cache.model, LEFT, **how), expected, where=turn)
+@pytest.mark.parametrize(
+    ("family", "inputs", "how"),
+    [
+        *((family, LEFT, {"num_beams": 2}) for family in (*SLIDING, *OTHERS)),
+        *((family, padded([9, 5]), {}) for family in ("gpt2", "t5")),
+        ("gpt2", {"input_ids": tokens(2, 6)}, {}),
+        ("gpt2", LEFT, RETURNED | WAYS["beams"]),
+        ("llama", LEFT, RETURNED | WAYS["static cache"]),
+        ("bart", LEFT, RETURNED | WAYS["sampling"]),
+    ],
+)
+def test_families_batches_and_all_that_is_returned(family: str, inputs: Any, how: Any) -> None:
+    """docs/generation.md: tokens, scores, logits and K/V are the plain model's, for any K/V cache and padding."""
+    check_tokens(family, inputs, is_served=family not in SLIDING, **how)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
@@ -143,105 +125,47 @@ def test_states_and_attentions_of_every_layer(family: str) -> None:
     """docs/reuse.md: states that entries do not hold are computed, after a hit as before."""
     how = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
     expected = write(plain(family, kind_of(family)), LEFT, **how)
-    with wrapped(family) as cache:
+    with wrapped(family, kind_of(family)) as cache:
         for more in ({}, how, {}, how):
             found = write(cache.model, LEFT, **more)
             check_same(found, expected if more else expected.sequences)
         assert cache.stats().n_hits
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [("gpt2", "right"), ("t5", "right"), ("gpt2", "none"), ("gpt2", "known rows"), ("t5", "known rows")],
-)
-def test_other_batches(family: str, layout: str) -> None:
-    """docs/reuse.md: batches padded on the right, without a mask, or partly known give the plain model's tokens."""
-    if layout == "known rows":
-        inputs = {"input_ids": tokens(3, 8), "attention_mask": torch.ones(3, 8, dtype=torch.int64)}
-        expected = write(plain(family, kind_of(family)), inputs)
-        with wrapped(family) as cache:
-            for numbers in ([1], [0, 1, 2], [2, 2, 0]):
-                some = {name: value[numbers] for name, value in inputs.items()}
-                assert write(cache.model, some).tolist() == expected[numbers].tolist()
-            assert cache.stats().n_hits >= 1 + 3
-    else:
-        check_tokens(family, padded([9, 5]) if layout == "right" else {"input_ids": tokens(2, 6)})
+@pytest.mark.parametrize(("family", "layout"), [("gpt2", "right"), ("t5", "right"), ("gpt2", "none")])
+def test_batches_padded_otherwise(family: str, layout: str) -> None:
+    """docs/reuse.md: batches padded on the right, or without a mask, give the plain model's tokens."""
+    check_tokens(family, padded([9, 5]) if layout == "right" else {"input_ids": tokens(2, 6)})
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 KNOWN = tokens(1, 24)
 GOES_ON = torch.cat([KNOWN[:, :20], tokens(1, 4, seed=9)], dim=1)
-DRAFTS: dict[str, dict[str, Any]] = {
-    "another model": {},
-    "another model, sampling": {"do_sample": True, "temperature": 2.0},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
-    "early exit": {"assistant_early_exit": 1},
+#: By name: arguments, and which of model and assistant are wrapped.
+DRAFTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "another model": ({}, ("assistant",)),
+    "another model, sampling": ({"do_sample": True, "temperature": 2.0}, ("model", "assistant")),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ("model",)),
+    "early exit": ({"assistant_early_exit": 1}, ("model",)),
 }
 
 
-@pytest.mark.parametrize(
-    ("draft", "on"),
-    [
-        ("another model", "assistant"),
-        ("another model, sampling", "both"),
-        ("prompt lookup", "model"),
-        ("early exit", "model"),
-    ],
-)
-def test_drafts(draft: str, on: str) -> None:
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts(draft: str) -> None:
     """docs/generation.md: tokens are the plain model's if another model, early layers or the prompt propose drafts."""
-    model, assistant = plain("llama", "causal"), plain("gpt2", "causal")
-    copies = to_wrap("llama", "causal"), to_wrap("gpt2", "causal")
-    chosen = {"model": copies[:1], "assistant": copies[1:], "both": copies}[on]
-    has_assistant = draft.startswith("another")
+    how, on = DRAFTS[draft]
+    copies = {"model": fresh("llama", "causal"), "assistant": fresh("gpt2", "causal")}
+
+    def draw(ids: Tensor, model: Any, assistant: Any) -> Any:
+        more = {"assistant_model": assistant} if draft.startswith("another") else {}
+        return write(model, {"input_ids": ids}, **how, **more).tolist()
+
     with ExitStack() as until_the_end:
-        caches = [until_the_end.enter_context(LLMCache.wrap(one, auto_bypass=False)) for one in chosen]
+        caches = [until_the_end.enter_context(LLMCache.wrap(copies[name], auto_bypass=False)) for name in on]
         for ids in (KNOWN, GOES_ON, KNOWN):
-            more = {"assistant_model": assistant} if has_assistant else {}
-            expected = write(model, {"input_ids": ids}, **DRAFTS[draft], **more)
-            more = {"assistant_model": copies[1]} if has_assistant else {}
-            assert write(copies[0], {"input_ids": ids}, **DRAFTS[draft], **more).tolist() == expected.tolist()
+            assert draw(ids, **copies) == draw(ids, plain("llama", "causal"), plain("gpt2", "causal"))
         assert all(cache.stats().n_hits >= 1 and cache.stats().errors == 0 for cache in caches)
-
-
-def test_a_loop_of_the_users_own() -> None:
-    """docs/generation.md: a user's loop, called directly or by `generate()`, is served too."""
-    expected = by_hand(plain("llama", "causal"), KNOWN)
-    with wrapped("llama") as cache, torch.no_grad():
-        for ids in (KNOWN, GOES_ON, KNOWN):
-            found = by_hand(cache.model, ids)
-            check_same(found, by_hand(plain("llama", "causal"), ids))
-        assert torch.equal(write(cache.model, {"input_ids": KNOWN}, custom_generate=by_hand), expected)
-        assert cache.stats().n_hits >= 2
-
-
-# -- streams -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_streamers_hear_the_same(family: str) -> None:
-    """docs/generation.md: a streamer gets the plain model's tokens, one at a time, in order."""
-    inputs = {"input_ids": tokens(1, 6)}
-
-    class Listener(tf.generation.streamers.BaseStreamer):
-        def __init__(self) -> None:
-            self.told: list[Any] = []
-
-        def put(self, value: Tensor) -> None:
-            self.told.append(value.tolist())
-
-        def end(self) -> None:
-            self.told.append("end")
-
-    def listen(model: Any) -> list[Any]:
-        write(model, inputs, streamer=(listener := Listener()))
-        return listener.told
-
-    expected = listen(plain(family, kind_of(family)))
-    with wrapped(family) as cache:
-        assert listen(cache.model) == listen(cache.model) == expected
-        assert cache.stats().n_hits == 1
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -278,20 +202,6 @@ def test_a_conversation(family: str, kv: str) -> None:
             check_same(talk(cache.model), expected)
         if family not in SLIDING:
             assert cache.stats().n_hits >= (5 if kv == "none" else 1)
-
-
-def test_conversations_that_take_turns() -> None:
-    """docs/prefix.md: branches of one prompt share its beginning and nothing else."""
-    stem, how = tokens(1, 36), {"return_dict_in_generate": True, "output_logits": True}
-    branches = [torch.cat([stem[:, :n], tokens(1, 40 - n, seed=n)], dim=1) for n in (36, 20, 33)]
-    expected = [write(plain("llama", "causal"), {"input_ids": ids}, **how) for ids in (stem, *branches)]
-    with wrapped("llama") as cache:
-        for _ in range(2):
-            for ids, output in zip((stem, *branches), expected, strict=True):
-                check_same(write(cache.model, {"input_ids": ids}, **how), output)
-            together = write(cache.model, {"input_ids": torch.cat(branches)})
-            assert together.tolist() == [output.sequences[0].tolist() for output in expected[1:]]
-        assert cache.stats().n_hits >= 3 + 7
 
 
 # -- llmcache.generation -----------------------------------------------------------------------------------------------
@@ -368,7 +278,7 @@ def test_a_chat_keeps_its_conversation() -> None:
     """docs/generation.md: each turn's prompt begins with an earlier prompt, which the prefix rung serves."""
     spoken: list[Any] = []
     system = " ".join(f"w{number}" for number in range(18))
-    for model in (plain("llama", "causal"), to_wrap("llama", "causal")):
+    for model in (plain("llama", "causal"), fresh("llama", "causal")):
         chat = Chat(model, tokenizer(), Sampling(max_new_tokens=2, stop_ids=()), system=system)
         with LLMCache.wrap(model) if spoken else nullcontext():
             spoken.append([("".join(chat.ask(text)), chat.turn().generation) for text in ("w5 w6", "w7")])

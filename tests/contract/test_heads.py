@@ -10,90 +10,51 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.contract.judge import ask, check_calls, check_same
+from tests.contract.judge import ask, check_calls, check_edits, check_same, wrapped
 from tests.contract.models import SIZES
 from tests.tiny_models import build, llama, padded, tokens
 
-CASES = [padded([7, 5]), padded([7, 5], left=True), {"input_ids": tokens(2, 6)}, padded([4]), padded([5, 7, 3], 9)]
+Make = Callable[[], nn.Module]
 
 
-def wrap(model: nn.Module) -> LLMCache:
-    return LLMCache.wrap(model, auto_bypass=False)
+def bert(kind: str = "ForSequenceClassification", **more: Any) -> Make:
+    return lambda: getattr(tf, f"Bert{kind}")(tf.BertConfig(**SIZES, **more))
 
 
-def electra(kind: Any, **more: Any) -> Callable[[], nn.Module]:
-    return lambda: kind(tf.ElectraConfig(**SIZES, embedding_size=24, **more))
+def roberta() -> Any:
+    return tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
 
 
-def bert(kind: Any = tf.BertForSequenceClassification, **more: Any) -> Callable[[], nn.Module]:
-    return lambda: kind(tf.BertConfig(**SIZES, **more))
+def chooser(summary: str) -> Make:
+    return lambda: tf.ElectraForMultipleChoice(tf.ElectraConfig(**SIZES, embedding_size=24, summary_type=summary))
 
 
-def modern(pooling: str) -> Callable[[], nn.Module]:
+def modern(pooling: str) -> Make:
     config = tf.ModernBertConfig(**SIZES, cls_token_id=3, sep_token_id=4, classifier_pooling=pooling)
     return lambda: tf.ModernBertForSequenceClassification(config)
-
-
-class MeanHead(nn.Module):
-    """Replaces a head that reads the first state; reads the mean of all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(32, 2)
-
-    def forward(self, states: Tensor, **_: Any) -> Any:
-        return self.dense(states.mean(dim=1))
 
 
 class Around(nn.Module):
     """A user's module that reads more of a classifier's trunk than the head does."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.model = model
+        self.model = bert()()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.model.bert(input_ids=input_ids, attention_mask=attention_mask)[0].mean(dim=1)
+        return self.model.bert(input_ids=input_ids, attention_mask=attention_mask)[0].mean(dim=1)  # type: ignore[no-any-return]
 
 
 class OwnHead(nn.Module):
     """Reads the first state of calls of up to `longest` tokens, else the mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int) -> None:
         super().__init__()
-        self.out = nn.Linear(32, 3)
-        self.longest = 6
+        self.out = nn.Linear(32, 2)
+        self.longest = longest
 
     def forward(self, states: Tensor, **_: Any) -> Tensor:
-        return self.out(states[:, 0] if states.shape[1] <= self.longest else states.mean(dim=1))
-
-
-def with_own_head() -> nn.Module:
-    model = tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
-    model.classifier = OwnHead()
-    return model
-
-
-def with_hook() -> nn.Module:
-    model = tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
-    _hook(model)
-    return model
-
-
-def _hook(model: Any) -> None:
-    model.classifier.register_forward_pre_hook(lambda _, args: (args[0].mean(1, keepdim=True).expand_as(args[0]),))
-
-
-def with_mean_head() -> nn.Module:
-    model: Any = tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES))
-    model.classifier = MeanHead()
-    return model
-
-
-def with_mean_pooler() -> nn.Module:
-    model: Any = bert()()
-    model.bert.pooler = MeanPooler()
-    return model
+        return self.out(states[:, 0] if states.shape[1] <= self.longest else states.mean(dim=1))  # type: ignore[no-any-return]
 
 
 class MeanPooler(nn.Module):
@@ -101,122 +62,88 @@ class MeanPooler(nn.Module):
         return states.mean(dim=1)
 
 
-CHOOSERS = {f"electra, {one}": electra(tf.ElectraForMultipleChoice, summary_type=one) for one in
-            ("first", "mean", "cls_index")} | {"bert": bert(tf.BertForMultipleChoice)}  # fmt: skip
-HEADS = {
-    "bert": bert(),
-    "next sentence": bert(tf.BertForNextSentencePrediction),
-    "regression": bert(num_labels=1, problem_type="regression"),
-    "deberta": lambda: tf.DebertaV2ForSequenceClassification(tf.DebertaV2Config(**SIZES)),
-    "modernbert, cls": modern("cls"),
-    "modernbert, mean": modern("mean"),
-    "llama": lambda: tf.LlamaForSequenceClassification(llama(use_cache=False)),
-    "a head of mean": with_mean_head,
-    "a pooler of mean": with_mean_pooler,
-    "a head by length": with_own_head,
-    "a hook before the head": with_hook,
-    "around a classifier": lambda: Around(bert()()),
-}
+def hook(model: Any) -> None:
+    model.classifier.register_forward_pre_hook(lambda _, args: (args[0].mean(1, keepdim=True).expand_as(args[0]),))
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_repeat_is_answered_as_by_the_plain_model(name: str) -> None:
-    """An entry keeps the states of the last layer that the head reads (docs/reuse.md, heads and payloads)."""
-    plain, model = build(HEADS[name]), build(HEADS[name])
-    with wrap(model) as cache:
-        check_calls(model, plain, *CASES)
-        assert cache.stats().n_hits > 0
+def mean_head(model: Any) -> None:
+    model.classifier = OwnHead(longest=0)
 
 
-@pytest.mark.parametrize("name", CHOOSERS)
-def test_a_repeated_choice_is_the_plain_one(name: str) -> None:
-    """Heads that choose between several rows answer a repeat as the plain model does, whichever states they read."""
-    plain, model = build(CHOOSERS[name]), build(CHOOSERS[name])
-    cases = [{key: value[None] for key, value in case.items()} for case in CASES]
-    with wrap(model) as cache:
-        check_calls(model, plain, *cases)
-        assert cache.stats().n_hits > 0
+def mean_pooler(model: Any) -> None:
+    model.bert.pooler = MeanPooler()
 
 
-def of_its_own(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Give the model a config that it does not share with its trunk."""
-
+def edited(make: Make, edit: Callable[[Any], None]) -> Make:
     def made() -> nn.Module:
-        model: Any = make()
-        model.config = deepcopy(model.config)
+        model = make()
+        edit(model)
         return model
 
     return made
 
 
-def _exchange(model: Any) -> None:
-    torch.manual_seed(1)
-    model.classifier = MeanHead().eval()
+def own_config(model: Any) -> None:
+    """Give the model a config that it does not share with its trunk."""
+    model.config = deepcopy(model.config)
 
 
-def _exchange_pooler(model: Any) -> None:
-    model.bert.pooler = MeanPooler()
+HEADS: dict[str, Make] = {
+    "bert": bert(),
+    "roberta": roberta,
+    "next sentence": bert("ForNextSentencePrediction"),
+    "regression": bert(num_labels=1, problem_type="regression"),
+    "deberta": lambda: tf.DebertaV2ForSequenceClassification(tf.DebertaV2Config(**SIZES)),
+    "modernbert, cls": modern("cls"),
+    "modernbert, mean": modern("mean"),
+    "llama": lambda: tf.LlamaForSequenceClassification(llama(use_cache=False)),
+    "a head of mean": edited(roberta, mean_head),
+    "a pooler of mean": edited(bert(), mean_pooler),
+    "a head by length": edited(roberta, lambda model: setattr(model, "classifier", OwnHead(longest=6))),
+    "a hook before the head": edited(roberta, hook),
+    "around a classifier": Around,
+    "choice, electra, first": chooser("first"),
+    "choice, electra, mean": chooser("mean"),
+    "choice, electra, cls_index": chooser("cls_index"),
+    "choice, bert": bert("ForMultipleChoice"),
+}
+CASES = [padded([7, 5]), padded([7, 5], left=True), {"input_ids": tokens(2, 6)}, padded([4]), padded([5, 7, 3], 9)]
+CHOICES = [{name: value[None] for name, value in case.items()} for case in CASES]
 
 
-def _summarise(model: Any) -> None:
-    model.sequence_summary.summary_type = "mean"
+def cases(name: str) -> list[dict[str, Tensor]]:
+    return CHOICES if "choice" in name else CASES
 
 
-def _pool_otherwise(model: Any) -> None:
-    model.config.classifier_pooling = "mean"
+@pytest.mark.parametrize("name", HEADS)
+def test_a_repeat_is_answered_as_by_the_plain_model(name: str) -> None:
+    """An entry keeps the states of the last layer that the head reads (docs/reuse.md, heads and payloads)."""
+    with wrapped(HEADS[name]) as (cache, plain):
+        assert check_calls(cache, plain, *cases(name)) > 0
 
 
-@pytest.mark.parametrize(
-    ("make", "edit", "choices"),
-    [
-        (lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES)), _exchange, False),
-        (bert(), _exchange_pooler, False),
-        (with_own_head, lambda model: setattr(model.classifier, "longest", 0), False),
-        (lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**SIZES)), _hook, False),
-        (electra(tf.ElectraForMultipleChoice), _summarise, True),
-        (modern("cls"), _pool_otherwise, False),
-        (of_its_own(modern("cls")), _pool_otherwise, False),
-    ],
-    ids=["head", "pooler", "attribute of one's own", "hook", "attribute", "config", "the head's config"],
-)
-def test_a_head_that_is_exchanged_after_wrapping_is_never_shown_less_than_it_reads(
-    make: Callable[[], nn.Module], edit: Callable[[Any], None], choices: bool
-) -> None:
-    """After a head is replaced, no hit is stale or lacks states that the head reads (docs/reuse.md)."""
-    plain, model = build(make), build(make)
-    cases = [{key: value[None] if choices else value for key, value in case.items()} for case in CASES]
-    with wrap(model):
-        check_calls(model, plain, *cases)
-        edit(plain)
-        edit(model)
-        check_calls(model, plain, *cases)
+#: Edits of a head, by name: the model, and the edit.
+EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "head": ("roberta", mean_head),
+    "head that reads the same": ("bert", lambda model: setattr(model, "classifier", nn.Linear(32, 2))),
+    "pooler": ("bert", mean_pooler),
+    "attribute of one's own": ("a head by length", lambda model: setattr(model.classifier, "longest", 0)),
+    "hook": ("roberta", hook),
+    "attribute": (
+        "choice, electra, first",
+        lambda model: setattr(model.sequence_summary, "summary_type", "mean"),
+    ),
+    "config": ("modernbert, cls", lambda model: setattr(model.config, "classifier_pooling", "mean")),
+}
 
 
-@pytest.mark.parametrize("settings", [{}, {"tau": 0.999}], ids=["exact", "tau"])
-def test_a_padding_id_that_changes_between_calls(settings: dict[str, Any]) -> None:
-    """A classifier that finds the last token by its config's padding id is served the state there (docs/reuse.md)."""
-    make = of_its_own(HEADS["llama"])
-    plain, model = build(make), build(make)
-    calls = [padded([5, 7]), {"input_ids": tokens(2, 6)}]
-    calls[1]["input_ids"][:, 4:] = 95
-    with LLMCache.wrap(model, auto_bypass=False, **settings) as cache:
-        for pad_id in (0, 95, 0, 95):
-            plain.config.pad_token_id = model.config.pad_token_id = pad_id
-            check_calls(model, plain, *calls)
-        assert cache.stats().n_hits > 0
-
-
-def test_a_head_that_is_exchanged_for_one_of_its_kind_is_served() -> None:
-    """Exact repeats stay on after a head is replaced by another that reads the same states."""
-    plain, model = build(HEADS["bert"]), build(HEADS["bert"])
-    with wrap(model) as cache:
-        check_calls(model, plain, *CASES)
-        for one in (plain, model):
-            torch.manual_seed(1)
-            one.classifier = nn.Linear(32, 4)
-        before = cache.stats().n_hits
-        check_calls(model, plain, *CASES)
-        assert cache.stats().n_hits > before
+@pytest.mark.parametrize("name", [*EDITS, "the head's config"])
+def test_an_edited_head_is_never_shown_less_than_it_reads(name: str) -> None:
+    """After a head is edited no hit is stale or lacks states that it reads; one that reads the same is served."""
+    model, edit = EDITS[name if name in EDITS else "config"]
+    make = HEADS[model] if name in EDITS else edited(HEADS[model], own_config)
+    _, after = check_edits(make, [edit], *cases(model))
+    assert after > 0 or name != "head that reads the same"
 
 
 def test_wrapping_leaves_the_model_alone() -> None:
@@ -239,12 +166,10 @@ def test_wrapping_leaves_the_model_alone() -> None:
 
 def test_a_head_that_reads_padding_is_not_given_another_request_s() -> None:
     """Approximate hits have zeros for padding, and serve only heads known not to read padding (docs/reuse.md)."""
-    make = electra(tf.ElectraForMultipleChoice, summary_type="mean")
-    plain, model = build(make), build(make)
-    first, second = ({key: value[None] for key, value in padded([7, 5], seed).items()} for seed in (0, 50))
-    with LLMCache.wrap(model, tau=-1.0) as cache:
-        ask(model, **first)
-        found, expected = ask(model, **second).logits[0], ask(plain, **second).logits[0]
+    first, second = ({name: value[None] for name, value in padded([7, 5], seed).items()} for seed in (0, 50))
+    with wrapped(chooser("mean"), tau=-1.0) as (cache, plain):
+        ask(cache.model, **first)
+        found, expected = ask(cache.model, **second).logits[0], ask(plain, **second).logits[0]
         assert [row.rung for row in cache.last] == ["paper", None]
     assert torch.isfinite(found).all()
     check_same(found[1:], expected[1:])

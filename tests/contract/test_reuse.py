@@ -1,6 +1,9 @@
-"""Approximate reuse serves no call that the model refuses, or that has unusual positions or token types."""
+"""Approximate reuse serves no call that the model refuses, or with unusual arguments; its audit runs no hooks."""
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,24 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from llmcache import LLMCache
-from tests.contract.judge import ask
+from llmcache import AuditStats, LLMCache
+from tests.contract.judge import ask, check_same
 from tests.contract.streams import ask as rungs_of
-from tests.contract.streams import calibrated, classifier, requests
+from tests.contract.streams import batched, calibrated, classifier, requests
 from tests.tiny_models import PAD
 
 FRESH = requests(12, seed=7)[0]
 N_TOKENS = FRESH.shape[1]
 PLACES = torch.arange(N_TOKENS)[None]
+POSITIONS: dict[str, Any] = {"attention_mask": 1, "position_ids": PLACES}
 #: Arguments that the classifier takes, and like arguments that it refuses.
 BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token types": ({"token_type_ids": 0}, {"token_type_ids": 2}),
     "negative token types": ({"token_type_ids": 0}, {"token_type_ids": -1}),
-    "positions": ({"attention_mask": 1, "position_ids": PLACES}, {"attention_mask": 1, "position_ids": PLACES + 60}),
-    "negative positions": (
-        {"attention_mask": 1, "position_ids": PLACES},
-        {"attention_mask": 1, "position_ids": PLACES - 1},
-    ),
+    "positions": (POSITIONS, POSITIONS | {"position_ids": PLACES + 60}),
+    "negative positions": (POSITIONS, POSITIONS | {"position_ids": PLACES - 1}),
     "dtype of token types": ({"token_type_ids": 0}, {"token_type_ids": torch.zeros(1, N_TOKENS, dtype=torch.uint8)}),
     "dtype of ids": ({}, {"input_ids": torch.int16}),
     "length": ({}, {"input_ids": 9}),
@@ -55,15 +56,16 @@ def made(ids: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: pad(value, (0, given.get("padding", 0))) for name, value in call.items()}
 
 
+def rung(cache: LLMCache, call: dict[str, Tensor]) -> str | None:
+    cache(**call)
+    return cache.last[0].rung
+
+
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_the_model_refuses_is_answered_by_no_other_request(cache: LLMCache, plain: nn.Module, name: str) -> None:
     """A call that the plain model refuses is refused, even if a similar request could serve it."""
     taken, refused = BEYOND[name]
-    rungs = []
-    for row in FRESH:
-        ask(cache.model, **made(row, taken))
-        rungs.append(cache.last[0].rung)
-    assert "semantic" in rungs
+    assert "semantic" in [rung(cache, made(row, taken)) for row in FRESH]
     for row in requests(5, seed=8)[0]:
         with pytest.raises((IndexError, RuntimeError)) as expected:
             ask(plain, **made(row, refused))
@@ -87,7 +89,7 @@ def test_a_request_with_unusual_arguments_is_computed(cache: LLMCache, plain: nn
         call = made(row, {"attention_mask": 1} | given)
         output = ask(cache.model, **call)
         assert cache.last[0].rung is None
-        torch.testing.assert_close(output, ask(plain, **call))
+        check_same(output, ask(plain, **call))
 
 
 def test_usual_token_types_of_a_pair_are_reused(cache: LLMCache) -> None:
@@ -96,8 +98,7 @@ def test_usual_token_types_of_a_pair_are_reused(cache: LLMCache) -> None:
     for row in FRESH:
         pair = torch.cat([row, torch.tensor([PAD]), row[1:]])  # the only special token of this model
         types = (torch.arange(len(pair)) > len(row)).long()[None]
-        ask(cache.model, **made(pair, {"attention_mask": 1, "token_type_ids": types}))
-        rungs.append(cache.last[0].rung)
+        rungs.append(rung(cache, made(pair, {"attention_mask": 1, "token_type_ids": types})))
     assert "semantic" in rungs
 
 
@@ -123,3 +124,98 @@ def test_a_loss_is_that_of_the_request_itself(cache: LLMCache, plain: nn.Module,
         made = cache(**found.served.inputs, labels=labels[rows])
         torch.testing.assert_close(made.loss, plain(input_ids=ids[rows], labels=labels[rows]).loss)
     assert cache.stats().errors == 0 and "semantic" in rungs_of(cache, requests(24, seed=6)[0])
+
+
+# -- audit -------------------------------------------------------------------------------------------------------------
+
+
+MORE = requests(40, seed=7)[0]
+
+
+class Watch:
+    """Counts, by thread, the runs of hooks on a model and its head; these hooks cause no bypass."""
+
+    def __init__(self, model: Any) -> None:
+        self.n_calls: Counter[int] = Counter()
+        for part in (model, model.dropout, model.classifier):
+            part.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.n_calls[threading.get_ident()] += 1
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[LLMCache, Watch]]:
+    model = classifier()
+    watch = Watch(model)
+    with calibrated(model, audit=1.0) as cache:
+        yield cache, watch
+
+
+def audit_of(cache: LLMCache) -> AuditStats:
+    audit = cache.stats().audit
+    assert audit is not None
+    return audit
+
+
+def drained(cache: LLMCache) -> AuditStats:
+    """Drain the audit from another thread and return its figures."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(cache.drain).result()
+    return audit_of(cache)
+
+
+def test_hits_are_audited_without_hooks_and_count_as_no_requests(watched: tuple[LLMCache, Watch]) -> None:
+    """The audit runs no hook of the user's in any thread, and `last` and `stats` cover the user's calls only."""
+    cache, watch = watched
+    seen: list[torch.Size] = []
+    cache.model.register_forward_hook(lambda module, args, output: seen.append(output.logits.shape))
+    n_hits = rungs_of(cache, MORE).count("semantic")
+    assert seen == [torch.Size([1, 5])] * len(MORE)  # each call, served or not
+    before, last, n_calls = cache.stats(), cache.last, watch.n_calls.copy()
+    audit = drained(cache)
+    cache.drain()
+    assert watch.n_calls == n_calls and set(n_calls) == {threading.get_ident()} and len(seen) == len(MORE)
+    after = cache.stats()
+    assert (after.n_requests, after.n_hits, after.bypassed) == (len(MORE), before.n_hits, before.bypassed)
+    assert 0 < n_hits == audit.n_recomputed and after.errors == 0 and cache.last == last
+
+
+def test_the_audit_sees_the_model_of_now(watched: tuple[LLMCache, Watch]) -> None:
+    """The audit compares the answer of each hit with the model's own, computed with the present weights."""
+    cache, watch = watched
+    for seed in (8, 9):
+        ids = requests(40, seed=seed)[0]
+        answers, served = [], []
+        for row in ids:
+            answers.append(int(cache(input_ids=row[None]).logits.argmax()))
+            served.append(cache.last[0].rung == "semantic")
+        before = audit_of(cache).n_changed if seed == 9 else 0
+        changed = drained(cache).n_changed - before
+        with cache.disabled():
+            own = cache(input_ids=ids).logits.argmax(dim=-1).tolist()
+        wrong = [a != b for a, b, is_hit in zip(answers, own, served, strict=True) if is_hit]
+        assert changed == sum(wrong) and wrong
+        cache.model.classifier.weight = nn.Parameter(cache.model.classifier.weight.detach().clone())
+        assert audit_of(cache).status == "certified"
+    assert set(watch.n_calls) == {threading.get_ident()}
+
+
+@pytest.mark.slow
+def test_learning_and_renewal_run_hooks_in_the_callers_threads_alone() -> None:
+    """Learning in service and renewal run the user's hooks only in the threads that call."""
+    model = classifier()
+    watch = Watch(model)
+    settings: dict[str, Any] = {"max_drop": 0.1, "auto_bypass": False, "audit": 1.0, "learn": 100, "recalibrate": 100}
+    with LLMCache.wrap(model, **settings) as cache:
+        for call in batched(requests(100)[0], 20):
+            cache(**call)
+        cache.drain()
+        first, n_recomputed = cache.calibration, 0
+        assert first is not None
+        for call in batched(requests(140, seed=3)[0], 20):
+            cache(**call)
+            n_recomputed += drained(cache).n_recomputed
+        assert cache.calibration not in (None, first)
+        assert cache.stats().errors == 0 and n_recomputed > 0
+    assert set(watch.n_calls) == {threading.get_ident()}

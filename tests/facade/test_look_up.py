@@ -13,10 +13,9 @@ import torch
 from llmcache import ConfigError, LLMCache
 from llmcache.calls.found import Found, Part
 from llmcache.request.reading import RequestReader
-from tests.contract import streams
 from tests.contract.judge import ask, check_same
-from tests.contract.models import fresh, inputs_of, plain, rows
-from tests.tiny_models import states, tokenizer
+from tests.contract.models import fresh, inputs_of, plain, rows, sentence_model
+from tests.tiny_models import states
 
 FAMILY = ("bert", "classifier")
 BATCH = inputs_of(*FAMILY)
@@ -35,12 +34,9 @@ def n_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of rows of each call that is read."""
     seen: list[int] = []
     read = RequestReader.read
-
-    def watched(self: RequestReader, arguments: Any, *given: Any) -> Any:
-        seen.append(len(arguments["input_ids"]))
-        return read(self, arguments, *given)
-
-    monkeypatch.setattr(RequestReader, "read", watched)
+    monkeypatch.setattr(
+        RequestReader, "read", lambda self, call, *more: seen.append(len(call["input_ids"])) or read(self, call, *more)
+    )
     return seen
 
 
@@ -146,13 +142,7 @@ def test_calls_that_keep_kv_are_missing_as_a_whole() -> None:
 
 @pytest.mark.slow
 def test_a_batch_of_sentence_transformers(tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
-
-    plain("bert", "bare").save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    parts = [modules.Transformer(str(tmp_path)), modules.Pooling(32)]
-    cache = LLMCache.wrap(SentenceTransformer(modules=parts, device="cpu").eval(), payload="mean")
+    cache = LLMCache.wrap(sentence_model(tmp_path), payload="mean")
     batch = rows(BATCH, 0, 1, 2)
     with cache.disabled():
         expected = cache(dict(batch))["sentence_embedding"]
@@ -161,14 +151,3 @@ def test_a_batch_of_sentence_transformers(tmp_path: Path) -> None:
     assert numbers(found) == ((1,), (0, 2)) and found.served is not None
     torch.testing.assert_close(cache(dict(found.served.inputs))["sentence_embedding"], expected[[1]])
     assert cache.last[0].rung == "exact"
-
-
-def test_what_was_found_before_a_request_was_forgotten_is_not_served() -> None:
-    with streams.calibrated(audit=0) as cache:
-        asked = streams.requests(60, seed=7)[0]
-        row = next(row[None] for row in asked if streams.ask(cache, row[None]) == ["semantic"])
-        found = cache.look_up({"input_ids": row})
-        assert found.served is not None
-        cache.forget(input_ids=row)
-        cache(**found.served.inputs)
-        assert cache.last[0].rung is None
