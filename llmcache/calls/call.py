@@ -243,7 +243,7 @@ class CachedForward(Swap, Switches):
         call.kind = (look.digest, autocast, *form.kind)
         if self.packings.get(call.kind, True) is None:  # known as unpackable; an unknown kind passes
             return "more_output"
-        call.generation, call.is_whole = self._bank.generation, bool(state.coupling)
+        call.generation, call.is_whole = self._bank.purges.generation, bool(state.coupling)
         engine = self.engine if look.activated is None else self.eager  # a graph has no hooks
         if engine is not self.eager:
             engine = engine.choose(call.args, call.kwargs, look.digest, form.keeps_kv)

@@ -26,6 +26,7 @@ from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.memory.bank import Bank
 from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.policies import POLICIES
+from llmcache.memory.purges import Purges
 from llmcache.memory.stores import MEMORY, STORES
 from llmcache.memory.stores.base import Memory
 from llmcache.memory.stores.seal import SECRET, Seal
@@ -82,10 +83,11 @@ class Core:
             if self.weights.unreadable is None:
                 self._coupling.reason(digest)
         self.tier = _open_tier(self.trunk, self.payload, config, self.counters, self)
-        self.blocks = self._make_blocks()
+        purges = Purges()
+        self.blocks = self._make_blocks(purges)
         # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
         max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
-        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries)
+        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, purges)
         if self.blocks is not None:
             self.bank.make_way = self.blocks.make_way
         reader = RequestReader(self.trunk, self.head, self.payload, tokenizer)
@@ -388,13 +390,13 @@ class Core:
         """Return the device that entries are kept on."""
         return device_of(self.trunk.module) if self._config.device == "model" else torch.device("cpu")
 
-    def _make_blocks(self) -> BlockPool | None:
+    def _make_blocks(self, purges: Purges) -> BlockPool | None:
         """Return a block pool for calls that keep K/V; None if the model makes no K/V or entries keep one vector."""
         config, trunk = self._config, self.trunk
         if not trunk.makes_kv or self.payload.fits_any_length:
             return None
         block, make_policy, device = _block_of(config), lambda: config.policy.build(POLICIES), self._device()
-        return BlockPool(block, config.max_bytes, device, make_policy, lambda: self.bank.nbytes)
+        return BlockPool(block, config.max_bytes, device, make_policy, lambda: self.bank.nbytes, purges)
 
 
 def _block_of(config: CacheConfig) -> int:

@@ -83,7 +83,7 @@ class Prefix:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        call.prefill = Prefill(kv_cache, call.scope, requests.rows, self.blocks.n_purges)
+        call.prefill = Prefill(kv_cache, call.scope, requests.rows)
         prefill = call.prefill
         prefill.has_chains = not (call.is_activated or call.is_whole or call.state.sees_later)
         return None
@@ -147,7 +147,7 @@ class Prefix:
                 own_tails = tails if name is None else []
                 if chain or own_tails:
                     wanted.append(Wanted(scope, row, chain, self.blocks.n_held(chain), own_tails))
-        for kind in stored.recall(wanted, prefill.n_purges) if wanted else ():
+        for kind in stored.recall(wanted, call.generation) if wanted else ():
             self.kinds.add_described(*kind)
 
     def holds(self, row: Row, scope: Scope) -> bool:
@@ -332,8 +332,6 @@ class Prefix:
         if reason:
             return reason
         self.kinds.learn(call.kind, (type(output), names, state.kv_refusals.get(False) == ""))
-        if prefill.n_purges != self.blocks.n_purges:  # the call began before a purge
-            return None
         for row in prefill.rows:
             if row.number not in prefill.whole and not row.bypass_reason:
                 self._store(call, prefill, row, states[row.number])
@@ -353,7 +351,7 @@ class Prefix:
     def _put(self, call: "Call", prefill: Prefill, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
         known = {link.key for link in chain if link.key in self.blocks}
-        is_whole = self.blocks.put(chain, made, prefill.n_purges)
+        is_whole = self.blocks.put(chain, made, call.generation)
         if self._stored is not None:
             kind = self.kinds.describe(call.kind)
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):

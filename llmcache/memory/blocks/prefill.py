@@ -19,7 +19,6 @@ class Prefill:
         kv_cache: The caller's K/V cache, which the call fills.
         scope: The scope of the call.
         rows: The rows of the call.
-        n_purges: `BlockPool.n_purges` when the call began.
         has_chains: Its rows may share prefixes with other requests.
         chains: The full blocks of rows, by row number and namespace (None: the call's own).
         whole: Key and blocks of each row that is stored whole, by row number; empty if prefixes are served.
@@ -32,7 +31,6 @@ class Prefill:
     kv_cache: Any
     scope: Scope
     rows: Sequence[Row]
-    n_purges: int
     has_chains: bool = True
     chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)
     whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)
