@@ -221,7 +221,7 @@ class CachedForward(Swap, Switches):
             return "token_states"
         if self._tier is not None:
             call.since = self._tier.follow()  # apply purges by other processes first
-            call.number = self._tier.number(call.namespace)
+            call.epoch = self._tier.number(call.namespace)
         # Hits are checked before they are served, misses before they are stored (`_are_unchanged`).
         look = weights.look(not (call.is_collected or self._tier or self.prefix) and self.engine is self.eager)
         if look.refusal is not None:
@@ -255,7 +255,7 @@ class CachedForward(Swap, Switches):
                     state.scopes.clear()
                 call.scope = state.scopes[named] = Scope(*named)
             if self._sharing is not None and not call.is_collected:
-                self._sharing.step(call.scope, call.number)
+                self._sharing.step(call.scope, call.epoch)
             known = self.prepared.take(call) if self.prepared.kept else None
             if known is not None and self._may_serve(known, call):
                 call.take_over(known, range(len(known.rows)))

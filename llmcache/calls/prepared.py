@@ -39,7 +39,7 @@ class Prepared:
     def keep(self, call: Call, numbers: Sequence[int], inputs: dict[str, Any]) -> Call:
         """Keep the hits of rows, by number, until the model runs on `inputs` or the returned call is freed."""
         kept = Call((), {}, call.namespace, scope=call.scope, kind=call.kind, inputs=inputs)
-        kept.generation, kept.number, kept.versions = call.generation, call.number, _versions(inputs)
+        kept.generation, kept.epoch, kept.versions = call.generation, call.epoch, _versions(inputs)
         kept.take_over(call, numbers)
         self.kept[id(inputs["input_ids"])] = kept
         return kept
@@ -52,8 +52,8 @@ class Prepared:
         self.kept.pop(id(call.arguments["input_ids"]), None)
         if any(call.arguments.get(name) is not known.inputs.get(name) for name in DECIDING):
             return None
-        before = known.versions, known.generation, known.number, known.scope, known.kind
-        now = _versions(known.inputs), call.generation, call.number, call.scope, call.kind
+        before = known.versions, known.generation, known.epoch, known.scope, known.kind
+        now = _versions(known.inputs), call.generation, call.epoch, call.scope, call.kind
         return known if before == now else None
 
 

@@ -33,7 +33,7 @@ class StoredBlocks:
     def put(self, call: Call, key: str, block: Block, before: str | None, kind: Any) -> None:
         """Queue a block or tail to be written, with the key of the block before it and its call's output kind."""
         about = {"ids": block.ids.hex(), "layout": block.layout.hex(), "before": before, "kind": kind}
-        self.tier.write(block.scope, block_name(key), block.tensors, about, call.number, call.since)
+        self.tier.write(block.scope, block_name(key), block.tensors, about, call.epoch, call.since)
 
     def offer_again(self, call: Call, keys: Sequence[str], blocks: Sequence[Block], kind: Any) -> None:
         """Queue those blocks of a chain that serve this call and were dropped when they were first queued."""

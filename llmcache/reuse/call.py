@@ -53,7 +53,7 @@ class Call:
     scope: Scope | None = None
     mark: Mark | None = None  # of the weights, when it was opened
     generation: int = 0  # when opened: `Purges.generation`; what was purged since is not stored
-    number: int = 0  # when opened: the store's number of the namespace; a purge changes it (`Store.numbers`)
+    epoch: int = 0  # when opened: the store's number of the namespace; a purge changes it (`Store.numbers`)
     since: str = ""  # when opened: the cursor up to which the store's purges had been followed (`Store.purges`)
     kind: tuple[Any, ...] = ()  # digest of the weights, autocast dtype and `Form.kind`: decides the output's layout
     engine: Engine | None = None  # computes the rows without a hit
