@@ -122,9 +122,7 @@ class Calibrator:
         semantic = Semantic(bank, sources, fingerprint, chooser, self.calibrated.in_force, self.rest, counters)
         self.semantic = semantic
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
-        recomputer = Recomputer(
-            bank, fingerprint, trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue
-        )
+        recomputer = Recomputer(trunk, weights, self.calibrated, self._observer, counters, self._compute_again, queue)
         self.audit = Audit(recomputer, semantic, config)
         self._observer.learner = self.audit
         self.sharing = None

@@ -19,7 +19,7 @@ from llmcache.calls.save import Saved, save
 from llmcache.calls.switches import Switches
 from llmcache.config import CacheConfig
 from llmcache.errors import NotCachedError
-from llmcache.models.adapters import CACHE, Trunk, repack, unpack
+from llmcache.models.adapters import CACHE, Trunk, first_attention, repack, unpack
 from llmcache.models.arguments import can_select_rows, count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, Swap, listen
@@ -54,17 +54,17 @@ class Layerwise(Switches):
         is_ahead: bool,
         weights: Weights,
         opener: Opener,
-        attention: nn.Module | None,
     ) -> None:
         """Replace the forwards of the trunk and of its layers.
 
         With `is_ahead` all banks are searched before layer 0, the deepest first; otherwise each when its layer is
-        reached. `attention` is the self-attention of layer 0, if the fingerprint reads its output.
+        reached.
 
         Raises:
             WrapError: The trunk is already wrapped.
         """
         super().__init__()
+        attention = first_attention(trunk) if fingerprint.reads_attention else None  # first: raises if there is none
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
         self._weights, self._opener, self._depth = weights, opener, trunk.depth
         #: The banks to search at each layer.
