@@ -101,7 +101,7 @@ def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:
     cache.clear()
     for case in observed:
         assert cache.calibrated is not None
-        case.generation = cache.calibrated.fitter.bank.generation
+        case.generation = cache.calibrated.fitter.bank.purges.generation
 
 
 def grow(

@@ -107,9 +107,7 @@ class Calibrator:
         calibrated = CalibratedReuse(fitter, in_force, self._head, counters, config)
         self._observer = Observer(answers, wrapped.read, self._head, draft, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
-        recomputer = Recomputer(
-            bank, fingerprint, trunk, self._weights, calibrated, self._observer, counters, self._compute_again, queue
-        )
+        recomputer = Recomputer(trunk, self._weights, calibrated, self._observer, counters, self._compute_again, queue)
         audit = Audit(recomputer, semantic, config)
         self._observer.pass_to(audit)
         sharing = None

@@ -411,10 +411,10 @@ class CachedForward(Swap, Switches):
             return reason
         if self._is_pooled and self.pooled.get() is None and not is_collected:
             return "token_states"
-        namespace, since, number = self.namespace.get(), "", 0
+        namespace, since, epoch = self.namespace.get(), "", 0
         if self._tier is not None:
             since = self._tier.follow()  # apply purges by other processes first
-            number = self._tier.number(namespace)
+            epoch = self._tier.number(namespace)
         # Hits are checked before they are served, misses before they are stored (`Weights.stayed`).
         look = self._weights.look(not (is_collected or self._tier or self.prefix) and self.engine is self.eager)
         if look.refusal is not None:
@@ -426,7 +426,7 @@ class CachedForward(Swap, Switches):
         kind = (look.digest, autocast, *form.kind)
         if self.rows.packings.get(kind, True) is None:  # known as unpackable; an unknown kind passes
             return "more_output"
-        generation, is_coupled = self._bank.generation, bool(state.coupling)
+        generation, is_coupled = self._bank.purges.generation, bool(state.coupling)
         engine: Engine = self.engine if look.activated is None else self.eager  # a graph has no hooks
         if engine is not self.eager:
             engine = engine.choose(args, kwargs, look.digest, form.keeps_kv)
@@ -438,8 +438,8 @@ class CachedForward(Swap, Switches):
                     state.scopes.clear()
                 scope = state.scopes[named] = Scope(*named)
             if not is_collected:
-                self.reuse.step(scope, number)
-            known = self.prepared.take(arguments, (scope, kind, generation, number)) if self.prepared.kept else None
+                self.reuse.step(scope, epoch)
+            known = self.prepared.take(arguments, (scope, kind, generation, epoch)) if self.prepared.kept else None
             if known is not None and not self._may_serve(known, arguments, is_coupled):
                 known = None
             if known is not None:
@@ -466,7 +466,7 @@ class CachedForward(Swap, Switches):
             n_read,
             self.prefixes_from.get(),
             generation,
-            number,
+            epoch,
             since,
             is_collected,
             look.activated is not None,

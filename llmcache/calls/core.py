@@ -25,6 +25,7 @@ from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.memory.bank import Bank
 from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.policies import POLICIES
+from llmcache.memory.purges import Purges
 from llmcache.memory.stores import MEMORY, STORES
 from llmcache.memory.stores.base import Memory
 from llmcache.memory.stores.seal import SECRET, Seal
@@ -83,10 +84,11 @@ class Core:
         )
         self.tier = _open_tier(wrapped, self)
         # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
-        self.blocks = _make_blocks(wrapped, lambda: self.bank.nbytes)
+        purges = Purges()
+        self.blocks = _make_blocks(wrapped, purges, lambda: self.bank.nbytes)
         max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
         make_way = None if self.blocks is None else self.blocks.make_way
-        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, make_way)
+        self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, make_way, purges)
         self.installed = Installed()
         self._calibrator: Calibrator | None = None
         self._graphs: GraphEngine | None = None
@@ -352,13 +354,13 @@ class Core:
         return EngineStats(self.forward.eager.name or "eager", 0, n_failed=self._n_failed) if self._n_failed else None
 
 
-def _make_blocks(wrapped: Wrapped, spent: Callable[[], int]) -> BlockPool | None:
+def _make_blocks(wrapped: Wrapped, purges: Purges, spent: Callable[[], int]) -> BlockPool | None:
     """Return a block pool for calls that keep K/V; None if the model makes no K/V or entries keep one vector."""
     config = wrapped.config
     if not (wrapped.trunk.makes_kv and wrapped.keeps_tokens):
         return None
     make_policy = partial(config.policy.build, POLICIES)
-    return BlockPool(_block_of(config), config.max_bytes, wrapped.device, make_policy, spent)
+    return BlockPool(_block_of(config), config.max_bytes, wrapped.device, make_policy, spent, purges)
 
 
 def _block_of(config: CacheConfig) -> int:

@@ -92,7 +92,7 @@ class Prefix:
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
         has_chains = not (call.is_activated or call.is_coupled or call.state.sees_later)
-        return Prefill(self, kv_cache, call.scope, call.rows, self.blocks.n_purges, has_chains)
+        return Prefill(self, kv_cache, call.scope, call.rows, has_chains)
 
     def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
@@ -153,7 +153,7 @@ class Prefix:
                 own_tails = tails if name is None else []
                 if chain or own_tails:
                     wanted.append(Wanted(scope, row, chain, self.blocks.n_held(chain), own_tails))
-        for kind in stored.recall(wanted, prefill.n_purges) if wanted else ():
+        for kind in stored.recall(wanted, call.generation) if wanted else ():
             self.kinds.add_described(*kind)
 
     def holds(self, row: Row, scope: Scope) -> bool:
@@ -341,8 +341,6 @@ class Prefix:
         if reason:
             return reason
         self.kinds.learn(call.kind, (type(output), names, state.kv_refusals.get(False) == ""))
-        if prefill.n_purges != self.blocks.n_purges:  # the call began before a purge
-            return None
         for row in prefill.rows:
             if row.number not in prefill.whole and not row.bypass_reason:
                 self._store(call, prefill, row, states[row.number])
@@ -360,7 +358,7 @@ class Prefix:
     def _put(self, call: Call, prefill: "Prefill", chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
         known = {link.key for link in chain if link.key in self.blocks}
-        is_whole = self.blocks.put(chain, made, prefill.n_purges)
+        is_whole = self.blocks.put(chain, made, call.generation)
         if self._stored is not None:
             kind = self.kinds.describe(call.kind)
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
@@ -439,7 +437,6 @@ class Prefill(Path):
         kv_cache: The caller's K/V cache, which the call fills.
         scope: The scope of the call.
         rows: The rows of the call.
-        n_purges: `BlockPool.n_purges` when the call began.
         has_chains: Its rows may share prefixes with other requests.
         chains: The full blocks of rows, by row number and namespace (None: the call's own).
         whole: Key and blocks of each row that is stored whole, by row number; empty if prefixes are served.
@@ -453,7 +450,6 @@ class Prefill(Path):
     kv_cache: Any
     scope: Scope
     rows: Sequence[Row]
-    n_purges: int
     has_chains: bool
     chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)
     whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class Prepared:
 
     inputs: Mapping[str, Any]  # the model's
     versions: tuple[int, ...]  # version counters of the tensors in `inputs`
-    when: tuple[Scope, tuple[Any, ...], int, int]  # scope, kind, generation and store's number of the call
+    when: tuple[Scope, tuple[Any, ...], int, int]  # scope, kind, generation and store's epoch of the call
     requests: Requests
     calibration: Calibration | None
     hits: dict[int, Hit]
@@ -78,7 +78,7 @@ class PreparedCalls:
         kept = Prepared(
             inputs,
             _versions(inputs),
-            (call.scope, call.kind, call.generation, call.number),
+            (call.scope, call.kind, call.generation, call.epoch),
             call.requests.take(numbers),
             call.calibration,
             take(call.hits),

@@ -33,7 +33,7 @@ class StoredBlocks:
     def put(self, call: Call, key: str, block: Block, before: str | None, kind: Any) -> None:
         """Queue a block or tail to be written, with the key of the block before it and its call's output kind."""
         about = {"ids": block.ids.hex(), "layout": block.layout.hex(), "before": before, "kind": kind}
-        self.tier.write(block.scope, block_name(key), block.tensors, about, call.number, call.since)
+        self.tier.write(block.scope, block_name(key), block.tensors, about, call.epoch, call.since)
 
     def offer_again(self, call: Call, keys: Sequence[str], blocks: Sequence[Block], kind: Any) -> None:
         """Queue those blocks of a chain that serve this call and were dropped when they were first queued."""
@@ -41,7 +41,7 @@ class StoredBlocks:
             if self.tier.lacks(block.scope, block_name(key)):
                 self.put(call, key, block, before, kind)
 
-    def recall(self, wanted: Sequence[Wanted], n_purges: int) -> list[Any]:
+    def recall(self, wanted: Sequence[Wanted], generation: int) -> list[Any]:
         """Read the blocks and tails of rows in one read and put them into the pool; return the tails' output kinds."""
         asked = [[link.key for link in one.chain[one.n_held :]] + [*one.tails] for one in wanted]
         n_tokens = sum(one.row.n_valid - one.n_held * self._pool.size for one in wanted)
@@ -50,10 +50,10 @@ class StoredBlocks:
         kinds = []
         for one, keys in zip(wanted, asked, strict=True):
             found = [next(values) for _ in keys]
-            kinds += self._add_to_pool(one, found, n_purges)
+            kinds += self._add_to_pool(one, found, generation)
         return kinds
 
-    def _add_to_pool(self, wanted: Wanted, found: Sequence[Opened | None], n_purges: int) -> list[Any]:
+    def _add_to_pool(self, wanted: Wanted, found: Sequence[Opened | None], generation: int) -> list[Any]:
         rest, scope, size = wanted.chain[wanted.n_held :], wanted.scope, self._pool.size
         blocks: list[Block] = []
         for link, value in zip(rest, found, strict=False):
@@ -63,9 +63,8 @@ class StoredBlocks:
         n = slab_blocks(size)
         laid = [one for i in range(0, len(blocks), n) for one in lay_together(blocks[i : i + n])]
         held = wanted.chain[: wanted.n_held + len(laid)]
-        self._pool.put(
-            held, {link.key: one for link, one in zip(held[wanted.n_held :], laid, strict=True)}, n_purges=n_purges
-        )
+        made = {link.key: one for link, one in zip(held[wanted.n_held :], laid, strict=True)}
+        self._pool.put(held, made, generation)
         ends = {None: 0} | {link.key: i + 1 for i, link in enumerate(held)}
         kinds = []
         for key, value in zip(wanted.tails, found[len(rest) :], strict=True):
@@ -73,7 +72,7 @@ class StoredBlocks:
                 continue
             tail = self._block(scope, value, is_tail=True)
             if b"".join(link.ids for link in held[:n_own]) + tail.ids == wanted.row.ids:
-                self._pool.put((*held[:n_own], Link(key, tail.ids)), {key: tail}, n_purges)
+                self._pool.put((*held[:n_own], Link(key, tail.ids)), {key: tail}, generation)
                 kinds.append(value.about["kind"])
         return kinds
 

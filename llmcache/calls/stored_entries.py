@@ -36,7 +36,7 @@ class StoredEntries:
         kind = self._packings.describe(call.kind)
         for one in entries:
             about = {"layout": one.layout.hex(), "kind": kind}
-            self.tier.write(one.scope, entry_name(one.key), one.tensors, about, call.number, call.since)
+            self.tier.write(one.scope, entry_name(one.key), one.tensors, about, call.epoch, call.since)
 
     def offer_again(self, call: Call, entries: Iterable[Entry]) -> None:
         """Queue those entries that serve this call and were dropped when they were first queued."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmcache.memory.policies import Policy
 from llmcache.memory.policies.shares import Shares
+from llmcache.memory.purges import Purges
 from llmcache.request.rows import Row, Scope
 from llmcache.support.heap import Trimmer
 from llmcache.support.stacks import pack, unpack
@@ -21,7 +22,6 @@ from llmcache.support.threads import forkable
 logger = logging.getLogger("llmcache")
 
 _MANY = 32  # entries evicted without a hit, from which on a warning is logged
-_MOST_FORGOTTEN = 65_536  # forgotten keys that are remembered, for calls under way
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +74,7 @@ class Bank:
         max_bytes: int,
         max_entries: int | None = None,
         make_way: Callable[[], object] | None = None,
+        purges: Purges | None = None,
     ) -> None:
         """Start empty.
 
@@ -82,15 +83,14 @@ class Bank:
             max_bytes: Budget for the sum of the entries' `nbytes`.
             max_entries: Most entries; None: no limit.
             make_way: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
+            purges: Shared by the parts of one wrapped model; None: its own.
         """
         self.max_bytes = max_bytes
         self.max_entries = max_entries
+        self.purges = purges or Purges()
         self._shares = Shares(make_policy)
         self._entries: dict[str, Entry] = {}
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
-        self.generation = 0  # clears and forgets so far: see `is_current`
-        self._cleared: dict[str | None, int] = {}  # generation of the latest clear, by namespace; None: of all
-        self._forgotten: dict[str, int] = {}  # generation of the latest forget, by key
         kind = type(make_policy())
         self.expires = kind.expired is not Policy.expired
         self.heeds_costs = kind.on_cost is not Policy.on_cost
@@ -169,14 +169,16 @@ class Bank:
 
         Args:
             entries: Entries of one namespace, now owned by the bank.
-            generation: `generation` when the call began.
+            generation: `Purges.generation` when the call began.
             cost: Cost of computing each entry, see `Policy.on_cost`; None: unknown.
         """
         n_too_large = n_stored = 0
         with self._lock:
+            is_purged = self.purges.generation != generation
             for entry in entries:
                 namespace = entry.scope.namespace
-                if entry.key in self._pinned or not self.is_current(namespace, entry.key, generation):
+                is_gone = is_purged and not self.purges.is_current(namespace, entry.key, generation)
+                if is_gone or entry.key in self._pinned:
                     continue
                 has_room = self.max_entries is None or len(self._pinned) < self.max_entries
                 if entry.nbytes > self.max_bytes - self._pinned_nbytes or not has_room:
@@ -195,11 +197,6 @@ class Bank:
             self._make_way()
         return n_too_large
 
-    def is_current(self, namespace: str, key: str, generation: int) -> bool:
-        """Whether a request that was read at this `generation` has been neither cleared nor forgotten since."""
-        cleared = max(self._cleared.get(None, 0), self._cleared.get(namespace, 0))
-        return max(cleared, self._forgotten.get(key, 0)) <= generation
-
     def namespaces(self) -> list[str]:
         """Return the namespaces with entries."""
         with self._lock:
@@ -208,19 +205,14 @@ class Bank:
     def clear(self, namespace: str | None = None) -> int:
         """Remove the entries of a namespace (None: all), pinned ones too; return their number."""
         with self._lock:
-            self.generation += 1
-            self._cleared[namespace] = self.generation
+            self.purges.clear(namespace)
             pinned = [key for key in self._pinned if namespace in (None, self._entries[key].scope.namespace)]
             return self._drop_all([*self._shares.keys(namespace), *pinned])
 
     def forget(self, keys: Sequence[str]) -> int:
         """Remove entries by key, pinned ones too; return how many were held. Calls under way do not bring them back."""
         with self._lock:
-            self.generation += 1
-            if len(self._forgotten) + len(keys) > _MOST_FORGOTTEN:
-                self._forgotten.clear()
-                self._cleared[None] = self.generation  # calls under way store nothing at all
-            self._forgotten |= dict.fromkeys(keys, self.generation)
+            self.purges.forget(keys)
             return self._drop_all(keys)
 
     def entries(self) -> list[Entry]:
@@ -242,7 +234,7 @@ class Bank:
         """Store the entries that `state` returned, oldest first, as far as they fit."""
         for own, (key, scope, layout) in unpack(meta, tensors):
             entry = Entry.of(key, Scope(*scope), own, layout)
-            self.put([entry], self.generation)
+            self.put([entry], self.purges.generation)
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 

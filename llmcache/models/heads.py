@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _every_module
 
+from llmcache.config import CacheConfig
+from llmcache.errors import UnsafeReuseError
 from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, vocabulary_size
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
@@ -103,6 +105,25 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
         if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
     return Head("hidden states", "states", is_own=is_own)
+
+
+def refuse_unsafe(head: Head, config: CacheConfig) -> None:
+    """Raise if approximate reuse, by `tau` or by a calibration, would give a head another request's states."""
+    if not head.why_unsafe or config.allow_unsafe:
+        return
+    if config.tau is None:
+        what = f"a calibration with a model that has a {head.name}: a hit would return what another request computed."
+        cure = (
+            "So no bound can hold: do without calibrate() and learn (exact repeats and shared prefixes are served all "
+            "the same)"
+        )
+    else:
+        what = (
+            f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
+            "above it by what the stored request computed."
+        )
+        cure = "Leave tau out (exact repeats are still served)"
+    raise UnsafeReuseError(f"{what} {head.why_unsafe} {cure}, or set allow_unsafe=True to measure what that costs.")
 
 
 def _of_callable(trunk: CallableTrunk) -> Head:

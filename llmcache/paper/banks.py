@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmcache.memory.policies import Policy
+from llmcache.memory.purges import Purges
 from llmcache.paper.bank import Entry, Kind, LayerBank, State
 from llmcache.paper.fingerprints import Fingerprint
 from llmcache.support.arrays import Floats, below
@@ -56,7 +57,7 @@ class Banks(dict[int, LayerBank]):
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may ask for the stats
         self._waiting: dict[str, tuple[str, Floats]] = {}  # until the fit, by key: namespace, features (F0,)
         self._trimmer = Trimmer()
-        self.n_purges = 0  # purges and forgets so far; a call that began before the latest stores nothing
+        self.purges = Purges()
         self._heeds_costs = any(type(bank.policy).on_cost is not Policy.on_cost for bank in banks.values())
 
     def search(self, layer: int, kinds: Sequence[Kind], vectors: Floats, keys: Sequence[str]) -> list[Near | None]:
@@ -83,17 +84,16 @@ class Banks(dict[int, LayerBank]):
                 nearest.append(Near(entry, similarity, may_serve, is_checked))
         return nearest
 
-    def put(self, states: Sequence[State], checks: Sequence[Check], n_purges: int) -> int:
-        """Store the states of a call, unless anything was purged since `n_purges`; return how many are too large."""
+    def put(self, states: Sequence[State], checks: Sequence[Check], generation: int) -> int:
+        """Store the states of a call that were not purged since `generation`; return how many are too large."""
         computed = [one for state in states for one in state.tensors.values()]
         moved = _move([*computed, *(check.fresh for check in checks)], self._device)
         n_too_large, seen = 0, set[tuple[int, str]]()
         with self._lock:
-            if n_purges != self.n_purges:
-                return 0
             for state in states:
                 tensors = {name: next(moved) for name in state.tensors}
-                if (state.layer, state.key) in seen:  # the same request, twice in a call
+                is_current = self.purges.is_current(state.kind.scope.namespace, state.key, generation)
+                if not is_current or (state.layer, state.key) in seen:  # the same request may be twice in a call
                     continue
                 seen.add((state.layer, state.key))
                 if not self[state.layer].put(state.key, state.kind, tensors, state.vector):
@@ -117,7 +117,7 @@ class Banks(dict[int, LayerBank]):
     def drop(self, namespace: str | None = None) -> int:
         """Remove the entries of a namespace, or all (None); return how many requests they belonged to."""
         with self._lock:
-            self.n_purges += 1
+            self.purges.clear(namespace)
             before = self._keys()
             for bank in self.values():
                 bank.clear(namespace)
@@ -128,7 +128,7 @@ class Banks(dict[int, LayerBank]):
         """Remove requests by key; return how many were held."""
         gone = set(keys)
         with self._lock:
-            self.n_purges += 1
+            self.purges.forget(gone)
             found = gone & (self._keys() | self._waiting.keys())
             for key in found:
                 self._waiting.pop(key, None)

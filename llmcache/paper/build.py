@@ -9,12 +9,12 @@ from torch import nn
 
 from llmcache.calls.core import inspect_model, pass_others
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError, UnsafeReuseError
+from llmcache.errors import ConfigError
 from llmcache.memory.index import INDEXES
 from llmcache.memory.policies import POLICIES
-from llmcache.models.adapters import Trunk, device_of, first_attention, locate
+from llmcache.models.adapters import Trunk, device_of, locate
 from llmcache.models.coupling import Coupling
-from llmcache.models.heads import Head
+from llmcache.models.heads import refuse_unsafe
 from llmcache.models.packing import Payload
 from llmcache.models.weights import Weights
 from llmcache.paper.bank import LayerBank
@@ -44,7 +44,7 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
     if config.payload == "auto" and config.layers not in ("last", [-1], [last]):
         config = config.model_copy(update={"payload": "sequence"})  # later layers are computed from it
     trunk, head, payload = inspect_model(model, config)
-    _refuse_unsafe(head, config)
+    refuse_unsafe(head, config)
     tau = _choose_layers(trunk, payload, config)
     is_ahead = config.layers not in ("auto", "all")
     fingerprint = config.fingerprint_component.build(FINGERPRINTS)
@@ -80,20 +80,9 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
     banks = Banks({layer: make_bank() for layer in tau}, tau, fingerprint, device)
     reader = RequestReader(trunk, head, payload, tokenizer)
     opener = Opener(trunk, head, payload, fingerprint, weights, coupling, reader)
-    attention = first_attention(trunk) if fingerprint.reads_attention else None
-    made = Layerwise(trunk, head, payload, fingerprint, banks, is_ahead, weights, opener, attention)
+    made = Layerwise(trunk, head, payload, fingerprint, banks, is_ahead, weights, opener)
     pass_others(model, trunk, made, made.installed)
     return made
-
-
-def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
-    """Raise if the head's answers would belong to another input."""
-    if head.why_unsafe and not config.allow_unsafe:
-        raise UnsafeReuseError(
-            f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
-            f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
-            "served), or set allow_unsafe=True to measure what that costs."
-        )
 
 
 def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> dict[int, float]:

@@ -42,7 +42,7 @@ class Call:
     # Set by `Opener.open`.
     scope: Scope | None = None
     mark: Mark | None = None  # state of the weights
-    n_purges: int = 0  # see `Banks.n_purges`
+    generation: int = 0  # when opened: `Purges.generation`
     rows: Sequence[Row] = ()
     content: Tensor | None = None  # which tokens are neither special nor padding, bool (B, T)
     may_search: bool = True

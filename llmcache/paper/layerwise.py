@@ -19,7 +19,7 @@ from llmcache.calls.save import Saved, save
 from llmcache.calls.switches import Switches
 from llmcache.config import CacheConfig
 from llmcache.errors import NotCachedError
-from llmcache.models.adapters import CACHE, Trunk, repack, unpack
+from llmcache.models.adapters import CACHE, Trunk, first_attention, repack, unpack
 from llmcache.models.arguments import can_select_rows, count_rows
 from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, Swap, listen
@@ -54,17 +54,17 @@ class Layerwise(Switches):
         is_ahead: bool,
         weights: Weights,
         opener: Opener,
-        attention: nn.Module | None,
     ) -> None:
         """Replace the forwards of the trunk and of its layers.
 
         With `is_ahead` all banks are searched before layer 0, the deepest first; otherwise each when its layer is
-        reached. `attention` is the self-attention of layer 0, if the fingerprint reads its output.
+        reached.
 
         Raises:
             WrapError: The trunk is already wrapped.
         """
         super().__init__()
+        attention = first_attention(trunk) if fingerprint.reads_attention else None  # first: raises if there is none
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
         self._weights, self._opener, self._depth = weights, opener, trunk.depth
         #: The banks to search at each layer.
@@ -226,7 +226,7 @@ class Layerwise(Switches):
         call.storing_s += perf_counter() - started
 
     def _store(self, call: Call) -> None:
-        """Store the copied states unless weights changed or a purge came meanwhile; compare checked rows."""
+        """Store the copied states unless weights changed meanwhile; compare checked rows."""
         if not call.computed:
             return
         assert call.scope is not None
@@ -244,7 +244,7 @@ class Layerwise(Switches):
             reuse, entry = call.checked[number]
             if reuse.layer == state.layer:
                 checks.append(Check(state.layer, entry, state.tensors["hidden"], reuse.hidden))
-        if n_too_large := self._banks.put(states, checks, call.n_purges):
+        if n_too_large := self._banks.put(states, checks, call.generation):
             self.counters.too_large(n_too_large)
 
     # -- a call --------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Layerwise(Switches):
     def _open(self, swap: TrunkForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Open a call: read its rows with their keys, or set the reason for a bypass."""
         started, call = perf_counter(), Call(self.namespace.get(), self.is_only_if_cached.get())
-        call.n_purges = self._banks.n_purges
+        call.generation = self._banks.purges.generation
         call.arguments = swap.arguments.bind(args, kwargs)
         if torch.is_grad_enabled():
             self._weights.suspect()  # an optimizer may change them from now on

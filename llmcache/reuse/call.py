@@ -61,8 +61,8 @@ class Call:
     path: "Path"
     n_read: int | None  # how many of the last columns the head reads; None: unknown, maybe all
     prefixes_from: str | None  # another namespace whose prefixes may serve it
-    generation: int  # `Bank.generation`; what was forgotten since is not stored
-    number: int  # the store's number of the namespace; a purge changes it (`Store.numbers`)
+    generation: int  # `Purges.generation`; what was purged since is not stored
+    epoch: int  # the store's number of the namespace; a purge changes it (`Store.numbers`)
     since: str  # the cursor up to which the store's purges had been followed (`Store.purges`)
     is_collected: bool  # computed only to be observed: neither served nor stored
     is_activated: bool  # an activated LoRA applies to its last columns

@@ -28,7 +28,7 @@ class Observation:
         seconds: Time of its call, work of the cache included, divided by the call's rows.
         label: The correct answer, if given.
         number: Its position among the given requests, from 0.
-        generation: `Bank.generation` before it was computed.
+        generation: `Purges.generation` before it was computed.
         draft: The output of the model's draft for it, float32 (C,); None without one.
         draft_s: Time of the draft.
         drafted_by: Name of the draft; "" without one.

@@ -228,7 +228,7 @@ def n_hits(make: Callable[[], Policy], keys: Iterable[str], max_entries: int = 2
         (found,) = bank.find([Row(0, key, b"", slice(0, 1), 1)])
         hits += found is not None
         if found is None:
-            bank.put([made[key]], bank.generation)
+            bank.put([made[key]], bank.purges.generation)
     assert all(key in bank for key in pinned) and len(bank) <= max_entries
     return hits
 

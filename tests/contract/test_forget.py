@@ -165,16 +165,17 @@ def wrap_slow(kind: str, **settings: Any) -> tuple[LLMCache, Waiting]:
     return LLMCache.wrap(model, auto_bypass=False, **settings), waiting
 
 
-def forget_during(cache: LLMCache, waiting: Waiting, act: Callable[[], object]) -> None:
-    """Act while another thread computes A."""
+def forget_during(cache: LLMCache, waiting: Waiting, act: Callable[[], object], ids: Tensor = A) -> str | None:
+    """Act while another thread computes `ids`; return its rung."""
     waiting.is_on.set()
     with ThreadPoolExecutor(1) as pool:
-        under_way = pool.submit(rung, cache, A)
+        under_way = pool.submit(rung, cache, ids)
         assert waiting.is_reached.wait(20)
         act()
         waiting.may_end.set()
-        assert under_way.result() is None
+        found = under_way.result()
     cache.drain()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -189,9 +190,41 @@ def test_a_call_under_way_stores_nothing_that_was_forgotten_meanwhile(
         settings = {"store": {"name": "disk", "folder": str(tmp_path / "store")}}
     cache, waiting = wrap_slow(kind, **settings)
     with cache:
-        forget_during(cache, waiting, lambda: forget(cache, A))
+        assert forget_during(cache, waiting, lambda: forget(cache, A)) is None
         assert rung(cache, A) is None
         assert rung(cache, A) == ("paper" if "tau" in settings else "exact")
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("bert", {}), ("gpt2", {}), ("bert", {"tau": 1.0})])
+def test_a_call_under_way_is_stored_if_others_were_forgotten_meanwhile(kind: str, settings: dict[str, Any]) -> None:
+    """Forgetting another request, or anything of another namespace, leaves what is being computed alone."""
+    cache, waiting = wrap_slow(kind, **settings)
+
+    def forget_others() -> None:
+        forget(cache, B)
+        with cache.namespace("other"):
+            forget(cache, A)
+        cache.purge(namespace="other")
+
+    with cache:
+        assert forget_during(cache, waiting, forget_others) is None
+        assert rung(cache, A) == ("paper" if settings else "exact")
+
+
+def test_what_was_computed_from_a_forgotten_prefix_is_not_stored() -> None:
+    """The blocks of a call that follow a forgotten one are dropped, even if that is computed anew meanwhile."""
+    prompt = tokens(1, 17, 3)
+    longer = torch.cat([prompt[:, :16], tokens(1, 17, 4)], dim=1)
+    cache, waiting = wrap_slow("gpt2")
+
+    def forget_and_ask() -> None:
+        forget(cache, prompt)
+        assert rung(cache, prompt) is None
+
+    with cache:
+        rung(cache, prompt)
+        assert forget_during(cache, waiting, forget_and_ask, longer) == "prefix"
+        assert rung(cache, longer) == "prefix" and cache.last[0].n_prefix == 16
 
 
 @pytest.mark.slow
@@ -205,7 +238,7 @@ def test_a_call_under_way_elsewhere_stores_nothing_that_was_forgotten(kind: str,
         rung(other, A)
         other.drain()
         other.forget(input_ids=A)
-        forget_during(cache, waiting, lambda: forget(other, A))
+        assert forget_during(cache, waiting, lambda: forget(other, A)) is None
         assert rung(cache, B) == "exact"
         later, _ = wrap_slow(kind, store=store)
         with later:

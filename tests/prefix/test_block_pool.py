@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcache.memory import purges
 from llmcache.memory.blocks.block import Block, Link, links
 from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
@@ -220,3 +221,23 @@ def test_forgetting() -> None:
     assert (n_found(blocks, mine, theirs), blocks.nbytes) == ([0, 2], 16)
     blocks.clear()
     assert (n_found(blocks, mine, theirs), blocks.nbytes) == ([0, 0], 0)
+
+
+def test_what_was_purged_since_a_call_began_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call that began before a purge, a chain is refused if one of its blocks was purged."""
+    monkeypatch.setattr(purges, "_MOST_FORGOTTEN", 2)
+    blocks, (one, other) = pool(), (chain_of(1, 2), chain_of(3))
+
+    def n_stored_after(purge: Callable[[], object]) -> list[int]:
+        generation = blocks.purges.generation
+        purge()
+        for chain in (one, other):
+            blocks.put(chain, {link.key: block(link) for link in chain}, generation)
+        found = n_found(blocks, one, other)
+        blocks.clear()
+        return found
+
+    assert n_stored_after(lambda: blocks.forget([one[0].key])) == [0, 1]
+    assert n_stored_after(lambda: blocks.clear("another")) == [2, 1]
+    assert n_stored_after(lambda: blocks.clear(SCOPE.namespace)) == n_stored_after(blocks.clear) == [0, 0]
+    assert n_stored_after(lambda: blocks.forget(["x", "y", "z"])) == [0, 0]  # too many to remember: all are refused

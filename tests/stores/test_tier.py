@@ -346,8 +346,8 @@ def test_reading_that_takes_longer_than_computing_is_left_out() -> None:
     """Measured times decide for each length; now and then a read is tried again."""
     known = BreakEven()
     for _ in range(20):
-        known.read(10, 0.002)
-        known.read(1_000, 0.003)
+        known.looked_up(10, 0.002)
+        known.looked_up(1_000, 0.003)
         assert known.pays(10) and known.pays(1_000)  # no computing time is known
     for _ in range(20):
         known.computed(10, 0.001)

@@ -26,6 +26,7 @@ from llmcache.memory.blocks.block import Block, Link
 from llmcache.memory.blocks.slabs import Slabs
 from llmcache.memory.policies.base import Policy
 from llmcache.memory.policies.shares import Shares
+from llmcache.memory.purges import Purges
 from llmcache.request.rows import Scope
 from llmcache.support.stacks import pack, unpack
 from llmcache.support.threads import forkable
@@ -48,11 +49,13 @@ class BlockPool:
         device: torch.device,
         make_policy: Callable[[], Policy],
         spent: Callable[[], int] = int,
+        purges: Purges | None = None,
     ) -> None:
         """Create an empty pool of blocks of `size` tokens on a device.
 
         The budget `max_bytes` covers tensors; bookkeeping adds about 2 kB per block on the CPU. `spent` returns the
-        bytes of the budget that other parts hold or are about to hold: see `make_way`.
+        bytes of the budget that other parts hold or are about to hold: see `make_way`. Parts of one wrapped model share
+        `purges`.
         """
         self.size = size
         self.max_bytes = max_bytes
@@ -61,7 +64,7 @@ class BlockPool:
         self.n_evicted = 0
         self.n_tails = 0
         self._n_full = 0
-        self.n_purges = 0  # purges and forgets so far; a call that began before the latest stores nothing
+        self.purges = purges or Purges()
         self._shares = Shares(make_policy)
         self._spent = spent
         self._held: dict[str, Block] = {}
@@ -121,15 +124,17 @@ class BlockPool:
         with self._lock:
             return len(self._match(chain))
 
-    def put(self, chain: Sequence[Link], made: Mapping[str, Block], n_purges: int | None = None) -> bool:
+    def put(self, chain: Sequence[Link], made: Mapping[str, Block], generation: int | None = None) -> bool:
         """Add new blocks of a chain (`made`, by key) as far as they fit; return whether the whole chain is held.
 
         A block that another thread added meanwhile is skipped. Blocks after one that was evicted meanwhile are not
-        added. If anything was purged since `n_purges`, nothing is added and True is returned.
+        added. If a block of the chain was purged since `generation`, nothing is added and True is returned.
         """
         with self._lock:
-            if n_purges not in (None, self.n_purges):
-                return True
+            if generation is not None and self.purges.generation != generation:
+                names = {block.scope.namespace for block in made.values()}
+                if not all(self.purges.is_current(name, link.key, generation) for name in names for link in chain):
+                    return True
             self._expire()
             held = 0
             while held < len(chain) and chain[held].key in self._held:
@@ -167,17 +172,17 @@ class BlockPool:
         """Remove all blocks of a namespace, or of all (None); return how many requests that removes."""
         with self._lock:
             n_tails = self.n_tails
-            self.n_purges += 1
+            self.purges.clear(namespace)
             for key in self._shares.keys(namespace):
                 self._drop(key)
             self._slabs.settle()
             return n_tails - self.n_tails
 
-    def forget(self, keys: Iterable[str]) -> int:
+    def forget(self, keys: Sequence[str]) -> int:
         """Remove blocks and all that follow them; return how many requests that removes."""
         with self._lock:
             n_tails = self.n_tails
-            self.n_purges += 1
+            self.purges.forget(keys)
             for key in keys:
                 self._drop_from(key)
             self._slabs.settle()

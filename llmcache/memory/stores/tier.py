@@ -214,7 +214,7 @@ class Tier:
         self._counts["found"] += n_found
         self._read_s += took_s
         if n_found:
-            self.break_even.read(n_tokens, took_s)
+            self.break_even.looked_up(n_tokens, took_s)
         return found
 
     def computed(self, n_tokens: int, seconds: float) -> None:

@@ -6,7 +6,7 @@ Values are dropped if the queue is full or writing fails. They are queued again 
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
 from typing import Any
@@ -70,7 +70,6 @@ class Breaker:
         self.n_failed, self._rest_s, self._until = 0, 0.0, 0.0
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
 class WriteBehind:
     """A queue of jobs for a store, and the thread that writes them. Thread-safe.
 
@@ -78,22 +77,15 @@ class WriteBehind:
     writes, so reads and writes have a breaker each. While that of reads is open, the thread tests if the store answers.
     """
 
-    store: Store
-    seal: Seal
-    counters: Counters
-    reads: Breaker = field(default_factory=Breaker)
-    n_written: int = 0
-    n_dropped: int = 0
-    is_closed: bool = False
-    _jobs: deque[Job] = field(default_factory=deque)
-    _nbytes: int = 0
-    _dropped: dict[StoreKey, None] = field(default_factory=dict)  # keys of dropped values, the latest last
-    _writes: Breaker = field(default_factory=Breaker)
-    _is_busy: bool = False
-    _changed: threading.Condition = field(default_factory=lambda: forkable(threading.Condition()))
-    _thread: threading.Thread | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, store: Store, seal: Seal, counters: Counters) -> None:
+        self.store, self.seal, self.counters = store, seal, counters
+        self.reads, self._writes = Breaker(), Breaker()
+        self.n_written = self.n_dropped = self._nbytes = 0
+        self.is_closed = self._is_busy = False
+        self._jobs: deque[Job] = deque()
+        self._dropped: dict[StoreKey, None] = {}  # keys of dropped values, the latest last
+        self._changed = forkable(threading.Condition())
+        self._thread: threading.Thread | None = None
         at_fork(self._reset_after_fork)
 
     def add(self, job: Job) -> None:

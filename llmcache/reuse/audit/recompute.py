@@ -42,7 +42,7 @@ class Recompute:
     autocast: tuple[str, torch.dtype, bool]  # device type, dtype, is enabled
     engine: str  # name of the engine that its key covers
     origin: Origin  # of the answer served: only the same model's answer tells whether it was right
-    generation: int  # `Bank.generation` when it was served: what is forgotten later is recomputed, but not stored
+    generation: int  # `Purges.generation` when it was served: what is forgotten later is recomputed, but not stored
     since_s: float = field(default_factory=monotonic)  # when it was served, monotonic
 
 

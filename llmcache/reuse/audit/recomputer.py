@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from llmcache.errors import CalibrationError
-from llmcache.memory.bank import Bank
 from llmcache.models.adapters import Trunk
 from llmcache.models.weights import Weights
 from llmcache.request.counters import Counters
@@ -25,7 +24,6 @@ from llmcache.reuse.audit.recompute import Origin, Recompute, RecomputeQueue, co
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.reuse.calibration.observer import Observer, collect
 from llmcache.reuse.call import Call
-from llmcache.reuse.fingerprint import Learned
 from llmcache.reuse.observation import Observation
 
 #: `(namespace, engine, inputs)`: runs the model on tokenised inputs; keys are made for the engine.
@@ -38,8 +36,6 @@ _ROUNDING = 0.02  # share of the largest output by which a batch may differ from
 class Recomputer:
     """Recomputes requests of one wrapped model. Thread-safe."""
 
-    bank: Bank
-    fingerprint: Learned
     trunk: Trunk
     weights: Weights
     calibrated: CalibratedReuse
@@ -135,10 +131,10 @@ class Recomputer:
 
     def _store(self, case: Observation) -> None:
         """Store a computed request; if sources grow, make it one."""
-        self.bank.put([case.entry], case.generation)
-        made = self.calibrated.calibration
+        made, fitter = self.calibrated.calibration, self.calibrated.fitter
+        fitter.bank.put([case.entry], case.generation)
         if self.calibrated.is_growing:
-            self.calibrated.grow(made, {0: case}, {0: self.fingerprint.project([case.tokens])[0][0]})
+            self.calibrated.grow(made, {0: case}, {0: fitter.fingerprint.project([case.tokens])[0][0]})
 
     def _origin(self) -> Origin:
         return Origin(self.weights.digest(), self.calibrated.head_digest(), self.trunk.attention)

@@ -124,7 +124,8 @@ class CalibratedReuse:
 
     def remaining(self, observed: Sequence[Observation]) -> list[Observation]:
         """Return the requests that were neither purged nor forgotten since they were computed."""
-        return [case for case in observed if self._bank.is_current(case.scope.namespace, case.row.key, case.generation)]
+        is_current = self._bank.purges.is_current
+        return [case for case in observed if is_current(case.scope.namespace, case.row.key, case.generation)]
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Collect computed requests; once there are `learn` of them, calibrate in a thread."""
@@ -394,7 +395,7 @@ class CalibratedReuse:
             entries = [one.entry for one in sources if one.entry.fields]
             if made.sources == "growing":
                 for entry in entries:
-                    self._bank.put([entry], self._bank.generation)
+                    self._bank.put([entry], self._bank.purges.generation)
             elif not self._bank.pin(entries):
                 raise ValueError("max_bytes or max_entries are too small for the sources of the calibration")
             self.fitter.sources.add(sources, arrays["vectors"])

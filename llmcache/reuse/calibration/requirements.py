@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmcache.config import CacheConfig
-from llmcache.errors import CalibrationError, ConfigError, UnsafeReuseError
+from llmcache.errors import CalibrationError, ConfigError
 from llmcache.memory.policies import POLICIES, Policy
-from llmcache.models.heads import Head
+from llmcache.models.heads import Head, refuse_unsafe
 from llmcache.reuse.calibration.calibration import check_size
 from llmcache.reuse.calibration.inputs import n_rows
 
@@ -26,12 +26,7 @@ def check_settings(head: Head, config: CacheConfig) -> None:
     """Refuse settings for which no bound could hold."""
     if config.tau is not None:
         raise ConfigError(f"tau={config.tau} chooses what may be reused; to have that calibrated, wrap without tau")
-    if head.why_unsafe and not config.allow_unsafe:
-        raise UnsafeReuseError(
-            f"a calibration with a model that has a {head.name}: a hit would return what another request computed. "
-            f"{head.why_unsafe} So no bound can hold: do without calibrate() and learn (exact repeats and shared "
-            "prefixes are served all the same), or set allow_unsafe=True to measure what that costs."
-        )
+    refuse_unsafe(head, config)
     if head.name == "multiple-choice head":
         raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
     if not config.serves_exact:

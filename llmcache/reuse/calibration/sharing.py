@@ -177,11 +177,11 @@ class SharedCalibration:
                 self._unusable = self._version, body  # until it is adopted
                 meta = json.loads(found.tensors.pop(_META).numpy().tobytes())
                 with self._calibrated.held():
-                    generation, gone = bank.generation, self._tier.forgotten_since(namespace, found.about)
+                    generation, gone = bank.purges.generation, self._tier.forgotten_since(namespace, found.about)
                     if gone is None:
                         return
                     self._calibrated.restore(meta, found.tensors, gone)
-                    if bank.generation != generation:  # something was forgotten meanwhile: try again
+                    if bank.purges.generation != generation:  # something was forgotten meanwhile: try again
                         self._calibrated.end()
                         self._unusable = 0, ""
                         return

@@ -253,7 +253,7 @@ class CalibrationFitter:
             self.sources.add(map(self.source_of, held), vectors)
             for case in held:
                 key = case.row.key
-                if not self.bank.is_current(case.scope.namespace, key, case.generation):  # forgotten meanwhile
+                if not self.bank.purges.is_current(case.scope.namespace, key, case.generation):  # forgotten meanwhile
                     self.bank.forget([key])
                 if key not in self.bank:  # evicted meanwhile
                     self.sources.remove(key)
