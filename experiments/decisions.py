@@ -22,13 +22,13 @@ from threadpoolctl import threadpool_limits
 
 from experiments.cli.options import DATA_VARIABLE
 from experiments.methods.base import twin
-from experiments.methods.cached import configure
+from experiments.methods.cached import configure, serve_from
 from experiments.replay.recall import Outputs, recall_layers
+from experiments.replay.recording import Recording
 from experiments.support.environment import describe
 from experiments.support.files import Folders, write_whole
-from experiments.support.progress import tracked
 from experiments.tasks import build, make_task
-from experiments.tasks.workload import Workload
+from experiments.tasks.workload import Answer, Workload
 from llmcache import ConfigError, LLMCache, LLMCacheError
 
 FOLDER = Path("results/decisions")
@@ -68,10 +68,11 @@ def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Re
     env = describe(SEED)
     workload = build(settings, folders, SEED)
     known: Outputs = {}
-    module = recall_layers(twin(workload.module), known)
-    with torch.inference_mode():
-        outputs = [module(**request.inputs) for request in tracked(workload.requests, "The model alone")]
-    decided = [_decide(workload, known, outputs, learn, asked) for asked in CALIBRATIONS]
+    alone = workload.of(workload.requests)
+    alone.module = recall_layers(twin(workload.module), known)
+    recording = Recording(alone)
+    outputs = [recording.outputs[number] for number in range(len(workload.requests))]
+    decided = [_decide(workload, known, recording.answers, learn, asked) for asked in CALIBRATIONS]
     return {
         "stream": name,
         **{name: env[name] for name in ("git", "git_dirty", "started", "cpu", "python")},
@@ -84,20 +85,16 @@ def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Re
     }
 
 
-def _decide(
-    workload: Workload, known: Outputs, outputs: Sequence[torch.Tensor], learn: int, asked: Mapping[str, Any]
-) -> Record:
+def _decide(workload: Workload, known: Outputs, own: Sequence[Answer], learn: int, asked: Mapping[str, Any]) -> Record:
     config = configure(workload, {"answer": "class", "audit": 0})
-    inputs, served, risks = [request.inputs for request in workload.requests], "", []
+    served, risks = "", []
     module = recall_layers(twin(workload.module), known)
     with LLMCache.wrap(module, config=config, tokenizer=workload.tokenizer) as cache:
-        made = cache.calibrate(inputs[:learn], seed=SEED, **asked)
-        what = f"{asked['sources']}, {asked['max_drop']:g}"
-        for number in tracked(range(learn, len(inputs)), what):
-            answer = workload.answer(cache(**inputs[number]), number)
-            (outcome,) = cache.last
+        made = cache.calibrate([request.inputs for request in workload.requests[:learn]], seed=SEED, **asked)
+        later = serve_from(cache, workload, learn, f"{asked['sources']}, {asked['max_drop']:g}")
+        for (answer, outcome), expected in zip(later, own[learn:], strict=True):
             letter = "-" if outcome.rung is None else outcome.rung[0]
-            served += letter if answer == workload.answer(outputs[number], number) else letter.upper()
+            served += letter if answer == expected else letter.upper()
             risks.append(None if outcome.risk is None else round(min(outcome.risk, _INFINITE) / _UNIT))
     chosen = made.chosen
     if chosen is None:

@@ -34,7 +34,7 @@ def command(
     make_results_folder(results_dir)
     from experiments.measures.demo import run_demo
     from experiments.models.loading import MINILM, load
-    from experiments.report.plots import plot_speed_against_changes, require_matplotlib
+    from experiments.report.pictures import plot_speed_against_changes, require_matplotlib
     from experiments.runs.read import was_idle
 
     require_matplotlib()
@@ -50,32 +50,15 @@ def command(
 
 
 def _show_first(report: Mapping[str, Any], is_idle: bool) -> None:
+    from experiments.report.columns import DEMO
+    from experiments.report.markdown import named
+
     if not is_idle:
         typer.echo("The machine was busy with other work: times below are no measurement.")
     title = f"{report['n']:,} requests, one at a time; figures of those after learning, from {report['learn'] + 1:,} on"
-    show_table(title, [_cells(row) for row in report["settings"]])
+    show_table(title, [named(DEMO, row) for row in report["settings"]])
     for sentence in report["conclusion"]:
         typer.echo(sentence)
-
-
-def _cells(row: Mapping[str, Any]) -> Mapping[str, str]:
-    times = row["latency_ms"]
-    return {
-        "setting": row["name"],
-        "hits": _show(row.get("hit_rate"), "{:.1%}"),
-        "changed answers": _show(row.get("changed_answers"), "{:.2%}"),
-        "upper bound": _show(row.get("bound"), "{:.2%}"),
-        "p50 ms": _show(times["median"], "{:.2f}"),
-        "p99 ms": _show(times["p99"], "{:.2f}"),
-        "speed-up": _show(row.get("speedup"), "{:.2f}"),
-        "speed-up, whole stream": _show(row.get("whole", {}).get("speedup"), "{:.2f}"),
-        "learning paid back at": _show(row.get("paid_back_at"), "{:,}"),
-    }
-
-
-def _show(value: float | None, form: str) -> str:
-    """Format a figure; missing is empty, never 0."""
-    return "" if value is None else form.format(value)
 
 
 def _decoder(models_dir: Path) -> dict[str, Any] | None:

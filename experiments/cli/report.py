@@ -1,4 +1,4 @@
-"""`llmcache report`: pictures and verdicts from the files of results."""
+"""`llmcache report`: tables, pictures and verdicts from the files of results."""
 
 import typer
 
@@ -11,8 +11,8 @@ def command(configs: Configs = None, results_dir: ResultsDir = RESULTS, changes:
 
     Only runs with the settings of the files count, as changed by --set; claims that other files test are left out.
     """
-    from experiments.report import write_report
-    from experiments.report.plots import draw_all
+    from experiments.report.pictures import draw_all
+    from experiments.report.write import write_report
     from experiments.runs.read import folders_of, others_beside, read_runs
 
     files, changes = told_apart(configs or (), changes)

@@ -1,10 +1,10 @@
 """`llmcache run`: run experiments from their YAML files."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,38 +46,24 @@ def command(
 
 def _draw(folders: Sequence[Path], is_whole: bool) -> list[Path]:
     """Draw the pictures of finished runs, whatever --set changed; none without matplotlib."""
-    from experiments.report.plots import draw_all
+    from experiments.report.pictures import draw_all
 
     return [] if find_spec("matplotlib") is None else draw_all(folders, is_whole)
 
 
 def _show(done: "Finished") -> None:
     """Print the methods of a run, or the rows of `summary` for other measures."""
+    from experiments.report.columns import SCREEN
+    from experiments.report.markdown import named
+
     metrics, n_names = done.metrics, 1
-    if "points" in metrics and "summary" not in metrics:
-        return  # an earlier run's figures lack what the screen shows
     if "summary" in metrics:
         rows = metrics["summary"]
         texts = itertools.takewhile(lambda value: isinstance(value, str), rows[0].values() if rows else ())
         n_names = max(1, len(list(texts)))
+    elif "methods" in metrics:
+        rows = [named(SCREEN, {"label": label, **figures}) for label, figures in metrics["methods"].items()]
     else:
-        rows = _method_rows(metrics)
+        return  # an earlier run's figures lack what the screen shows
     about = f": {metrics['n']:,} requests" if "n" in metrics else ""
     show_table(f"{done.run.group} {done.run.name}{about}", rows, n_names)
-
-
-def _method_rows(metrics: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return [{"method": label, **_cells(figures, metrics["metric"])} for label, figures in metrics["methods"].items()]
-
-
-def _cells(figures: Mapping[str, Any], metric: str) -> Mapping[str, str]:
-    bounds = figures["accuracy_drop_ci"]
-    return {
-        "hits": f"{figures['hit_rate']:.1%}",
-        "speed-up": f"{figures['speedup']:.2f}",
-        "of all rounds": f"{figures['speedup_min']:.2f}…{figures['speedup_max']:.2f}",
-        metric: f"{figures['accuracy']:.1%}",
-        "drop, points": f"{100 * figures['accuracy_drop']:.2f}",
-        "95 % of drop": "" if bounds is None else f"{100 * bounds[0]:.2f}…{100 * bounds[1]:.2f}",
-        "changed answers": f"{figures['changed_answers']:.2%}",
-    }

@@ -34,7 +34,7 @@ def command(
     May be interrupted and started again, and started twice: what is finished stays, what another process is measuring
     is left to it. At the end the pictures are drawn.
     """
-    from experiments.report.plots import draw_all, require_matplotlib
+    from experiments.report.pictures import draw_all, require_matplotlib
     from experiments.runs.read import folders_of
     from experiments.runs.runner import load_all
     from experiments.support.files import Folders

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -31,14 +31,8 @@ class Experiment(Section):
 
 
 class TaskExperiment(Experiment):
+    makers: ClassVar[Any] = {"task": make_task}
     task: Any  # settings of the task; its `name` is a key of `experiments.tasks.TASKS`
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        parts = dict(values)
-        if "task" in parts:
-            parts["task"] = make_task(parts["task"])
-        return super().make(parts, name)
 
     @property
     def name(self) -> str:
@@ -71,11 +65,9 @@ class CacheExperiment(TaskExperiment):
 
     cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        Cached.check(made.cache, "cache")
-        return made
+    def check(self) -> None:
+        super().check()
+        Cached.check(self.cache, "cache")
 
 
 @dataclass(frozen=True, slots=True)

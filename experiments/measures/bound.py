@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,12 +48,10 @@ class Bound(LearningExperiment):
     # Order of requests in time, drawn anew for each part; C is then not drawn separately.
     arrival: Arrival | None = None
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        if made.arrival is not None and made.arrival.n is not None and made.arrival.n <= made.learn:
-            raise ConfigError(f"arrival.n={made.arrival.n}: nothing would follow the learn={made.learn} first requests")
-        return made
+    def check(self) -> None:
+        super().check()
+        if self.arrival is not None and self.arrival.n is not None and self.arrival.n <= self.learn:
+            raise ConfigError(f"arrival.n={self.arrival.n}: nothing would follow the learn={self.learn} first requests")
 
 
 def run(experiment: Bound, folders: Folders) -> Outcome:

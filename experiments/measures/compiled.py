@@ -15,17 +15,16 @@ import copy
 from functools import partial
 from itertools import product
 from time import perf_counter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from experiments.measures.base import DeviceExperiment, Outcome
 from experiments.measures.bench.latency import BANKS
-from experiments.measures.bench.rounds import by_host, ratios, rotated
-from experiments.metrics.metrics import percentiles
+from experiments.measures.harness import figures_of_rounds, interleaved
 from experiments.models.architectures import Requests, build, check, check_target
 from experiments.models.loading import find
 from experiments.support.clock import Clock, Spent
@@ -50,12 +49,10 @@ class Compiled(DeviceExperiment):
     mode: str | None = None  # of torch.compile
     backend: str = "inductor"  # of torch.compile
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def check(self) -> None:
         for seq_len in self.seq_lens:
             if not 8 <= seq_len <= max(self.buckets):
                 raise ValueError(f"seq_lens: give 8 to {max(self.buckets)}, the longest bucket (got {seq_len})")
-        return self
 
 
 def run(experiment: Compiled, folders: Folders) -> Outcome:
@@ -124,22 +121,16 @@ class Bench:
         )
 
     def measure(self) -> dict[str, Any]:
-        spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
-        with torch.inference_mode():
-            for _, kind in product(range(WARM_UP), KINDS):  # a hit is of the request the preceding miss stored
-                self._call(kind)
-            for number in range(WARM_UP, WARM_UP + self._experiment.rounds):
-                for kind in rotated(KINDS, number):
-                    spent[kind].append(self._call(kind))
-        times = {kind: [one.ms for one in values] for kind, values in spent.items()}
-        spread = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
-        of_plain = ratios(times, "nocache")
+        with torch.inference_mode():  # a hit is of the request that the preceding miss stored
+            spent = interleaved(KINDS, range(WARM_UP + self._experiment.rounds), lambda kind, _: self._call(kind))
+        counted = {kind: some[WARM_UP:] for kind, some in spent.items()}
+        detail = figures_of_rounds(counted, "nocache", self._clock)
         return {
             "bucket": self._bucket,
-            **{name: values["median"] for name, values in spread.items()},
-            **{f"{kind}_ratio": of_plain[f"{kind}/nocache"]["median"] for kind in KINDS[1:]},
+            **{f"{kind}_ms": detail[f"{kind}_ms"]["median"] for kind in KINDS},
+            **{f"{kind}_ratio": detail["ratios"][f"{kind}/nocache"]["median"] for kind in KINDS[1:]},
             "compile_s": self._compile_s,
-            "detail": {**spread, "ratios": of_plain, "host": by_host(spent, self._clock)},
+            "detail": detail,
         }
 
     def _call(self, kind: str) -> Spent:

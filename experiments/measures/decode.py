@@ -4,10 +4,10 @@ See `experiments.measures.bench.generation` for ways, kinds and times.
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from experiments.measures.base import DeviceExperiment, Outcome
 from experiments.measures.bench import generation
@@ -36,11 +36,9 @@ class Decode(DeviceExperiment):
     shared_tokens: int = Field(default=96, ge=PrefixOptions().block)
     rounds: int = Field(default=20, ge=3)  # generations of each kind
 
-    @model_validator(mode="after")
-    def _leaves_something_new(self) -> Self:
+    def check(self) -> None:
         if self.shared_tokens >= self.prompt_tokens:
             raise ValueError(f"shared_tokens: fewer than the prompt's {self.prompt_tokens} (got {self.shared_tokens})")
-        return self
 
 
 def run(experiment: Decode, folders: Folders) -> Outcome:

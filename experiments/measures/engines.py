@@ -16,15 +16,13 @@ is empty. Before each pass a calibrated cache is emptied and calibrated anew, ou
 Sizes: N served requests.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from time import perf_counter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -32,13 +30,13 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from experiments.measures import harness
 from experiments.measures.base import Outcome
+from experiments.measures.harness import Call, Pass, asking, by_round, calls_of, on_threads, speedup
 from experiments.measures.learning import LearningExperiment
 from experiments.measures.service import Server
-from experiments.methods.base import BYPASSED, COMPUTED
 from experiments.methods.responses import SemanticResponse
 from experiments.metrics.metrics import figures_of
-from experiments.models.loading import Inputs
 from experiments.models.onnx import OnnxModel, export, quantise
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
@@ -62,63 +60,81 @@ class Engines(LearningExperiment):
     threshold: float = Field(default=0.8, ge=-1.0, le=1.0)  # of the semantic response cache; GPTCache's default
     encoder: str = MINILM  # its sentence encoder
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        if unknown := set(made.ways) - set(WAYS) or {EAGER, ONNX} - set(made.ways):
+    def check(self) -> None:
+        super().check()
+        if unknown := set(self.ways) - set(WAYS) or {EAGER, ONNX} - set(self.ways):
             raise ConfigError(f"ways: some of {', '.join(WAYS)}, with {EAGER} and {ONNX} (wrong: {', '.join(unknown)})")
-        if made.batch > 1 and SEMANTIC in made.ways:
+        if self.batch > 1 and SEMANTIC in self.ways:
             raise ConfigError(
-                f"ways: the {SEMANTIC} response cache takes one request at a time (got batch={made.batch})"
+                f"ways: the {SEMANTIC} response cache takes one request at a time (got batch={self.batch})"
             )
-        if made.task.name != "held_out":
-            raise ConfigError(f"task.name: the head is fitted here; take held_out (got {made.task.name!r})")
-        return made
+        if self.task.name != "held_out":
+            raise ConfigError(f"task.name: the head is fitted here; take held_out (got {self.task.name!r})")
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    first: int  # number of its first request
-    inputs: Inputs  # tensors (rows, T)
-    n_rows: int
-
-
-@dataclass(slots=True)
-class Way:
+class Way(harness.Way):
     """One way to answer, with the passes taken so far."""
 
-    name: str
-    ask: Callable[[Call], list[Answer]]
-    weights: int  # bytes of all copies of the weights that it holds
     max_drop: float | None = None
-    begin: Callable[[], None] = lambda: None  # before a pass, untimed
-    hits: Callable[[], list[str]] | None = None  # what served each row of the latest call
-    nbytes: Callable[[], int] = lambda: 0  # held by its cache
-    cache: LLMCache | None = None
-    ms: list[list[float]] = field(default_factory=list)  # of a request, by round and pass
-    answers: list[Answer] = field(default_factory=list)  # of the first pass, N
-    served: list[str] = field(default_factory=list)  # of the first pass, N
-    told: dict[str, Any] = field(default_factory=dict)  # by its cache, after the first pass
+
+    def __init__(
+        self, name: str, ask: Callable[[Call], list[Answer]], weights: int, cache: LLMCache | None = None
+    ) -> None:
+        """Set up; `weights` is the bytes of all copies of the weights that it holds."""
+        super().__init__(name, ask, cache)
+        self.weights = weights
+        self.passes: list[Pass] = []
+        self.told: dict[str, Any] = {}  # by its cache, after the first pass
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by its cache."""
+        return 0 if self.cache is None else self.cache.stats().held_nbytes
+
+    @property
+    def ms(self) -> list[float]:
+        """Mean ms of a request, by round."""
+        return by_round(self.passes)
 
     def take(self, calls: Sequence[Call], number: int, what: str) -> None:
-        """Answer all calls, back to back, in a round."""
-        self.begin()
-        answers: list[Answer] = []
-        served: list[str] = []
-        gc.collect()
+        """Answer all calls in a round."""
+        self.passes.append(self.go(calls, number, f"{what}: {self.name}"))
+        if not self.told:
+            self.told = {"cache_mb": self.nbytes / MEGABYTE, **_told(self.cache)}
+
+
+class Cached(Way):
+    """llmcache in front of ONNX Runtime, emptied and calibrated anew before each pass."""
+
+    def __init__(self, name: str, server: Server, target: RiskTarget | None, weights: int) -> None:
+        super().__init__(name, asking(server.stream, server.cache.model), weights, server.cache)
+        self.max_drop = None if target is None else target.max_drop
+        self._server, self._target = server, target
+
+    def begin(self) -> None:
+        with no_sources(self._server.cache) if self.name == DRAFT else nullcontext():
+            self._server.begin(self._target)
+
+
+class Semantic(Way):
+    """A semantic response cache, begun with the first `learn` requests of its workload."""
+
+    def __init__(self, method: SemanticResponse, learn: int, weights: int) -> None:
+        super().__init__(SEMANTIC, lambda call: [method.ask(learn + call.first)], weights)
+        self._method, self._learn = method, learn
+
+    def begin(self) -> None:
         with torch.inference_mode():
-            started = perf_counter()
-            for call in tracked(calls, f"{what}: {self.name}"):
-                answers += self.ask(call)
-                served += self.hits() if self.hits is not None else [COMPUTED] * call.n_rows
-            if self.cache is not None:
-                self.cache.drain()
-        ms = 1e3 * (perf_counter() - started) / len(answers)
-        self.ms += [[] for _ in range(number + 1 - len(self.ms))]
-        self.ms[number].append(ms)
-        if not self.answers:
-            self.answers, self.served = answers, served
-            self.told = {"cache_mb": self.nbytes() / MEGABYTE, **_told(self.cache)}
+            self._method.begin()
+            for number in tracked(range(self._learn), "Filling the response cache"):
+                self._method.ask(number)
+
+    def served(self, call: Call) -> list[str]:
+        return [self._method.last().by]
+
+    @property
+    def nbytes(self) -> int:
+        return self._method.nbytes
 
 
 class Bench:
@@ -132,7 +148,9 @@ class Bench:
         self._sizes |= {name: path.stat().st_size for name, path in graphs.items()}
         asked, targets = experiment.ways, experiment.frozen_claims
         plain = {EAGER: workload.module, **{name: OnnxModel(path) for name, path in graphs.items()}}
-        self.ways = [Way(name, self._asking(one), self._sizes[name]) for name, one in plain.items() if name in asked]
+        self.ways = [
+            Way(name, asking(self._later, one), self._sizes[name]) for name, one in plain.items() if name in asked
+        ]
         if SEMANTIC in asked:
             self.ways.append(self._semantic(plain[ONNX]))
         if EXACT in asked:
@@ -154,95 +172,53 @@ class Bench:
             for way in (eager, *(others if number % 2 == 0 else others[::-1]), eager):
                 way.take(calls, number, what)
         rows = [
-            at | {"way": way.name, "max_drop": way.max_drop, "round": number, "ms": ms}
+            {**at, "way": way.name, "max_drop": way.max_drop, "round": one.number, "ms": one.mean_ms}
             for way in self.ways
-            for number, passes in enumerate(way.ms)
-            for ms in passes
+            for one in way.passes
         ]
         return rows, [at | self._figures(way) for way in self.ways]
 
     def _figures(self, way: Way) -> dict[str, Any]:
         eager, onnx = (next(one for one in self.ways if one.name == name) for name in (EAGER, ONNX))
-        base, own, other = ([fmean(passes) for passes in one.ms] for one in (eager, way, onnx))
-        ratios = [alone / mine for alone, mine in zip(base, own, strict=True)]
-        quality = figures_of(self._later, eager.answers, way.answers, np.array(way.served), self._experiment.seed)
+        first, seed = way.passes[0], self._experiment.seed
         return {
             "way": way.name,
             "max_drop": way.max_drop,
-            "ms": median(own),
-            "speedup": median(ratios),
-            "speedup_min": min(ratios),
-            "speedup_max": max(ratios),
-            "times_onnx": median([theirs / mine for theirs, mine in zip(other, own, strict=True)]),
-            "per_s": 1e3 / median(own),
-            **quality,
+            "ms": median(way.ms),
+            **speedup(eager.ms, way.ms),
+            "times_onnx": speedup(onnx.ms, way.ms)["speedup"],
+            "per_s": 1e3 / median(way.ms),
+            **figures_of(self._later, eager.passes[0].answers, first.answers, first.served, seed),
             "weights_mb": way.weights / MEGABYTE,
             **way.told,
         }
 
-    def _asking(self, module: Callable[..., Any]) -> Callable[[Call], list[Answer]]:
-        def ask(call: Call) -> list[Answer]:
-            output = module(**call.inputs)
-            return [self._later.answer(output[i : i + 1], call.first + i) for i in range(call.n_rows)]
-
-        return ask
-
     def _server(self, learn: int, **more: Any) -> Server:
         server = Server(self._workload, {**self._experiment.cache, "engine": ONNX, **more}, learn)
         self._stack.callback(server.cache.unwrap)
+        server.stream = self._later
         return server
 
     def _cached(self, name: str, server: Server, target: RiskTarget | None) -> Way:
-        cache, max_drop = server.cache, None if target is None else target.max_drop
-
-        def begin() -> None:
-            with no_sources(cache) if name == DRAFT else ExitStack():
-                server.begin(target)
-
-        def hits() -> list[str]:
-            return [BYPASSED if one.bypassed else one.rung or COMPUTED for one in cache.last]
-
-        held = (EAGER, ONNX) if cache.config.draft is None else (EAGER, ONNX, INT8)
-        weights = sum(self._sizes[one] for one in held)
-        return Way(
-            name, self._asking(cache.model), weights, max_drop, begin, hits, lambda: cache.stats().held_nbytes, cache
-        )
+        held = (EAGER, ONNX) if server.cache.config.draft is None else (EAGER, ONNX, INT8)
+        return Cached(name, server, target, sum(self._sizes[one] for one in held))
 
     def _semantic(self, module: nn.Module) -> Way:
-        learn, whole = self._experiment.learn, self._workload.of(self._workload.requests)
+        whole = self._workload.of(self._workload.requests)
         whole.module = module
         method = SemanticResponse(whole, {name: getattr(self._experiment, name) for name in ("threshold", "encoder")})
         encoder = Path(self._stack.enter_context(TemporaryDirectory()), "encoder.onnx")
         method.encode.module = OnnxModel(export(method.encode.module, whole.requests[0].inputs, encoder))
-
-        def begin() -> None:
-            with torch.inference_mode():
-                method.begin()
-                for number in tracked(range(learn), "Filling the response cache"):
-                    method.ask(number)
-
-        return Way(
-            SEMANTIC,
-            lambda call: [method.ask(learn + call.first)],
-            self._sizes[ONNX] + encoder.stat().st_size,
-            begin=begin,
-            hits=lambda: [method.last().by],
-            nbytes=lambda: method.nbytes,
-        )
+        return Semantic(method, self._experiment.learn, self._sizes[ONNX] + encoder.stat().st_size)
 
 
 def run(experiment: Engines, folders: Folders) -> Outcome:
     workload = experiment.stream(folders)
-    before = torch.get_num_threads()
-    torch.set_num_threads(experiment.threads)
-    try:
-        with ExitStack() as stack:
-            place = Path(stack.enter_context(TemporaryDirectory()))
-            graph = export(workload.module, workload.requests[0].inputs, place / "model.onnx")
-            graphs = {ONNX: graph, INT8: quantise(graph, place / "int8.onnx")}
-            rows, ways = Bench(experiment, workload, graphs, stack).measure()
-    finally:
-        torch.set_num_threads(before)
+    with on_threads(experiment.threads), ExitStack() as stack:
+        place = Path(stack.enter_context(TemporaryDirectory()))
+        graph = export(workload.module, workload.requests[0].inputs, place / "model.onnx")
+        graphs = {ONNX: graph, INT8: quantise(graph, place / "int8.onnx")}
+        rows, ways = Bench(experiment, workload, graphs, stack).measure()
     metrics = {
         **experiment.about(workload),
         "learn": experiment.learn,
@@ -274,19 +250,6 @@ def no_sources(cache: LLMCache) -> Iterator[None]:
 
     with patch.object(fitter, "_choose_rungs", choose_draft):
         yield
-
-
-def calls_of(workload: Workload, batch: int) -> list[Call]:
-    """Return the requests of a workload as calls of up to `batch` rows."""
-    calls = []
-    for first in range(0, len(workload.requests), batch):
-        some = [request.inputs for request in workload.requests[first : first + batch]]
-        inputs = some[0]
-        if len(some) > 1:
-            rows = [{name: value[0] for name, value in one.items()} for one in some]
-            inputs = dict(workload.tokenizer.pad(rows, return_tensors="pt"))
-        calls.append(Call(first, inputs, len(some)))
-    return calls
 
 
 def _told(cache: LLMCache | None) -> dict[str, Any]:

@@ -12,13 +12,14 @@ searched:
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from experiments.measures.base import DeviceExperiment, Outcome
-from experiments.measures.bench import generation, latency, rounds
+from experiments.measures.bench import generation, latency
+from experiments.measures.harness import WITH, WITHOUT
 from experiments.models.architectures import check, check_target
 from experiments.models.loading import find
 from experiments.support.files import Folders
@@ -63,8 +64,7 @@ class Latency(DeviceExperiment):
     new_tokens: int = Field(default=16, ge=1)  # tokens generated
     generate_rounds: int = Field(default=20, ge=3)  # generations of each kind
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def check(self) -> None:
         needed = latency.CALLS_HELD * max(self.batch_sizes)
         for kept in (*self.kept, *(OF_TOKENS if self.token_heads else ())):
             if kept not in KEPT:
@@ -76,7 +76,6 @@ class Latency(DeviceExperiment):
                 )
         if self.generate and self.new_tokens >= self.seq_len:
             raise ValueError(f"new_tokens: a prompt needs some of the {self.seq_len} tokens (got {self.new_tokens})")
-        return self
 
 
 def run(experiment: Latency, folders: Folders) -> Outcome:
@@ -132,7 +131,7 @@ def _row(
         )
     )
     medians = _medians(figures)
-    blocks = figures["service"] or {f"{kind}_ms": None for kind in (*rounds.WITH, *rounds.WITHOUT)}
+    blocks = figures["service"] or {f"{kind}_ms": None for kind in (*WITH, *WITHOUT)}
     return {
         "model": model,
         "head": head,

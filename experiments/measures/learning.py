@@ -1,6 +1,6 @@
 """Base of the measures of calibrated reuse: the first requests are learned from, the later ones are counted."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated
 
 from pydantic import Field
 
@@ -23,16 +23,13 @@ class LearningExperiment(CacheExperiment):
     # Losses that calibrations may allow, fractions of 1.
     max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.005, 0.01, 0.02), min_length=1)
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, and that the first requests are enough for the claims; see `Section.make`."""
-        made = super().make(values, name)
+    def check(self) -> None:
+        super().check()
         try:
-            if made.learn:  # 0: there is no claim; else the smallest loss needs most requests
-                check_size(made.learn, min(made.max_drops), made.config.delta)
+            if self.learn:  # 0: there is no claim; else the smallest loss needs most requests
+                check_size(self.learn, min(self.max_drops), self.config.delta)
         except CalibrationError as error:
-            raise ConfigError(f"learn={made.learn}: {error}") from error
-        return made
+            raise ConfigError(f"learn={self.learn}: {error}") from error
 
     @property
     def config(self) -> CacheConfig:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from time import perf_counter
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -27,11 +27,9 @@ class Observe(CacheExperiment):
     # Seconds the clock of time-based policies advances per request; None: the real clock.
     seconds_per_request: float | None = Field(default=None, gt=0.0)
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        CacheConfig.make(made.cache).policy.build(POLICIES)
-        return made
+    def check(self) -> None:
+        super().check()
+        CacheConfig.make(self.cache).policy.build(POLICIES)
 
 
 def run(experiment: Observe, folders: Folders) -> Outcome:

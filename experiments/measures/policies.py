@@ -5,7 +5,7 @@ Banks and blocks are the library's own; no model runs, and nothing is timed. Hit
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -23,21 +23,16 @@ BEST = "best possible"
 
 
 class Policies(Experiment):
+    makers: ClassVar[Any] = {"policies": lambda given, key: _named(given) if isinstance(given, list) else given}
     stream: KeyStream
     shares: tuple[Share, ...] = Field(
         default=(0.02, 0.1, 0.3), min_length=1
     )  # cache sizes, as shares of the popular keys
     policies: tuple[Component, ...] = Field(min_length=1)
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        parts = dict(values)
-        if isinstance(given := parts.get("policies"), list):
-            parts["policies"] = [{"name": one} if isinstance(one, str) else one for one in given]
-        made = super().make(parts, name)
-        for policy in made.policies:
+    def check(self) -> None:
+        for policy in self.policies:
             policy.build(_known())
-        return made
 
 
 def run(experiment: Policies, folders: Folders) -> Outcome:
@@ -71,6 +66,10 @@ def _figures(found: Found) -> dict[str, float]:
         "byte_hit_rate": found.hit_nbytes / found.nbytes,
         "tokens_saved": found.hit_tokens / found.tokens,
     }
+
+
+def _named(given: Sequence[Any]) -> list[Any]:
+    return [{"name": one} if isinstance(one, str) else one for one in given]
 
 
 def _known() -> Registry[Policy]:

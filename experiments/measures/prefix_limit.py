@@ -14,19 +14,20 @@ does not include it. Prompts are random tokens, since time does not depend on th
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from time import perf_counter
-from typing import Annotated, Any, Self
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.bench.rounds import rotated
+from experiments.measures.harness import interleaved
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Requests, build, check
 from experiments.models.loading import find
+from experiments.support.clock import Clock
 from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
 from llmcache import LLMCache
@@ -34,11 +35,14 @@ from llmcache.lab import PrefixOptions
 
 BLOCK = PrefixOptions().block
 MAX_BYTES = 4_000_000_000
+#: It needs room for one token more than the prompt, which some models lack.
+NO_TOKEN = "continuous batching gave no token"
 
 #: Names of the timed ways, by the prefix of their figures.
 WAYS = {"plain": "plain", "cache": "llmcache", "limit": "limit", "batching": "batching", "copy": "copy"}
 
-Way = Callable[[Tensor], tuple[int, Tensor | None]]  # ids (1, T) -> first token, and its logits (V,) if available
+#: Ids (1, T) -> first token, None if there is none, and its logits (V,), if available.
+Way = Callable[[Tensor], tuple[int | None, Tensor | None]]
 
 
 class PrefixLimit(Experiment):
@@ -49,13 +53,11 @@ class PrefixLimit(Experiment):
     rounds: int = Field(default=5, ge=1)  # prompts for each way, after one that is not counted
     batching: bool = True  # also measure transformers' continuous batching
 
-    @model_validator(mode="after")
-    def _leaves_something_new(self) -> Self:
+    def check(self) -> None:
         for length in self.lengths:
             for share in self.shares:
                 if not BLOCK <= n_known(length, share) < length:
                     raise ValueError(f"shares: {share} of {length} tokens are no whole blocks of {BLOCK}, or all of it")
-        return self
 
 
 def n_known(length: int, share: float) -> int:
@@ -91,58 +93,51 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
     requests = Requests(module.config, 1, length, experiment.seed, "cpu")
     first = requests.fresh()[:, :known]
     wrapped = copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
-    cache = LLMCache.wrap(wrapped, auto_bypass=False, max_bytes=MAX_BYTES)
-    times: dict[str, list[float]] = {}
-    n_same, most = 0, 0.0
+    cache, clock = LLMCache.wrap(wrapped, auto_bypass=False, max_bytes=MAX_BYTES), Clock("cpu")
+    prompts: list[Tensor] = []  # one a round
+    copies: list[float] = []
+    served: list[int] = []
     with torch.inference_mode(), _batching(module, length, experiment.batching) as (batching, trouble):
         ready = module(first, logits_to_keep=1).past_key_values
         ways: dict[str, Way] = {
             "plain": lambda ids: _first(module(ids, logits_to_keep=1)),
             "llmcache": lambda ids: _first(wrapped(ids, logits_to_keep=1)),
             "limit": lambda ids: _first(module(ids[:, known:], past_key_values=_hand(ready), logits_to_keep=1)),
+            **({} if batching is None else {"batching": batching}),
         }
-        if batching is not None:
-            ways["batching"] = batching
-        for number in range(experiment.rounds + 1):  # the first round stores the shared prefix
-            ids = torch.cat([first, requests.fresh()[:, known:]], dim=1)
-            told = {}
-            for way in rotated(list(ways), number):
-                started = perf_counter()
-                try:
-                    told[way] = ways[way](ids)
-                except _NotServed as error:
-                    trouble = str(error)
-                    continue
-                if number:
-                    times.setdefault(way, []).append((perf_counter() - started) * 1e3)
-            if trouble:
-                ways.pop("batching", None)
-                times.pop("batching", None)
-            if number:
-                started = perf_counter()
-                copy.deepcopy(ready)
-                times.setdefault("copy", []).append((perf_counter() - started) * 1e3)
-                if cache.last[0].n_prefix < known:
-                    raise RuntimeError(f"{cache.last[0].n_prefix} of {known} known tokens were served")
-                n_same += len({token for token, _ in told.values()}) == 1
-                plain, cached = told["plain"][1], told["llmcache"][1]
-                assert plain is not None and cached is not None
-                most = max(most, float((plain - cached).abs().max()))
+
+        def draw() -> Iterator[int]:
+            for number in range(experiment.rounds + 1):  # the first round stores the shared prefix
+                prompts.append(torch.cat([first, requests.fresh()[:, known:]], dim=1))
+                yield number
+
+        def call(way: str, number: int) -> tuple[float, Any]:
+            spent, told = clock.time(partial(ways[way], prompts[number]))
+            return spent.ms, told
+
+        def end(made: object) -> None:
+            copies.append(clock.time(partial(copy.deepcopy, ready))[0].ms)
+            served.append(cache.last[0].n_prefix)
+
+        rounds = {way: some[1:] for way, some in interleaved(list(ways), draw(), call, end=end).items()}
     cache.unwrap()
+    if min(served[1:]) < known:
+        raise RuntimeError(f"{min(served[1:])} of {known} known tokens were served")
+    if any(token is None for _, (token, _) in rounds.get("batching", ())):
+        trouble = NO_TOKEN
+        del rounds["batching"]
+    times = {way: [ms for ms, _ in some] for way, some in rounds.items()} | {"copy": copies[1:]}
+    told = [[answer for _, answer in some] for some in zip(*rounds.values(), strict=True)]
     medians = {way: float(np.median(values)) for way, values in times.items()}
     return {
         "n_known": known,
         **{f"{name}_ms": medians.get(way) for name, way in WAYS.items()},
         "of_limit": float(np.median(np.array(times["limit"]) / np.array(times["llmcache"]))),
-        "n_same": n_same,
-        "max_diff": most,
+        "n_same": sum(len({token for token, _ in some}) == 1 for some in told),
+        "max_diff": max(float((plain - cached).abs().max()) for (_, plain), (_, cached), *_ in told),
         "not_run": trouble,
         "times": {name: percentiles(values) for name, values in times.items()},
     }
-
-
-class _NotServed(RuntimeError):
-    """Continuous batching failed: it needs room for one token more than the prompt, which some models lack."""
 
 
 def _first(output: Any) -> tuple[int, Tensor]:
@@ -186,12 +181,12 @@ def _batching(module: Any, length: int, is_asked: bool) -> Iterator[tuple[Way | 
 
     new_tokens = [2]  # for the first prompt: blocks of a request that ends with its prefill are not shared
 
-    def ask(ids: Tensor) -> tuple[int, None]:
+    def ask(ids: Tensor) -> tuple[int | None, None]:
         number = manager.add_request(ids[0].tolist(), max_new_tokens=new_tokens.pop() if new_tokens else 1)
         for result in manager.request_id_iter(number):
             if result.is_finished():
                 return int(result.generated_tokens[0]), None
-        raise _NotServed("continuous batching gave no token")
+        return None, None
 
     try:
         yield ask, ""

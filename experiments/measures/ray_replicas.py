@@ -22,9 +22,18 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from experiments.measures.base import Experiment, Outcome
+from experiments.measures.base import Outcome
 from experiments.measures.over_http.client import OK
-from experiments.measures.over_http.killing import AFTER, BEFORE, MISSING, PHASES, Asked, Killing, Span
+from experiments.measures.over_http.killing import (
+    AFTER,
+    BEFORE,
+    MISSING,
+    PHASES,
+    Asked,
+    Killing,
+    KillingExperiment,
+    Span,
+)
 from experiments.measures.over_http.replicas import running_replicas
 from experiments.measures.over_http.traffic import EQUAL
 from experiments.models.loading import MINILM, encode, find
@@ -37,17 +46,9 @@ if TYPE_CHECKING:
     from llmcache.serving.ray import ReplicaSettings
 
 
-class RayReplicas(Experiment):
+class RayReplicas(KillingExperiment):
     model: str = MINILM  # an embedding model
     replicas: int = Field(default=2, ge=2)  # replicas at a time
-    kills: int = Field(default=10, ge=1)  # one after the other
-    rate: float = Field(default=20.0, gt=0)  # requests due per second
-    # Requests due at the same time. A replica is killed within 50 ms after half of them are under way.
-    at_once: int = Field(default=8, ge=1)
-    texts: int = Field(default=500, ge=1)  # distinct texts; each request draws one
-    sessions: int = Field(default=32, ge=1)  # client sessions; each request draws one
-    span_s: float = Field(default=10.0, gt=0)  # with all replicas, before each kill and after the last one
-    start_s: float = Field(default=180.0, gt=0)  # longest time until a replica is replaced
     # Settings of llmcache besides the store. By default, no call is bypassed and every entry may be read from Redis.
     cache: dict[str, Any] = Field(default_factory=lambda: {"auto_bypass": False})
 

@@ -8,11 +8,11 @@ Each text occurs once per pass: hits of the second pass were computed and stored
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from pydantic import Field, PositiveInt
 
 from experiments.data.labelled import Data, read_requests
 from experiments.measures.base import Experiment, Outcome
+from experiments.measures.harness import speedup
 from experiments.models.loading import MINILM, find
+from experiments.support.clock import Clock
 from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
 from llmcache import ConfigError, LLMCache
@@ -77,32 +79,29 @@ def _n_new(n: int, known: float) -> int:
 
 def _round(model: Any, texts: Sequence[str], later: Sequence[str], batch: int, is_restarted: bool) -> dict[str, Any]:
     """Return the times of the three passes, and the hits and differences of the second, of `later` texts."""
-
-    def encode(given: Sequence[str]) -> Any:
-        return model.encode(given, batch_size=batch, show_progress_bar=False)
-
+    clock, encode = Clock("cpu"), partial(model.encode, batch_size=batch, show_progress_bar=False)
     encode(texts[:batch])
-    plain_s, plain = _timed(encode, later)
+    plain, vectors = clock.time(partial(encode, later))
     cache = LLMCache.wrap(model)
     try:
-        first_s, _ = _timed(encode, texts)
+        first, _ = clock.time(partial(encode, texts))
         cache.drain()
         if is_restarted:
             cache = _restarted(model, cache)
         before = cache.stats()
-        second_s, again = _timed(encode, later)
+        second, again = clock.time(partial(encode, later))
         after = cache.stats()
     finally:
         cache.unwrap()
     n_bypassed = sum(after.bypassed.values()) - sum(before.bypassed.values())
     return {
-        "plain_s": plain_s,
-        "first_s": first_s,
-        "second_s": second_s,
+        "plain_s": plain.ms / 1e3,
+        "first_s": first.ms / 1e3,
+        "second_s": second.ms / 1e3,
         "hit_rate": (after.n_hits - before.n_hits) / len(texts),
         "bypassed": n_bypassed / len(texts),
         "bypassed_first": sum(before.bypassed.values()) / len(texts),
-        "largest_difference": float(np.abs(again - plain).max()),
+        "largest_difference": float(np.abs(again - vectors).max()),
     }
 
 
@@ -114,23 +113,12 @@ def _restarted(model: Any, cache: LLMCache) -> LLMCache:
         return LLMCache.load(model, Path(folder) / "saved")
 
 
-def _timed(encode: Callable[[Sequence[str]], Any], texts: Sequence[str]) -> tuple[float, Any]:
-    started = perf_counter()
-    made = encode(texts)
-    return perf_counter() - started, made
-
-
 def _of_way(rows: list[dict[str, Any]]) -> Mapping[str, Any]:
     """Return medians over rounds; of hits the minimum, of differences the maximum."""
-    speedups = [row["plain_s"] / row["second_s"] for row in rows]
     return {
-        "n": rows[0]["n"],
-        "batch": rows[0]["batch"],
-        "known": rows[0]["known"],
+        **{name: rows[0][name] for name in ("n", "batch", "known")},
         "hit_rate": min(row["hit_rate"] for row in rows),
-        "speedup": float(np.median(speedups)),
-        "speedup_min": min(speedups),
-        "speedup_max": max(speedups),
+        **speedup(*([row[name] for row in rows] for name in ("plain_s", "second_s"))),
         "first_costs": float(np.median([row["first_s"] / row["plain_s"] - 1 for row in rows])),
         "plain_ms": float(np.median([1e3 * row["plain_s"] / row["n"] for row in rows])),
         "largest_difference": max(row["largest_difference"] for row in rows),

@@ -10,15 +10,16 @@ Sizes: R rounds, N requests.
 import gc
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from experiments.measures.base import Outcome, TaskExperiment
+from experiments.measures.harness import interleaved
 from experiments.methods import NOCACHE, Method, MethodSettings, make_methods
 from experiments.methods.base import Served
 from experiments.metrics.metrics import Trace, summary
@@ -29,18 +30,12 @@ from experiments.tasks.workload import Answer, Workload
 
 
 class Serve(TaskExperiment):
+    makers: ClassVar[Any] = {**TaskExperiment.makers, "methods": make_methods}
     # Methods to compare, besides the model alone: a list of mappings, each with `method` and its options.
     methods: tuple[MethodSettings, ...]
     rounds: int = Field(default=5, ge=1)  # passes over the stream; each begins cold
     warmup: int = Field(default=20, ge=0)  # unmeasured requests for each method before each round
     keeps_rows: bool = True  # write one row per request and method
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        parts = dict(values)
-        if "methods" in parts:
-            parts["methods"] = make_methods(parts["methods"])
-        return super().make(parts, name)
 
     def at_work(self, workload: Workload) -> dict[str, Method]:
         """Return all methods by label, the model alone first."""
@@ -51,36 +46,6 @@ class Serve(TaskExperiment):
         """Settings of all methods by label, the model alone first."""
         alone = MethodSettings.make({"method": NOCACHE})
         return {NOCACHE: alone} | {method.label: method for method in self.methods}
-
-
-@dataclass(slots=True)
-class _Log:
-    """Measurements of a method so far."""
-
-    method: Method
-    ms: list[float] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)  # answers of the first round
-    notes: list[Served] = field(default_factory=list)
-
-    def ask(self, request: int, keeps_answer: bool) -> None:
-        """Run the method on a request, timed from its tokens to its answer, storing included."""
-        started = perf_counter()
-        answer = self.method.ask(request)
-        self.ms.append((perf_counter() - started) * 1e3)
-        self.notes.append(self.method.last())
-        if keeps_answer:
-            self.answers.append(answer)
-
-    def trace(self, n: int) -> Trace:
-        return Trace(
-            ms=np.array(self.ms).reshape(-1, n),
-            served=np.array([note.by for note in self.notes]).reshape(-1, n),
-            evicting=np.array([note.is_evicting for note in self.notes], dtype=bool).reshape(-1, n),
-            answers=self.answers,
-            notes=self.notes[:n],
-            nbytes=self.method.nbytes,
-            n_entries=self.method.n_entries,
-        )
 
 
 def run(experiment: Serve, folders: Folders) -> Outcome:
@@ -103,7 +68,7 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
 
 def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warmup: int) -> dict[str, Trace]:
     """Run every method over the stream `rounds` times, each after `warmup` unmeasured requests; traces by label."""
-    logs = {name: _Log(method) for name, method in methods.items()}
+    asked: dict[str, list[_Asked]] = {name: [] for name in methods}
     n = len(workload.requests)
     with torch.inference_mode():
         for number in range(rounds):
@@ -113,13 +78,43 @@ def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warm
                     method.ask(request)
                 method.begin()
             gc.collect()
-            for request in tracked(range(n), f"Round {number + 1} of {rounds}"):
-                for name in order_of(list(methods), request, number):
-                    logs[name].ask(request, keeps_answer=number == 0)
-    traces = {name: log.trace(n) for name, log in logs.items()}
+            found = interleaved(
+                list(methods),
+                tracked(range(n), f"Round {number + 1} of {rounds}"),
+                partial(_ask, methods, number == 0),
+                partial(order_of, number=number),
+            )
+            for name, some in found.items():
+                asked[name] += some
+    traces = {name: _trace(methods[name], some, n) for name, some in asked.items()}
     for method in methods.values():
         method.end()
     return traces
+
+
+class _Asked(NamedTuple):
+    ms: float  # from a request's tokens to its answer, storing included
+    answer: Answer  # None after the first round
+    note: Served
+
+
+def _ask(methods: Mapping[str, Method], keeps_answer: bool, name: str, request: int) -> _Asked:
+    started = perf_counter()
+    answer = methods[name].ask(request)
+    ms = (perf_counter() - started) * 1e3
+    return _Asked(ms, answer if keeps_answer else None, methods[name].last())
+
+
+def _trace(method: Method, asked: Sequence[_Asked], n: int) -> Trace:
+    return Trace(
+        ms=np.array([one.ms for one in asked]).reshape(-1, n),
+        served=np.array([one.note.by for one in asked]).reshape(-1, n),
+        evicting=np.array([one.note.is_evicting for one in asked], dtype=bool).reshape(-1, n),
+        answers=[one.answer for one in asked[:n]],
+        notes=[one.note for one in asked[:n]],
+        nbytes=method.nbytes,
+        n_entries=method.n_entries,
+    )
 
 
 def order_of(names: Sequence[str], request: int, number: int) -> list[str]:

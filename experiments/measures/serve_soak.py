@@ -8,7 +8,7 @@ the others may have another label as often as `max_drops` allows. Memory and que
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -49,12 +49,10 @@ class ServeSoak(ServingExperiment):
         """Mix inputs as in the traffic, since a calibration holds only for such inputs."""
         return mixed([one.text for one in requests], self.seed)
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        if made.task.data.path != (STREAM,):
+    def check(self) -> None:
+        super().check()
+        if self.task.data.path != (STREAM,):
             raise ConfigError(f"task.data.path: this measure needs a stream without an end; give {STREAM}")
-        return made
 
 
 def run(experiment: ServeSoak, folders: Folders) -> Outcome:

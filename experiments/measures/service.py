@@ -11,18 +11,15 @@ empty. Everything is measured for each number of torch threads.
 Sizes: N served requests.
 """
 
-import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import Outcome
+from experiments.measures.harness import Pass, Way, asking, by_round, calls_of, on_threads, speedup
 from experiments.measures.learning import LearningExperiment
 from experiments.methods import NOCACHE
 from experiments.methods.base import BYPASSED, COMPUTED, is_hit, twin
@@ -30,9 +27,8 @@ from experiments.methods.cached import configure
 from experiments.metrics.metrics import figures_of, percentiles
 from experiments.replay.rehearsal import empty, time_alone
 from experiments.support.files import Folders
-from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
-from experiments.tasks.workload import Answer, Workload
+from experiments.tasks.workload import Workload
 from llmcache import Calibration, LLMCache
 from llmcache.lab import Observation, RiskTarget
 
@@ -55,17 +51,6 @@ class Service(LearningExperiment):
         if not self.learn:
             return [None]
         return [self.risk_target(max_drop, self.config.sources) for max_drop in self.max_drops]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    who: str  # `NOCACHE` or `CACHE`
-    number: int
-    seconds: float  # from the first request to the last answer, and until the queues are empty
-    drained_s: float  # the part of it after the last answer
-    ms: NDArray[np.float64]  # time of each request from call to answer, ms (N,)
-    served: NDArray[np.str_]  # rung that served each request, or computed or bypassed (N,)
-    answers: Sequence[Answer]  # N
 
 
 class Server:
@@ -94,28 +79,10 @@ class Server:
         return self.cache.calibrated.calibrate(self._observed, risk_target)
 
     def go(self, who: str, number: int, what: str) -> Pass:
-        """Answer all requests of the stream in order, back to back."""
+        """Answer all requests of the stream in order, back to back, with the cache or by the model alone."""
         is_cached = who == CACHE
-        module = self.cache.model if is_cached else self._plain
-        ms, served, answers = [], [], []
-        gc.collect()
-        with torch.inference_mode():
-            started = perf_counter()
-            for i, request in enumerate(tracked(self.stream.requests, what)):
-                begun = perf_counter()
-                answers.append(self.stream.answer(module(**request.inputs), i))
-                ms.append((perf_counter() - begun) * 1e3)
-                served.append(_served_by(self.cache) if is_cached else COMPUTED)
-            answered = perf_counter()
-            if is_cached:
-                self.cache.drain()
-        ended = perf_counter()
-        return Pass(who, number, ended - started, ended - answered, np.array(ms), np.array(served), answers)
-
-
-def _served_by(cache: LLMCache) -> str:
-    (outcome,) = cache.last
-    return BYPASSED if outcome.bypassed else outcome.rung or COMPUTED
+        ask = asking(self.stream, self.cache.model if is_cached else self._plain)
+        return Way(who, ask, self.cache if is_cached else None).go(calls_of(self.stream), number, what)
 
 
 def run(experiment: Service, folders: Folders) -> Outcome:
@@ -137,12 +104,8 @@ def serve(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run all rounds and return their figures and one row per pass; `more` is added to both."""
     at = {"max_drop": None if risk_target is None else risk_target.max_drop, "threads": threads, **more}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         passes, told = _passes(experiment, server, risk_target, ", ".join(f"{name} {at[name]}" for name in at))
-    finally:
-        torch.set_num_threads(before)
     return at | figures(experiment, server.stream, passes) | told, [at | _row(one) for one in passes]
 
 
@@ -166,20 +129,13 @@ def order_of_passes(number: int) -> tuple[str, str, str]:
 def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> dict[str, Any]:
     """Return the speed over all rounds, times by kind of request, and the answer quality of the first cached pass."""
     plain, cached = ([one for one in passes if one.who == who] for who in (NOCACHE, CACHE))
-    seconds = [
-        [np.mean([one.seconds for one in some if one.number == number]) for some in (plain, cached)]
-        for number in range(experiment.rounds)
-    ]
-    ratios = [float(alone / with_cache) for alone, with_cache in seconds]
     ms, served = (np.concatenate([getattr(one, name) for one in cached]) for name in ("ms", "served"))
     first = cached[0]
     quality = figures_of(stream, plain[0].answers, first.answers, first.served, experiment.seed)
-    speedup = float(np.median(ratios))
+    ratios = speedup(by_round(plain), by_round(cached))
     return {
-        "speedup": speedup,
-        "share_of_bound": share_of_bound(speedup, quality["hit_rate"]),
-        "speedup_min": min(ratios),
-        "speedup_max": max(ratios),
+        **ratios,
+        "share_of_bound": share_of_bound(ratios["speedup"], quality["hit_rate"]),
         "plain_ms": _times(np.concatenate([one.ms for one in plain])),
         "hit_ms": _times(ms[is_hit(served)]),
         "miss_ms": _times(ms[served == COMPUTED]),
@@ -189,9 +145,9 @@ def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> di
     }
 
 
-def share_of_bound(speedup: float, hit_rate: float) -> float | None:
+def share_of_bound(ratio: float, hit_rate: float) -> float | None:
     """Return speed-up / (1 / (1 - hit rate)); the bound assumes free hits and no miss overhead. None if all hit."""
-    return None if hit_rate == 1 else speedup * (1 - hit_rate)
+    return None if hit_rate == 1 else ratio * (1 - hit_rate)
 
 
 def _passes(

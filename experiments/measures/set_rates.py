@@ -10,7 +10,7 @@ share of it.
 """
 
 import random
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import Field
 
@@ -27,12 +27,10 @@ class SetRates(service.Service):
     hit_rates: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.52, 0.87, 0.92), min_length=1)
     n: int = Field(default=800, ge=200)  # requests per pass
 
-    @classmethod
-    def make(cls, values: object, name: str = "") -> Self:
-        made = super().make(values, name)
-        if any(not 0 < rate < 1 for rate in made.hit_rates):
-            raise ConfigError(f"hit_rates: give shares above 0 and below 1 (got {list(made.hit_rates)})")
-        return made
+    def check(self) -> None:
+        super().check()
+        if any(not 0 < rate < 1 for rate in self.hit_rates):
+            raise ConfigError(f"hit_rates: give shares above 0 and below 1 (got {list(self.hit_rates)})")
 
 
 def run(experiment: SetRates, folders: Folders) -> Outcome:

@@ -4,38 +4,20 @@ Whole passes over the users: the model alone, the model with `wrap`'s default ca
 token runs from the prompt's token ids, storing included. Decoding is greedy.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from experiments.models.loading import Loaded
 from llmcache import LLMCache
 from llmcache.generation import Generation, PromptCache, Sampling, generate
 
-SYSTEM = """\
-You answer for the support desk of an online shop that sells household goods by subscription. Be brief and \
-polite: two sentences, no lists. Never promise a refund; say that the desk decides within two working days.
-Orders: an order leaves the warehouse one working day after it was paid. It can be changed or cancelled until \
-then, in the app under Orders. A parcel takes two to four working days; the tracking link is in the second \
-mail. A parcel that did not move for five working days counts as lost, and is sent again at no cost.
-Returns: goods can be sent back within thirty days, unused and in their box. The label is in the app under \
-Returns. Sale items are exchanged, not refunded. Money goes back the way it came, seven working days after the \
-parcel arrived.
-Subscriptions: a subscription renews on the first of the month. It can be paused for up to three months, or \
-ended, until the twenty-fifth of the month before. The price of a running subscription changes once a year at \
-most, in January.
-Accounts: nobody at the desk ever asks for a password. A link to set a new one is valid for one hour. Mail \
-addresses are changed in the app under Profile; the old address gets a mail, too.
-Payment: cards, direct debit and vouchers are accepted, one voucher an order. A card that was declined is \
-tried again after a day, twice."""
-QUESTIONS = (
-    "My parcel has not moved for six days. What happens now?",
-    "Can I still cancel the order that I paid for an hour ago?",
-    "I forgot my password and the link does not work any more.",
-    "How do I pause my subscription over the summer?",
-    "My card was declined. Will you try it again?",
-)
+_TEXTS: Mapping[str, list[str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+SYSTEM, QUESTIONS = "\n".join(_TEXTS["system"]), tuple(_TEXTS["questions"])
 MAX_NEW_TOKENS = 12
 
 

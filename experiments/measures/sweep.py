@@ -6,7 +6,7 @@ of hits that keep the answer. Precision against hit rate says more than either a
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -43,14 +43,12 @@ class Sweep(TaskExperiment):
     # Further llmcache settings for live runs; its payload decides whether requests of other lengths can be served.
     cache: dict[str, Any] = Field(default_factory=dict)
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        for tau in (max(made.taus), *made.live_taus):
-            Cached.check({**made.cache, "tau": tau}, "cache")
-        for options in made.fingerprints:
+    def check(self) -> None:
+        super().check()
+        for tau in (max(self.taus), *self.live_taus):
+            Cached.check({**self.cache, "tau": tau}, "cache")
+        for options in self.fingerprints:
             make_fingerprint(options)
-        return made
 
 
 def run(experiment: Sweep, folders: Folders) -> Outcome:

@@ -24,6 +24,7 @@ from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.measures.sweep import SAME
 from experiments.methods.base import COMPUTED, is_hit
+from experiments.methods.cached import serve_from
 from experiments.methods.responses import Encoder
 from experiments.metrics.frontier import best, curves
 from experiments.metrics.metrics import alone, figures_of, share_interval
@@ -110,7 +111,9 @@ class _Ways:
         for claim in self._experiment.claims:
             empty(rehearsal.cache, rehearsal.observed)  # misses stored under an earlier claim would serve repeats
             found = rehearsal.calibrate(rehearsal.calibrated, learn, claim)
-            told, served = self._serve(f"Live: {claim.sources}, {claim.max_drop:g}")
+            live = serve_from(rehearsal.cache, rehearsal.workload, learn, f"Live: {claim.sources}, {claim.max_drop:g}")
+            told, outcomes = zip(*live, strict=True)
+            served = np.array([outcome.rung or COMPUTED for outcome in outcomes])
             self._add_calibration("llmcache", claim, found, told, served)
 
     def add_student(self) -> None:
@@ -172,14 +175,6 @@ class _Ways:
         n = min(self._experiment.n_limits, len(limits))
         places = np.linspace(0, len(limits) - 1, n).round().astype(int)
         return [float(limit) for limit in limits[places]]
-
-    def _serve(self, what: str) -> tuple[list[Answer], NDArray[np.str_]]:
-        cache, told, served = self.rehearsal.cache, [], []
-        requests = self.counted.requests
-        for number, request in enumerate(tracked(requests, what), start=self._learn):
-            told.append(self.rehearsal.workload.answer(cache(**request.inputs), number))
-            served.append(cache.last[0].rung or COMPUTED)
-        return told, np.array(served)
 
     def _encoder_ms(self) -> float:
         """Return the median time to embed one text, ms: the cost of each lookup in the semantic response cache."""

@@ -58,10 +58,10 @@ class MethodSettings(Section):
             raise ConfigError(f"methods: {self.label}: {error}") from error
 
 
-def make_methods(values: Any) -> tuple[MethodSettings, ...]:
+def make_methods(values: Any, key: str) -> tuple[MethodSettings, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise ConfigError(f"methods: give a list of at least one method (got {values!r})")
-    made = tuple(MethodSettings.make(value, f"methods[{i}]") for i, value in enumerate(values))
+        raise ConfigError(f"{key}: give a list of at least one method (got {values!r})")
+    made = tuple(MethodSettings.make(value, f"{key}[{i}]") for i, value in enumerate(values))
     labels = [method.label for method in made]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ConfigError(f"methods: two are called {twice!r}; give each a label of its own")

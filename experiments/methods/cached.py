@@ -1,11 +1,12 @@
 """llmcache itself, as a method."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
+from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig, ConfigError, LLMCache, Stats
+from llmcache import CacheConfig, ConfigError, LLMCache, Outcome, Stats
 
 _IDLE_EVERY = 500  # requests: about two seconds with a small model; looks wait at most five
 
@@ -113,3 +114,10 @@ def configure(workload: Workload, options: Mapping[str, Any], audits_in_backgrou
     if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):
         raise ConfigError(f"payload: the head reads {workload.payload!r} (got {config.payload!r}); leave it out")
     return config
+
+
+def serve_from(cache: LLMCache, workload: Workload, first: int, what: str) -> Iterator[tuple[Answer, Outcome]]:
+    """Serve requests of one row from number `first` on, untimed; yield each one's answer and outcome."""
+    for number in tracked(range(first, len(workload.requests)), what):
+        answer = workload.answer(cache(**workload.requests[number].inputs), number)
+        yield answer, cache.last[0]

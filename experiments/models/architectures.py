@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from llmcache import ConfigError
@@ -16,44 +17,8 @@ from llmcache.lab import asking, cause, locate, quiet
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM", "states": "AutoModel"}
 
-#: Shapes by name: transformers' model type, and settings that differ from its defaults. `gpt2-2048` is GPT-2 small with
-#: more positions. `qwen3-small` represents families with rotary embeddings, a norm on queries and keys, and four query
-#: heads per K/V head; it has GPT-2's vocabulary.
-ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
-    "bert-base": {"model_type": "bert"},
-    "distilbert": {"model_type": "distilbert"},
-    "gpt2": {"model_type": "gpt2"},
-    "gpt2-2048": {"model_type": "gpt2", "n_positions": 2048},
-    "minilm-l6": {
-        "model_type": "bert",
-        "hidden_size": 384,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 12,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-small": {
-        "model_type": "qwen3",
-        "vocab_size": 50257,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-    },
-}
+#: Shapes by name: transformers' model type, and settings that differ from its defaults.
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 #: Dtypes of weights and states.
 Dtype = Literal["float32", "bfloat16"]

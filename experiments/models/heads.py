@@ -6,12 +6,12 @@ Sizes: B rows, T tokens, D hidden width, C labels, N labelled requests.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from experiments.data.labelled import Labelled
@@ -35,11 +35,9 @@ class Head(Section):
     # (`llmcache prepare` takes the same seeded half). 0 if the model was trained on other data.
     fit_share: float = Field(default=0.5, ge=0.0, lt=1.0)
 
-    @model_validator(mode="after")
-    def _needs_data(self) -> Self:
+    def check(self) -> None:
         if self.kind == "logistic" and self.fit_share == 0.0:
             raise ValueError("fit_share must be above 0 for a logistic head, which is fitted on that share")
-        return self
 
 
 @dataclass(frozen=True, slots=True)

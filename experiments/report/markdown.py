@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.support.clock import EVENTS
-
 #: Returns a row's value for one column.
 Cell = Callable[[Any], Any]
+
+#: Cell text for a configured run that is missing.
+MISSING = "not measured"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -21,8 +22,17 @@ def columns(cells: Mapping[str, Cell], rows: Iterable[Any]) -> str:
     return table(tuple(cells), [row_of(cells, row) for row in rows])
 
 
+def named(cells: Mapping[str, Cell], row: Any) -> dict[str, Any]:
+    return {heading: cell(row) for heading, cell in cells.items()}
+
+
 def row_of(cells: Mapping[str, Cell], row: Any) -> list[Any]:
-    return [cell(row) for cell in cells.values()]
+    return list(named(cells, row).values())
+
+
+def missing(headings: Sequence[str], what: str) -> str:
+    """Format a table with one row, which says that this was not measured."""
+    return table(headings, [(f"`{what}`", MISSING, *[""] * (len(headings) - 2))])
 
 
 def of(show: Callable[..., str], key: str, *how: Any) -> Cell:
@@ -74,17 +84,9 @@ def ratio(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.3f} ({spread['p5']:.3f} to {spread['p95']:.3f})"
 
 
-def spread(values: Mapping[str, float] | None, digits: int = 2) -> str:
-    """Format median and range over rounds."""
-    if values is None:
-        return ""
-    median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
-    return f"{median} ({least} to {most})"
-
-
-def named_model(row: Mapping[str, Any]) -> str:
+def named_model(name: str, weights: str) -> str:
     """Format a model's name, and whether it was trained."""
-    return f"{row['model']} ({'random weights' if row['weights'] == 'random' else 'trained'})"
+    return f"{name} ({'random weights' if weights == 'random' else 'trained'})"
 
 
 def size(nbytes: float | None) -> str:
@@ -97,11 +99,8 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.0f} B"
 
 
-def varied(rows: Sequence[Mapping[str, Any]], *names: str) -> list[str]:
-    """Return those of `names` that vary between rows; earlier results may lack them."""
-    return [name for name in names if len({row.get(name) for row in rows}) > 1]
-
-
-def by_events(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on the clock of the times, if it was not the host's."""
-    return f" Times are by {EVENTS}." if any(row.get("clock") == EVENTS for row in rows) else ""
+def each(values: Sequence[float | None], digits: int = 1, unit: str = " %") -> str:
+    """Format a figure of every seed, in order; a missing value is a dash, and no values give an empty cell."""
+    if all(value is None for value in values):
+        return ""
+    return " / ".join("-" if value is None else f"{100 * value:z.{digits}f}" for value in values) + unit

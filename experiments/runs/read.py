@@ -90,9 +90,12 @@ def unfinished(folders: Iterable[Path]) -> dict[str, list[str]]:
     return found
 
 
-def groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
-    for group in dict.fromkeys(run.group for run in runs):
-        yield group, [run for run in runs if run.group == group]
+def grouped(runs: Iterable[Run], by: str) -> dict[str, list[Run]]:
+    """Return runs by `group` or `task`, in their order."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(getattr(run, by), []).append(run)
+    return found
 
 
 def varied(configs: Sequence[Figures]) -> list[tuple[str, ...]]:

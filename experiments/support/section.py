@@ -1,8 +1,8 @@
 """A checked part of an experiment's settings."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import UnionType
-from typing import Any, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -17,6 +17,8 @@ class Section(BaseModel):
     """Settings by name. Unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    #: Settings that are made of plain values: `(values, key that errors name) -> setting`, by key.
+    makers: ClassVar[Mapping[str, Callable[[Any, str], Any]]] = {}
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -29,12 +31,21 @@ class Section(BaseModel):
             if field.is_required() and key not in parts:
                 raise ConfigError(f"{prefix}{key}: missing; known settings: {', '.join(cls.model_fields)}")
             section = _section_in(field.annotation)
-            if section is not None and parts.get(key) is not None:
+            if key in cls.makers and key in parts:
+                parts[key] = cls.makers[key](parts[key], f"{prefix}{key}")
+            elif section is not None and parts.get(key) is not None:
                 parts[key] = section.make(parts[key], f"{prefix}{key}")
         try:
-            return cls.model_validate(parts)
+            made = cls.model_validate(parts)
+            made.check()
         except ValidationError as error:
             raise ConfigError(prefix + explain(error, list(cls.model_fields))) from error
+        except ValueError as error:
+            raise ConfigError(f"{prefix}{error}") from error
+        return made
+
+    def check(self) -> None:
+        """Raise `ValueError` if the values do not fit together."""
 
 
 def _section_in(annotation: Any) -> type[Section] | None:

@@ -30,12 +30,12 @@ TASKS: Mapping[str, Task] = {
 }
 
 
-def make_task(values: Any) -> Section:
+def make_task(values: Any, key: str = "task") -> Section:
     """Check the settings of a task; `name` selects the task."""
     if isinstance(values, Section):
         return values
-    task, rest = choose(TASKS, values, "name", "task")
-    settings: Section = task.settings.make({"name": values["name"], **rest}, "task")
+    task, rest = choose(TASKS, values, "name", key)
+    settings: Section = task.settings.make({"name": values["name"], **rest}, key)
     return settings
 
 

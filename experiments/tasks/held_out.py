@@ -7,7 +7,7 @@ With a single file, the stream is its other half.
 """
 
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Literal
 
 from experiments.data.labelled import Labelled, read_requests, split
 from experiments.data.streams.traffic import Arrival, arrange
@@ -35,15 +35,13 @@ class Settings(stream.Settings):
         """Name of the data, and of the arrival of requests."""
         return super().title if self.arrival is None else f"{super().title}-{self.arrival.name}"
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        if made.head.kind != "logistic" or made.traffic is not None:
+    def check(self) -> None:
+        super().check()
+        if self.head.kind != "logistic" or self.traffic is not None:
             raise ConfigError(
-                f"{name}: held_out fits its own head, and asks each request once: leave out head.kind and traffic, or "
+                "name: held_out fits its own head, and asks each request once: leave out head.kind and traffic, or "
                 "take the task stream"
             )
-        return made
 
 
 def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labelled], list[Labelled]]:

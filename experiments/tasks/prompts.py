@@ -5,7 +5,7 @@ No answer is right or wrong: measured is whether the token stays the same, and w
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 
@@ -30,16 +30,10 @@ class Settings(OfficialSettings):
     and GPT-2's tokenizer.
     """
 
+    makers: ClassVar[Any] = {"stream": make_stream}
     name: Literal["prompts"]
     stream: Any  # settings of the stream; its `name` is a key of `experiments.data.streams.prompts.STREAMS`
     dtype: Dtype = "float32"  # of weights and states
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        parts = dict(values)
-        if "stream" in parts:
-            parts["stream"] = make_stream(parts["stream"], f"{name}.stream" if name else "stream")
-        return super().make(parts, name)
 
     @property
     def title(self) -> str:

@@ -10,12 +10,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import nn
 
 from experiments.data.made import make_lines
@@ -45,11 +45,9 @@ class Repeats(Section):
     share_replaced: float = Field(default=0.1, ge=0.0, le=1.0)  # of the tokens, in a changed window
     seed: int = Field(default=0, ge=0)  # of the draws
 
-    @model_validator(mode="after")
-    def _leave_something_new(self) -> Self:
+    def check(self) -> None:
         if round(self.whole + self.prefix + self.changed, 9) > 1:
             raise ValueError("whole, prefix and changed are shares of all requests: their sum is at most 1")
-        return self
 
 
 class Settings(OfficialSettings):

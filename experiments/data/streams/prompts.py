@@ -17,9 +17,9 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from experiments.data.traces import Chain, read_trace
 from experiments.support.files import Folders
@@ -138,11 +138,9 @@ class SystemPrompt(StreamSettings):
     shortest: int = Field(default=16, ge=1)  # fewest tokens of a question
     longest: int = Field(default=64, ge=1)  # most tokens of a question
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def check(self) -> None:
         if self.shortest > self.longest:
             raise ValueError(f"shortest: at most longest, {self.longest} (got {self.shortest})")
-        return self
 
 
 class Unshared(StreamSettings):

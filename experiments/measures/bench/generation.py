@@ -17,17 +17,17 @@ events in its stream take the times.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from experiments.measures.base import DeviceExperiment
 from experiments.measures.bench.latency import BANKS
-from experiments.measures.bench.rounds import ratios, rotated
+from experiments.measures.harness import interleaved, ratios
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Requests, build, check, check_target
 from experiments.models.loading import find
@@ -123,20 +123,15 @@ def measure(
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
-    ways, clock = _Ways(pair.model, banks, new_tokens), Clock(device)
-    requests = Requests(pair.model.config, 1, prompt_tokens, seed, device)
+    clock, requests = Clock(device), Requests(pair.model.config, 1, prompt_tokens, seed, device)
     kinds = ["nocache", "kv_cache", "miss", "exact_hit", *(["prefix_hit"] if shared_tokens else [])]
+    ways = _Ways(pair.model, BANKS[banks], new_tokens, clock)
     times = {kind: Times() for kind in kinds}
     with torch.inference_mode():
-        for number in range(rounds + 1):
-            new, known = (requests.fresh().to(device) for _ in range(2))
-            prompts = dict.fromkeys(kinds, new) | {"exact_hit": known}
-            if shared_tokens:
-                prompts["prefix_hit"] = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
-            ways.generate("exact_hit", known)  # stored before timing starts
-            for kind, tokens_at in ways.round(rotated(kinds, number), prompts, clock).items():
-                if number:
-                    times[kind].add(tokens_at)
+        drawn = ways.draw(rounds + 1, lambda: requests.fresh().to(device), shared_tokens)
+        for kind, some in interleaved(kinds, drawn, ways.call, end=ways.check).items():
+            for one in some[1:]:
+                times[kind].add(one.tokens_at)
     whole = {kind: spent.e2el for kind, spent in times.items()}
     return {
         "model": model,
@@ -153,30 +148,47 @@ def measure(
     }
 
 
+class _Made(NamedTuple):
+    """One generation."""
+
+    tokens_at: list[float]  # time of each new token, seconds from the start
+    tokens: Tensor
+    n_hits: int
+
+
 class _Ways:
     """A plain model, and a wrapped copy of it."""
 
-    def __init__(self, model: Any, banks: str, new_tokens: int) -> None:
-        self._plain, self._wrapped, self._new_tokens = model, copy.deepcopy(model), new_tokens
-        self._cache = LLMCache.wrap(self._wrapped, max_entries=MAX_ENTRIES, auto_bypass=False, device=BANKS[banks])
+    def __init__(self, model: Any, device: str, new_tokens: int, clock: Clock) -> None:
+        self._plain, self._wrapped, self._new_tokens, self._clock = model, copy.deepcopy(model), new_tokens, clock
+        self._cache = LLMCache.wrap(self._wrapped, max_entries=MAX_ENTRIES, auto_bypass=False, device=device)
+        self._prompts: dict[str, Tensor] = {}  # of the present round, by kind; others are new
+
+    def draw(self, n: int, fresh: Callable[[], Tensor], shared_tokens: int) -> Iterator[int]:
+        """Yield the numbers of `n` rounds, after drawing the prompts of each and storing the known one."""
+        for number in range(n):
+            new, known = fresh(), fresh()
+            shared = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
+            self._prompts = {"new": new, "exact_hit": known, "prefix_hit": shared}
+            self.generate("exact_hit", known)
+            yield number
 
     def generate(self, kind: str, ids: Tensor, streamer: Marking | None = None) -> Tensor:
         model = self._wrapped if kind in ("miss", *HITS) else self._plain
         tokens: Tensor = greedy(model, ids, self._new_tokens, use_cache=kind != "nocache", streamer=streamer)
         return tokens
 
-    def round(self, kinds: Iterable[str], prompts: Mapping[str, Tensor], clock: Clock) -> dict[str, list[float]]:
-        """Return the token times of one generation of each kind, after checking that it was of that kind."""
-        tokens_at, made, hits = {}, {}, {}
-        for kind in kinds:
-            before, marking = self._cache.stats().n_hits, Marking(clock)
-            clock.wait()
-            start = clock.mark()
-            made[kind] = self.generate(kind, prompts[kind], marking)
-            tokens_at[kind] = marking.since(start)
-            hits[kind] = self._cache.stats().n_hits - before
-        for kind, n_hits in hits.items():
-            is_same = not n_hits or torch.equal(made[kind], self.generate("kv_cache", prompts[kind]))
-            if n_hits != (kind in HITS) or not is_same:
-                raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
-        return tokens_at
+    def call(self, kind: str, number: int) -> _Made:
+        """Make one generation of the present round."""
+        before, marking = self._cache.stats().n_hits, Marking(self._clock)
+        self._clock.wait()
+        start = self._clock.mark()
+        tokens = self.generate(kind, self._prompts.get(kind, self._prompts["new"]), marking)
+        return _Made(marking.since(start), tokens, self._cache.stats().n_hits - before)
+
+    def check(self, made: Mapping[str, _Made]) -> None:
+        """Raise if a generation was not of its kind."""
+        for kind, one in made.items():
+            is_same = not one.n_hits or torch.equal(one.tokens, self.generate("kv_cache", self._prompts[kind]))
+            if one.n_hits != (kind in HITS) or not is_same:
+                raise RuntimeError(f"a generation counted as {kind} had {one.n_hits} hits, or other tokens")

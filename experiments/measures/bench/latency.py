@@ -4,8 +4,7 @@ Kinds: `nocache` (an untouched copy of the model), `miss` (banks full, so it als
 stored, served by a stored one, search and decision included), `exact_hit` (a stored input), `floor` (the same model
 with zero layers), and for batches `mixed` (half the rows are hits).
 
-Interleaved: each round makes one call of each kind in rotating order, so most hits follow a computed call, which
-has emptied the processor's caches. Service rounds: whole blocks of one kind; see `rounds`.
+They are timed in interleaved rounds, and in service rounds of whole blocks of one kind; see `measures.harness`.
 
 After each call, outside the timer, its kind is checked: a hit runs no layer; with `tau`, every layer searches its bank.
 """
@@ -20,8 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.measures.bench.rounds import Advance, by_host, ratios, rotated, service, service_figures, silent
-from experiments.metrics.metrics import percentiles
+from experiments.measures.harness import (
+    Advance,
+    blocks,
+    counted,
+    figures_of_blocks,
+    figures_of_rounds,
+    interleaved,
+    silent,
+)
 from experiments.models.architectures import Pair, Requests, Shortcut, build, check, check_target, find_layers
 from experiments.support.clock import Clock, Spent
 from llmcache import ConfigError, LLMCache
@@ -66,15 +72,14 @@ def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
     with torch.inference_mode():
         is_equal = bench.is_exact_hit_equal()
         spent = bench.run(advance)
-        blocks = service(bench.block, bench.fresh, settings.service_rounds, settings.block, advance)
-    times = {kind: [one.ms for one in values] for kind, values in spent.items()}
-    figures: dict[str, Any] = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
+        numbers = counted(settings.service_rounds, "service rounds", advance)
+        service = blocks(bench.block, bench.fresh, numbers, settings.block)
     stats = bench.cache.stats()
-    figures["ratios"] = ratios(times, "nocache")
-    figures["service"] = service_figures(blocks)
-    figures |= asdict(settings) | {
+    return {
+        **figures_of_rounds(spent, "nocache", bench.clock),
+        "service": figures_of_blocks(service),
+        **asdict(settings),
         "clock": bench.clock.name,
-        "host": by_host(spent, bench.clock),
         "weights": pair.weights,
         "model_bytes": sum(parameter.nbytes for parameter in pair.model.parameters()),
         "exact_hit_is_equal": is_equal,
@@ -82,7 +87,6 @@ def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "entry_bytes": (stats.nbytes + stats.index_nbytes) // settings.entries,
     }
-    return figures
 
 
 def _check(settings: Settings) -> None:
@@ -156,17 +160,10 @@ class Bench:
         return torch.equal(computed, served)
 
     def run(self, advance: Advance = silent) -> dict[str, list[Spent]]:
-        kinds = self._kinds()
-        times: dict[str, list[Spent]] = {kind: [] for kind in kinds}
-        warm_up = max(3, self._settings.rounds // 50)
-        total = self._settings.rounds + warm_up
-        for round_number in range(total):
-            for kind in rotated(list(kinds), round_number):
-                spent, _, _ = self._measure(kind, kinds[kind])
-                if round_number >= warm_up:
-                    times[kind].append(spent)
-            advance("measuring", round_number + 1, total)
-        return times
+        kinds, warm_up = self._kinds(), max(3, self._settings.rounds // 50)
+        numbers = counted(self._settings.rounds + warm_up, "measuring", advance)
+        times = interleaved(list(kinds), numbers, lambda kind, _: self._measure(kind, kinds[kind])[0])
+        return {kind: some[warm_up:] for kind, some in times.items()}
 
     def fresh(self) -> Tensor:
         return self._requests.fresh()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from experiments.measures.bench.rounds import Advance, silent
+from experiments.measures.harness import Advance, silent
 from experiments.models.architectures import Requests, Shortcut, find_layers
 from llmcache import ConfigError, LLMCache
 

@@ -7,14 +7,13 @@ import signal
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING
 
+from pydantic import Field
+
+from experiments.measures.base import Experiment
 from experiments.measures.over_http.client import OK, Client, Reply
 from experiments.measures.over_http.replicas import Replicas
 from experiments.measures.over_http.traffic import embed, texts_of
-
-if TYPE_CHECKING:
-    from experiments.measures.ray_replicas import RayReplicas
 
 BEFORE, MISSING, AFTER, UPDATE = PHASES = (
     "before the first kill",
@@ -27,6 +26,19 @@ _LOOK_S = 0.001
 _REACH_S = 0.05  # time for a burst to reach the replicas and be answered in part
 _PAUSE_S = 0.5  # delay before a retry
 _TIMEOUT_S = 30.0
+
+
+class KillingExperiment(Experiment):
+    """Settings of the load, and of the kills under it."""
+
+    kills: int = Field(default=10, ge=1)  # one after the other
+    rate: float = Field(default=20.0, gt=0)  # requests due per second
+    # Requests due at the same time. A replica is killed within 50 ms after half of them are under way.
+    at_once: int = Field(default=8, ge=1)
+    texts: int = Field(default=500, ge=1)  # distinct texts; each request draws one
+    sessions: int = Field(default=32, ge=1)  # client sessions; each request draws one
+    span_s: float = Field(default=10.0, gt=0)  # with all replicas, before each kill and after the last one
+    start_s: float = Field(default=180.0, gt=0)  # longest time until a replica is replaced
 
 
 @dataclass(slots=True)
@@ -62,7 +74,7 @@ class Span:
 class Killing:
     """Sends requests and kills replicas concurrently."""
 
-    def __init__(self, experiment: "RayReplicas", replicas: Replicas) -> None:
+    def __init__(self, experiment: KillingExperiment, replicas: Replicas) -> None:
         self.asked: list[Asked] = []
         self._experiment, self._replicas = experiment, replicas
         self._rng = random.Random(experiment.seed)

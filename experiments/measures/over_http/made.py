@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
@@ -46,14 +46,12 @@ class ServingExperiment(LearningExperiment):
         """Return the texts to calibrate on, made from the requests to learn from."""
         return [request.text for request in requests]
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        made = super().make(values, name)
-        if made.task.name != "held_out":
+    def check(self) -> None:
+        super().check()
+        if self.task.name != "held_out":
             raise ConfigError(
-                f"task.name: a server's classifier is fitted here; take held_out (got {made.task.name!r})"
+                f"task.name: a server's classifier is fitted here; take held_out (got {self.task.name!r})"
             )
-        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,44 +3,49 @@
 The points are the best in hindsight, so an upper limit of what could be chosen in advance.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from experiments.metrics import paper
 from experiments.metrics.frontier import Curve, best, of_curve
 from experiments.metrics.metrics import FEWEST
 from experiments.runs.read import Figures, Run
 
-PAPERS_CURVE = ("llmcache", "mean")  # method and fingerprint
+#: Finished runs by experiment.
+Results = Mapping[str, Sequence[Run]]
+
+
+class Verdict(StrEnum):
+    HOLDS = "holds"
+    HOLDS_UNDER = "partly"
+    DOES_NOT_HOLD = "fails"
+    INCOMPLETE = "incomplete"
+    NOT_MEASURED = "unmeasured"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    verdict: Verdict  # on the claim as written
+    condition: str = ""  # with `HOLDS_UNDER`, when it holds; else a note to the verdict
+
+
+NOTHING = Judgement(Verdict.NOT_MEASURED)
+
 #: Loss measured by changed answers, where 500 questions make half a point two and a half questions; elsewhere by the
 #: drop.
 LOSS = {"openbookqa": "changed_answers"}
 #: Least ratio of a model's figure to its trivial baseline for the size of a loss to carry over to better models.
 STRONG = 2.0
 
-THEIR_HARDWARE = (
-    f" The paper timed on {paper.HARDWARE}; what a layer, a lookup and the copy of a state cost there was not measured "
-    "here, so the verdict is about this hardware alone."
-)
-
 
 def loss_of(task: str) -> str:
     return LOSS.get(task, "accuracy_drop")
 
 
-def rule_of(runs: Sequence[Run]) -> str:
-    """Return the allowed loss on these streams, in words."""
-    others = [f"{run.task}: half a per cent of {LOSS[run.task].replace('_', ' ')}" for run in runs if run.task in LOSS]
-    return "at a loss of half a point at most" + (f" ({', '.join(others)})" if others else "")
-
-
-def harmless_point(run: Run, curve: Curve) -> Figures | None:
-    """Return the curve's point with most hits that loses at most half a point; None without such a point."""
-    return best(run.metrics["points"], curve, loss_of(run.task))
-
-
 def harmless_rows(run: Run, curve: Curve) -> tuple[float, Sequence[float] | None]:
-    """Return the share of rows that point serves, and the interval of the hits scaled to rows; 0 without a point."""
-    point = harmless_point(run, curve)
+    """Return the most rows that a point of the curve serves at a loss of half a point at most, and their interval."""
+    point = best(run.metrics["points"], curve, loss_of(run.task))
     if point is None:
         return 0.0, (0.0, 0.0)
     rows, hits, bounds = point["rows_served"], point["hit_rate"], point["hit_rate_ci"]
@@ -50,14 +55,9 @@ def harmless_rows(run: Run, curve: Curve) -> tuple[float, Sequence[float] | None
 def harmless_tau(run: Run) -> Figures | None:
     """Return the point with most hits that loses at most half a point, among the paper's points with enough hits."""
     # With fewer than `FEWEST` hits, half may be wrong although none was seen to be. And at least one hit must be right.
-    points = of_curve(run.metrics["points"], PAPERS_CURVE)
-    enough = [point for point in points if point["precision"] and n_hits(run, point) >= FEWEST]
-    return best(enough, PAPERS_CURVE, loss_of(run.task))
-
-
-def n_hits(run: Run, point: Figures) -> int:
-    hits: int = round(point["hit_rate"] * run.metrics["n"])
-    return hits
+    points = of_curve(run.metrics["points"], paper.CURVE)
+    enough = [p for p in points if p["precision"] and round(p["hit_rate"] * run.metrics["n"]) >= FEWEST]
+    return best(enough, paper.CURVE, loss_of(run.task))
 
 
 def hardware(runs: Sequence[Run]) -> str:

@@ -7,52 +7,80 @@ A table of figures is preceded by a mark, `<!-- table: NAME -->`; no page has fi
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from experiments.report.pages import claims, costs, engines, modes, policies, prompts, reuse, serving, ways
-from experiments.report.pages.pictures import PICTURES
+from experiments.report import columns as show
+from experiments.report import tables, trust
+from experiments.report.claims import judge, verdicts
+from experiments.report.pages import costs, modes, prompts, streams
+from experiments.report.pages.files import all_of, any_of, claims_runs, runs_of
+from experiments.report.pictures import PICTURES, save
 from llmcache import ConfigError
+
+by_row, TRUST = tables.by_row, streams.TRUST
+
+
+def claims(results_dir: Path) -> str:
+    runs = claims_runs(results_dir)
+    return verdicts(judge(runs, {}), runs)
+
 
 #: Functions from the results folder to a table's lines, by the name in its mark.
 TABLES: Mapping[str, Callable[[Path], str]] = {
-    "first_screen": engines.first_screen,
+    "first_screen": streams.first_screen,
     "modes": modes.modes,
     "demo": costs.demo,
     "latency": costs.latency,
-    "compiled": costs.compiled,
-    "calibrated": reuse.calibrated,
-    "ways": ways.ways,
-    "errors": ways.errors,
-    "hindsight": reuse.hindsight,
-    "bound": reuse.bound,
-    "time_order": ways.time_order,
-    "bound_draft": reuse.bound_draft,
-    "service": reuse.service,
-    "rates": reuse.rates,
-    "second_pass": reuse.second_pass,
-    "known": reuse.known,
+    "compiled": any_of(tables.compiled, "compiled", is_timed=True),
+    "calibrated": all_of(trust.calibrated, *TRUST),
+    "ways": all_of(trust.ways, *TRUST),
+    "errors": all_of(trust.errors, *TRUST),
+    "hindsight": all_of(trust.hindsight, *TRUST),
+    "bound": all_of(by_row(show.BOUND, tables.figure("claims")), "trust_bound"),
+    "time_order": streams.time_order,
+    "bound_draft": any_of(tables.TABLES["bound"], "trust_bound_draft"),
+    "service": streams.service,
+    "rates": streams.rates,
+    "second_pass": any_of(by_row(show.SECOND_PASS), "service_second_pass"),
+    "known": any_of(by_row(show.KNOWN), "service_known", "service_nightly"),
     "first_token": prompts.first_token,
-    "prefix_limit": prompts.prefix_limit,
-    "parity": prompts.parity,
-    "generation": prompts.generation,
-    "policies": policies.policies,
-    "serve_load": serving.serve_load,
-    "serve_load_engines": serving.serve_load_engines,
-    "serve_soak": serving.serve_soak,
-    "ray_replicas": serving.ray_replicas,
-    "hostile": serving.hostile,
-    "store_faults": serving.store_faults,
-    "engines": engines.engines,
-    "engines_bert": engines.engines_bert,
-    "engines_batch": engines.engines_batch,
-    "engines_parity": engines.engines_parity,
-    "claims": claims.verdicts,
+    "prefix_limit": any_of(tables.limits, "prefix_limit"),
+    "parity": all_of(tables.TABLES["parity"], "prefix_parity", "prefix_parity_bfloat16", "prefix_soak"),
+    "generation": all_of(tables.TABLES["decode"], "prefix_decode"),
+    "policies": all_of(tables.policies, "policies"),
+    "serve_load": any_of(by_row(show.LOADED), "serve_load", is_timed=True),
+    "serve_load_engines": any_of(by_row(show.LOADED), "serve_load_engines", is_timed=True),
+    "serve_soak": any_of(by_row(show.SOAKED), "serve_soak", is_timed=True),
+    "ray_replicas": any_of(by_row(show.REPLICAS), "ray_replicas"),
+    "hostile": costs.hostile,
+    "store_faults": any_of(by_row(show.FAULTS), "store_faults"),
+    "engines": any_of(by_row(show.ENGINES), "engines", is_timed=True),
+    "engines_bert": any_of(by_row(show.ENGINES), "engines_bert", is_timed=True),
+    "engines_batch": any_of(by_row(show.ENGINES), "engines_batch", is_timed=True),
+    "engines_parity": any_of(by_row(show.ENGINE_PARITY), "engines_parity"),
+    "claims": claims,
+    "thresholds": all_of(tables.swept, "fig5_tau"),
+    "ablation_fingerprint": all_of(tables.swept, "ablation_fingerprint"),
+    "ablation_layers": all_of(by_row(show.SERVED, tables.methods), "ablation_layers"),
+    "ablation_eviction": all_of(tables.observed, "ablation_eviction"),
     "costs": costs.costs,
-    "first_hit": costs.first_hit,
+    "first_hit": all_of(by_row(show.COMMANDS), "first_hit"),
 }
+#: Experiments in the picture of each page.
+SHOWN: Mapping[str, Sequence[str]] = {
+    "speed": ("engines",),
+    "quality": TRUST,
+    "bound": ("trust_bound", "trust_bound_draft"),
+    "prefixes": ("prefix_limit",),
+    "serving": ("serve_load", "serve_load_engines"),
+    "stores": ("policies",),
+    "paper": ("fig5_tau",),
+}
+#: Pictures of times, which leave out runs on a busy machine; without others, the old picture stays.
+TIMED = ("speed", "serving")
 #: Pages with tables, by path in the checkout, and the relative path from the page to the root.
-PAGES: Mapping[str, str] = {"README.md": "", **{f"docs/results/{name}.md": "../../" for name in ("index", *PICTURES)}}
+PAGES: Mapping[str, str] = {"README.md": "", **{f"docs/results/{name}.md": "../../" for name in ("index", *SHOWN)}}
 MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
 
 
@@ -70,3 +98,11 @@ def fill(text: str, results_dir: Path, root: str = "") -> str:
         return f"<!-- table: {found[1]} -->\n{lines_of(found[1], results_dir, root)}\n"
 
     return MARK.sub(renew, text)
+
+
+def draw(results_dir: Path, folder: Path) -> None:
+    """Draw the picture of each page into a folder."""
+    for name, groups in SHOWN.items():
+        runs = [run for run in runs_of(results_dir, *groups) if run.is_timed or name not in TIMED]
+        if runs:
+            save(PICTURES[runs[0].measure](runs), folder / f"{name}.svg")

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from experiments.report.pages import PAGES, fill
+from experiments.report.pages import PAGES, draw, fill
 from experiments.report.pages.files import figures_of, is_timed
-from experiments.report.pages.pictures import draw
-from experiments.report.plots import plot_speed_against_changes
+from experiments.report.pictures import plot_speed_against_changes
 from experiments.support.files import write_whole
 
 ROOT = Path(__file__).parents[3]

@@ -1,19 +1,23 @@
-"""Inputs of the pages' tables: finished runs, and cells with the figure of every seed."""
+"""Inputs of the pages' tables: finished runs by experiment, and figures of commands."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from experiments.report.claims import CLAIMS
+from experiments.report.markdown import missing
+from experiments.report.tables import Table
 from experiments.runs.folder import METRICS
 from experiments.runs.read import Figures, Run, read_runs, was_idle
 from llmcache import ConfigError
 
-#: Cell text for a configured run that is missing.
-MISSING = "not measured"
+
+def runs_of(results_dir: Path, *groups: str) -> list[Run]:
+    """Return the finished runs of experiments, each by task and seed; one without runs is an error."""
+    return [run for group in groups for run in _at_least_one(results_dir, group)]
 
 
-def runs_of(results_dir: Path, group: str) -> list[Run]:
-    """Return the finished runs of an experiment, by task and seed."""
+def _at_least_one(results_dir: Path, group: str) -> list[Run]:
     found = runs_if_any(results_dir, group)
     if not found:
         raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
@@ -23,7 +27,32 @@ def runs_of(results_dir: Path, group: str) -> list[Run]:
 def runs_if_any(results_dir: Path, group: str) -> list[Run]:
     """Return the finished runs, or an empty list: for tables that mark what was not measured."""
     found = read_runs(path.parent for path in sorted((results_dir / group).glob(f"*/{METRICS}")))
-    return sorted(found, key=lambda run: (run.metrics.get("task", ""), run.config["seed"]))
+    return sorted(found, key=lambda run: (run.task, run.config["seed"]))
+
+
+def claims_runs(results_dir: Path) -> dict[str, list[Run]]:
+    """Return the finished runs that the claims are judged by, by experiment."""
+    return {group: runs_of(results_dir, group) for group in {claim.config: None for claim in CLAIMS}}
+
+
+def all_of(show: Table, *groups: str) -> Callable[[Path], str]:
+    """Return the function that shows the runs of experiments, all of which must be there."""
+    return lambda results_dir: show(runs_of(results_dir, *groups))
+
+
+def any_of(show: Table, *groups: str, is_timed: bool = False) -> Callable[[Path], str]:
+    """Return the function that shows the runs there are; if there are none, a row says so.
+
+    If the table `is_timed`, runs on a busy machine are left out.
+    """
+
+    def lines(results_dir: Path) -> str:
+        runs = [run for group in groups for run in runs_if_any(results_dir, group) if run.is_timed or not is_timed]
+        if runs:
+            return show(runs)
+        return missing(show([]).partition("\n")[0].strip("| ").split(" | "), groups[0])
+
+    return lines
 
 
 def figures_of(results_dir: Path, command: str) -> Figures:
@@ -38,24 +67,3 @@ def figures_of(results_dir: Path, command: str) -> Figures:
 def is_timed(results_dir: Path, command: str) -> bool:
     """Whether a command's times may be shown; see `was_idle`."""
     return was_idle(json.loads((results_dir / command / "env.json").read_text(encoding="utf-8")))
-
-
-def by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(run.task, []).append(run)
-    return found
-
-
-def each(values: Sequence[float | None], digits: int = 1, unit: str = " %") -> str:
-    """Format a figure of every seed, in order; a missing value is a dash, and no values give an empty cell."""
-    if all(value is None for value in values):
-        return ""
-    return " / ".join("-" if value is None else f"{100 * value:z.{digits}f}" for value in values) + unit
-
-
-def row_of(rows: Iterable[Figures], **wanted: object) -> Figures:
-    for row in rows:
-        if all(row[name] == value for name, value in wanted.items()):
-            return row
-    raise ConfigError(f"results: no row with {wanted}")

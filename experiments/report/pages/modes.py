@@ -4,10 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments.report.claims import judge
-from experiments.report.markdown import number, percent, table
-from experiments.report.pages.claims import GROUPS
-from experiments.report.pages.files import MISSING, runs_if_any, runs_of
-from experiments.report.verdict import Verdict
+from experiments.report.claims.evidence import Verdict
+from experiments.report.markdown import MISSING, number, percent, table
+from experiments.report.pages.files import claims_runs, runs_if_any
 from experiments.runs.read import Figures, Run
 
 #: Common parts of prompts, by the experiment that measured them.
@@ -111,7 +110,7 @@ def _tau(results_dir: Path) -> str:
 
 def _paper(results_dir: Path) -> str:
     """Format the verdicts on the paper's claims."""
-    judged = [judgement.verdict for _, judgement in judge({group: runs_of(results_dir, group) for group in GROUPS}, {})]
+    judged = [judgement.verdict for _, judgement in judge(claims_runs(results_dir), {})]
     told = (f"{judged.count(verdict)} {what}" for verdict, what in VERDICTS.items())
     return f"of the paper's {len(judged)} claims {', '.join(told)}"
 

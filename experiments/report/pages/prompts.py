@@ -1,12 +1,10 @@
-"""Tables of prompts: time to first token, token parity, and whole generations."""
+"""Table of prompts: time to first token where prompts share a part, and where they share none."""
 
-from collections.abc import Iterator, Mapping
-from operator import itemgetter
+from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.measures.decode import KINDS
-from experiments.report.markdown import Cell, columns, count, number, of, percent, ratio, size, speed, table
-from experiments.report.pages.files import MISSING, runs_if_any, runs_of
+from experiments.report.markdown import number, percent, speed, table
+from experiments.report.pages.files import runs_of
 from experiments.runs.read import Run
 
 Row = tuple[str, ...]
@@ -65,90 +63,3 @@ def _others(results_dir: Path) -> Iterator[Row]:
         for label, told in (("llmcache", "as by default"), ("prefixes alone", "`exact=False`")):
             what = f"{length} tokens, [none of them known](configs/prefix_nothing_shared.yaml), {told}"
             yield what, *_all_prompts(run, label)
-
-
-def prefix_limit(results_dir: Path) -> str:
-    """Return the table of TTFT beside the least possible time; times are empty if the machine was busy."""
-    runs = runs_if_any(results_dir, "prefix_limit")
-    if not runs:
-        return table(tuple(LIMIT), [(MISSING, *[""] * (len(LIMIT) - 1))])
-    rows = [
-        {**row, "rounds": run.config["rounds"], **({} if run.is_timed else UNTIMED)}
-        for run in runs
-        for row in run.metrics["ways"]
-    ]
-    return columns(LIMIT, sorted(rows, key=lambda row: (row["model"], row["length"], row["share"] or 0.0)))
-
-
-def _ms(name: str) -> Cell:
-    return lambda row: "" if row[name] is None else number(row[name])
-
-
-LIMIT: Mapping[str, Cell] = {
-    "model": itemgetter("model"),
-    "tokens": of(count, "length"),
-    "known": lambda row: "" if row["n_known"] is None else count(row["n_known"]),
-    "model alone, ms": _ms("plain_ms"),
-    "llmcache": _ms("cache_ms"),
-    "limit": _ms("limit_ms"),
-    "of limit": lambda row: "" if row["of_limit"] is None else percent(row["of_limit"]),
-    "continuous batching": _ms("batching_ms"),
-    "copy of the ready cache": _ms("copy_ms"),
-    "same first token": lambda row: "" if row["n_same"] is None else f"{row['n_same']} of {row['rounds']}",
-    "logits": lambda row: "" if row["max_diff"] is None else f"{row['max_diff']:.0e}",
-    "not run": itemgetter("not_run"),
-}
-
-
-UNTIMED = dict.fromkeys(("plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms", "of_limit"))
-
-
-def parity(results_dir: Path) -> str:
-    """Return the table of continuations that keep the model's own tokens."""
-    groups = ("prefix_parity", "prefix_parity_bfloat16", "prefix_soak")
-    return table(
-        (
-            "greedy continuations",
-            "model",
-            "same tokens",
-            "near ties",
-            "wrong",
-            "blocks that left",
-            "resident, tenth to end",
-        ),
-        [
-            (
-                f"[{run.metrics['dtype']}](configs/{group}.yaml)",
-                _model(run),
-                f"{run.metrics['n_same']:,} of {run.metrics['n']:,}",
-                f"{run.metrics['n_near_ties']}",
-                f"{run.metrics['n_wrong']}",
-                f"{run.metrics['n_evicted']:,}",
-                f"{' to '.join(size(run.metrics['memory'][at]['resident_bytes']) for at in (0, -1))}",
-            )
-            for group in groups
-            for run in runs_of(results_dir, group)
-        ],
-    )
-
-
-def _model(run: Run) -> str:
-    trained = "random weights" if run.metrics["facts"]["weights"] == "random" else "trained"
-    return f"{run.metrics['model']} ({trained})"
-
-
-def generation(results_dir: Path) -> str:
-    """Return the table of whole generations by the known part of the prompt."""
-    return table(
-        ("generation", "first token, ms", "each further token, ms", "whole, ms", "of the time with a K/V cache"),
-        [
-            (
-                KINDS[kind],
-                *(number(row["times"][kind][f"{name}_ms"]["median"], 0) for name in ("ttft", "tpot", "e2el")),
-                "" if kind == "kv_cache" else ratio(row["ratios"][f"{kind}/kv_cache"]),
-            )
-            for run in runs_of(results_dir, "prefix_decode")
-            for row in run.metrics["generation"]
-            for kind in KINDS
-        ],
-    )

@@ -1,0 +1,290 @@
+"""Columns of tables: headings, and functions from a row to its cell. The run of a row is under its key `run`."""
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+from experiments.measures import engines as ways
+from experiments.measures.decode import KINDS
+from experiments.measures.service import share_of_bound
+from experiments.report.markdown import (
+    Cell,
+    bounded,
+    count,
+    named_model,
+    number,
+    of,
+    percent,
+    points,
+    ratio,
+    share,
+    size,
+    speed,
+)
+
+STREAM: Mapping[str, Cell] = {"stream": lambda row: row["run"].task}
+SEED: Mapping[str, Cell] = {"seed": lambda row: row["run"].config["seed"]}
+
+# Methods on a stream, call by call.
+
+QUALITY: Mapping[str, Cell] = {
+    "hits": bounded(share, "hit_rate"),
+    "points lost": bounded(points, "accuracy_drop"),
+    "changed": bounded(share, "changed_answers"),
+}
+COSTS: Mapping[str, Cell] = {
+    "of hits": of(percent, "changed_per_hit"),
+    "a miss costs more": of(percent, "miss_overhead"),
+    "a hit costs": of(percent, "hit_cost"),
+    "speed-up": speed,
+}
+CACHE: Mapping[str, Cell] = {"cache": of(size, "bytes")}
+SERVED: Mapping[str, Cell] = {"method": itemgetter("label"), **QUALITY, **COSTS, **CACHE}
+SCREEN: Mapping[str, Cell] = {name: SERVED[name] for name in ("method", *QUALITY, "speed-up")}
+LIVE: Mapping[str, Cell] = {**STREAM, "live, tau": itemgetter("tau"), **QUALITY, **COSTS}
+OBSERVED: Mapping[str, Cell] = {
+    **QUALITY,
+    **CACHE,
+    **{name: of(count, name) for name in ("entries", "evicted", "revalidated", "expelled")},
+}
+
+
+def _hits(loss: str) -> Cell:
+    """Return a cell with the hits and the threshold of a curve's best point; see `tables.swept`."""
+
+    def cell(row: Mapping[str, Any]) -> str:
+        if (point := row[loss]) is None:
+            return ""
+        where = "exact repeats" if point["tau"] is None else f"tau {point['tau']}"
+        return f"{share(point['hit_rate'], point['hit_rate_ci'])}, {where}"
+
+    return cell
+
+
+CURVES: Mapping[str, Cell] = {
+    **STREAM,
+    "curve": itemgetter("curve"),
+    "requests": lambda row: count(row["run"].metrics["n"]),
+    "most hits, half a point lost": _hits("accuracy_drop"),
+    "most hits, 0.5 % changed": _hits("changed_answers"),
+}
+
+# Whole passes, and the bound.
+
+PASSES: Mapping[str, Cell] = {
+    **STREAM,
+    "reuse": lambda row: "exact repeats" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
+    "threads": itemgetter("threads"),
+    "hits": of(percent, "hit_rate"),
+    "changed": of(percent, "changed_answers", 2),
+    "points lost": of(points, "accuracy_drop"),
+    "speed-up": speed,
+    "of the bound": lambda row: percent(share_of_bound(row["speedup"], row["hit_rate"]), 0),
+    **{f"{kind}, ms": of(number, f"{kind}_ms", 2) for kind in ("plain", "hit", "miss")},
+}
+RATED: Mapping[str, Cell] = {
+    "hits asked for": of(percent, "hit_rate_set", 0),
+    **{name: cell for name, cell in PASSES.items() if name not in ("stream", "reuse", "points lost")},
+}
+KNOWN: Mapping[str, Cell] = {
+    **STREAM,
+    "texts": of(count, "n"),
+    "a batch": itemgetter("batch"),
+    "embedded before": lambda row: percent(row.get("known"), 0),
+    "hits": of(percent, "hit_rate", 2),
+    "speed-up": speed,
+    "share of the bound": PASSES["of the bound"],
+    "plain, ms": PASSES["plain, ms"],
+}
+SECOND_PASS: Mapping[str, Cell] = {
+    **{name: KNOWN[name] for name in ("stream", "texts", "a batch")},
+    "hits of the second pass": of(percent, "hit_rate"),
+    "its speed-up": speed,
+    "the first costs more": of(percent, "first_costs", 0),
+    "plain, ms": PASSES["plain, ms"],
+}
+NAMES = {
+    ways.EAGER: "PyTorch, eager",
+    ways.ONNX: "ONNX Runtime alone",
+    ways.INT8: "ONNX Runtime alone, int8",
+    ways.SEMANTIC: "semantic response cache",
+    ways.EXACT: "llmcache, exact repeats",
+    ways.REUSE: "llmcache, reuse",
+    ways.DRAFT: "llmcache, draft",
+    ways.ALL: "llmcache, reuse and draft",
+}
+ENGINES: Mapping[str, Cell] = {
+    **STREAM,
+    "threads": itemgetter("threads"),
+    "way": lambda row: NAMES[row["way"]],
+    "target": of(percent, "max_drop"),
+    "ms": of(number, "ms", 2),
+    "times eager": speed,
+    "times ONNX Runtime": of(number, "times_onnx", 2),
+    "requests / s": of(number, "per_s", 0),
+    "not computed": of(percent, "hit_rate"),
+    "changed": of(percent, "changed_answers", 2),
+    "accuracy": of(percent, "accuracy"),
+    "weights, MB": of(number, "weights_mb", 0),
+    "cache, MB": of(number, "cache_mb"),
+    "rungs": lambda row: row["rungs"] or "",
+}
+FIRST_SCREEN: Mapping[str, Cell] = {
+    **{name: ENGINES[name] for name in ("way", "ms")},
+    "times eager": of(number, "speedup", 2),
+    "changed": ENGINES["changed"],
+    "bound": ENGINES["target"],
+}
+ENGINE_PARITY: Mapping[str, Cell] = {
+    **STREAM,
+    "engine": itemgetter("engine"),
+    "misses": of(count, "n_misses"),
+    "largest difference": lambda row: f"{row['difference_most']:.1e}",
+    "beyond the tolerance": of(count, "n_beyond"),
+    "answers changed": of(count, "n_changed"),
+}
+DEMO: Mapping[str, Cell] = {
+    "setting": itemgetter("name"),
+    "hit rate": lambda row: percent(row.get("hit_rate")),
+    "changed answers": lambda row: percent(row.get("changed_answers"), 2),
+    "upper bound": lambda row: percent(row.get("bound"), 2),
+    "p50, ms": lambda row: number(row["latency_ms"]["median"], 2),
+    "p99, ms": lambda row: number(row["latency_ms"]["p99"], 2),
+    "speed-up": speed,
+    "speed-up, whole stream": lambda row: number(row.get("whole", {}).get("speedup"), 2),
+    "learning paid back at request": lambda row: number(row.get("paid_back_at"), 0),
+}
+BOUND: Mapping[str, Cell] = {
+    **STREAM,
+    "target": of(percent, "max_drop"),
+    "over the target": lambda row: f"{row['n_violated']} of {row['n_calibrations']}",
+    "allowed": lambda row: f"{row['run'].metrics['delta'] * row['n_calibrations']:.0f}",
+    "hits, median": of(percent, "hit_rate_median"),
+    "10th to 90th percentile": lambda row: f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
+}
+BOUND_DRAFT: Mapping[str, Cell] = {
+    **BOUND,
+    "changed, median": of(percent, "changed_answers_median", 2),
+    "rungs": lambda row: ", ".join(f"{rungs}: {n}" for rungs, n in sorted(row.get("rungs", {}).items())),
+}
+
+# Prompts, and single calls.
+
+LIMIT: Mapping[str, Cell] = {
+    "model": itemgetter("model"),
+    "tokens": of(count, "length"),
+    "known": of(number, "n_known", 0),
+    "model alone, ms": of(number, "plain_ms"),
+    "llmcache": of(number, "cache_ms"),
+    "limit": of(number, "limit_ms"),
+    "of limit": of(percent, "of_limit"),
+    "continuous batching": of(number, "batching_ms"),
+    "copy of the ready cache": of(number, "copy_ms"),
+    "same first token": lambda row: (
+        "" if row["n_same"] is None else f"{row['n_same']} of {row['run'].config['rounds']}"
+    ),
+    "logits": lambda row: "" if row["max_diff"] is None else f"{row['max_diff']:.0e}",
+    "not run": itemgetter("not_run"),
+}
+PARITY: Mapping[str, Cell] = {
+    "greedy continuations": lambda row: f"[{row['dtype']}](configs/{row['run'].group}.yaml)",
+    "model": lambda row: named_model(row["model"], row["facts"]["weights"]),
+    "same tokens": lambda row: f"{row['n_same']:,} of {row['n']:,}",
+    "near ties": itemgetter("n_near_ties"),
+    "wrong": itemgetter("n_wrong"),
+    "blocks that left": of(count, "n_evicted"),
+    "resident, tenth to end": lambda row: " to ".join(size(row["memory"][at]["resident_bytes"]) for at in (0, -1)),
+}
+
+
+def _median(name: str) -> Cell:
+    return lambda row: number(row["times"][row["kind"]][f"{name}_ms"]["median"], 0)
+
+
+def _of_plain(kind: str) -> Cell:
+    return lambda row: ratio(row["detail"]["ratios"][f"{kind}/nocache"]) if row.get("detail") else ""
+
+
+GENERATION: Mapping[str, Cell] = {
+    "generation": lambda row: KINDS[row["kind"]],
+    "first token, ms": _median("ttft"),
+    "each further token, ms": _median("tpot"),
+    "whole, ms": _median("e2el"),
+    "of the time with a K/V cache": lambda row: (
+        "" if row["kind"] == "kv_cache" else ratio(row["ratios"][f"{row['kind']}/kv_cache"])
+    ),
+}
+COMPILED: Mapping[str, Cell] = {
+    **{name: itemgetter(name) for name in ("model", "rows", "tokens", "bucket")},
+    "no cache, ms": of(number, "nocache_ms", 2),
+    "compiled": of(number, "nocache_compiled_ms", 2),
+    "miss": of(number, "miss_ms", 2),
+    "compiled miss": of(number, "miss_compiled_ms", 2),
+    "exact hit": of(number, "hit_ms", 2),
+    "exact hit, compiled": of(number, "hit_compiled_ms", 2),
+    "compiled / no cache": _of_plain("nocache_compiled"),
+    "compiled miss / no cache": _of_plain("miss_compiled"),
+    "graph, s": of(number, "compile_s"),
+}
+
+# Servers and stores.
+
+
+def _goodput(row: Mapping[str, Any]) -> str:
+    if "goodput" not in row:
+        return f"{number(row['rate'])}{'' if row['is_held'] else ', broken'}"
+    return f"{number(row['goodput'])} ({number(row['goodput_min'])} to {number(row['goodput_max'])})"
+
+
+LOADED: Mapping[str, Cell] = {
+    **STREAM,
+    "server": itemgetter("server"),
+    "arrivals": itemgetter("arrivals"),
+    "goodput, requests / s": _goodput,
+    "gain of the cache": lambda row: number(row.get("gain"), 2),
+    "hits": of(percent, "hit_rate"),
+    "changed": of(percent, "changed_answers", 2),
+    **{f"{name}, ms": of(number, f"{name}_ms") for name in ("p50", "p90", "p99")},
+    "server, CPU ms": of(number, "server_cpu_ms", 2),
+    "generator": of(number, "generator_cpu_ms", 2),
+}
+SOAKED: Mapping[str, Cell] = {
+    **STREAM,
+    "capacity, requests / s": of(number, "capacity"),
+    "asked": of(number, "rate"),
+    "requests": of(count, "n"),
+    "accepted": of(percent, "accepted"),
+    "failed": of(count, "n_failed"),
+    "p99 of accepted / queue limit, ms": lambda row: f"{number(row['p99_ms'])} / {number(1e3 * row['max_queue_s'], 0)}",
+    "most waiting": of(number, "waiting_max", 0),
+    "memory when warm / at the end, MB": lambda row: f"{row['rss_warm_mb']:,.0f} / {row['rss_end_mb']:,.0f}",
+    "hits": of(percent, "hit_rate"),
+    "checked": of(count, "n_checked"),
+    "unequal": of(count, "n_unequal"),
+    "changed": of(percent, "changed_answers", 2),
+}
+REPLICAS: Mapping[str, Cell] = {
+    "model": lambda row: row["run"].metrics["model"],
+    "kills": lambda row: count(row["run"].metrics["n_kills"]),
+    "requests while": itemgetter("phase"),
+    "n": of(count, "n"),
+    "first tries that failed in its hands": of(count, "n_failed_in_hands"),
+    "others that failed": of(count, "n_failed_others"),
+    "failed three times": of(count, "n_lost"),
+    "repeats": of(count, "n_repeats"),
+    "of these hits": of(percent, "hit_rate", 2),
+    "wrong answers": of(count, "n_wrong"),
+}
+FAULTS: Mapping[str, Cell] = {
+    "fault": itemgetter("kind"),
+    **{name: of(count, name) for name in ("n", "requests", "hits", "purges")},
+    "wrong answers": of(count, "wrong"),
+    "served after a purge": of(count, "stale"),
+    "crashes": of(count, "crashed"),
+}
+HOSTILE: Mapping[str, Cell] = {
+    "list": itemgetter("list"),
+    **{name: of(count, name) for name in ("tests", "requests")},
+    **{name: lambda row, name=name: count(row.get(name, 0)) for name in ("2xx", "4xx", "5xx", "unanswered")},
+}
+COMMANDS: Mapping[str, Cell] = {"command": itemgetter("command"), "s": of(number, "seconds", 0)}
