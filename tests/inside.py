@@ -4,6 +4,7 @@ from llmcache import LLMCache
 from llmcache.engines.engine import Eager
 from llmcache.memory.bank import Bank
 from llmcache.reuse.audit.audit import Audit
+from llmcache.reuse.draft import Draft
 from llmcache.reuse.sources import Sources
 
 
@@ -17,6 +18,12 @@ def sources(cache: LLMCache) -> Sources:
 
 def audit(cache: LLMCache) -> Audit:
     return cache._core.learn().reuse.audit
+
+
+def draft(cache: LLMCache) -> Draft:
+    made = cache._core.learn().reuse.draft
+    assert made is not None
+    return made
 
 
 def eager(cache: LLMCache) -> Eager:

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,27 +88,19 @@ def test_the_servers_of_kubernetes_are_probed_limited_and_refuse_everybody_at_fi
     assert all(not value or value == "[]" for value in secret["stringData"].values())  # no shared default secret
 
 
-def _check_command(words: Sequence[str]) -> None:
-    """Assert that `llmcache serve` has these options."""
+def test_servers_are_started_with_options_and_settings_that_there_are() -> None:
     import typer
 
-    from llmcache.cli.serve import command
-
-    app = typer.Typer()
-    app.command()(command)
-    known = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
-
-
-def test_servers_are_started_with_options_and_settings_that_there_are(tmp_path: Path) -> None:
+    from llmcache.cli.main import app
     from llmcache.config import CacheConfig
 
+    serve: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    known = {option for parameter in serve.params for option in parameter.opts}
     compose = _read(DEPLOY / "compose.yaml")
     commands = [one["command"] for name, one in compose["services"].items() if name.startswith("server")]
     commands += [one["args"] for one in _containers() if one["name"] == "server"]
     assert len(commands) == 3
-    for words in commands:
-        _check_command(words)
+    assert {word.partition("=")[0] for words in commands for word in words if word.startswith("--")} <= known
     (config,) = _objects("ConfigMap")
     of_kubernetes = CacheConfig.make(yaml.safe_load(config["data"]["cache.yaml"]))
     of_compose = CacheConfig.make(DEPLOY / "compose" / "cache.yaml")

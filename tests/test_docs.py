@@ -30,11 +30,6 @@ OUT_OF_USE = re.compile(
 SETTINGS = {"0.5 %", "1 %", "30 %", "99 %", "120 %", "100 ms", "180 s"}
 
 
-@pytest.fixture(params=WRITTEN, ids=lambda page: page.name)
-def page(request: pytest.FixtureRequest) -> Path:
-    return request.param
-
-
 @pytest.fixture
 def added() -> Iterator[Callable[[], list[str]]]:
     """A function that returns the names registered by examples; they are removed afterwards."""
@@ -101,20 +96,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {heading.replace(" ", "-") for heading in headings}, link
 
 
-def test_files_that_are_named_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_pages_name_files_that_exist_leave_figures_to_tables_and_have_one_name_for_each_idea(page: Path) -> None:
     named = re.findall(r"`([\w/]+/(?:\w+\.py|\w+/)?|[\w/]+\.py)`", text_of(page))
     roots = [ROOT, ROOT / "llmcache"]
     assert [name for name in named if not any((root / name).exists() for root in roots)] == []
-
-
-def test_prose_leaves_figures_to_tables(page: Path) -> None:
     # A figure that links to its table may be told: test_readme.py compares it.
     told = r"\[[\d.]+ s\]\(docs/results/[^)]*\)"
     prose = re.sub(rf"```.*?```|`[^`]*`|^\|[^\n]*$|{told}", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
     assert set(re.findall(r"\d[\d.,]* (?:%|ms|s|points|times|MB|GB)(?!\w)", prose)) <= SETTINGS
-
-
-def test_each_idea_has_its_one_name(page: Path) -> None:
     assert OUT_OF_USE.search(text_of(page)) is None
 
 

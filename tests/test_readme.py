@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.report.markdown import each
 from experiments.report.pages import MARK, PAGES, TABLES, fill, lines_of
-from experiments.report.pages.files import each, is_timed, row_of
+from experiments.report.pages.files import is_timed
 from llmcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -37,8 +38,7 @@ def test_every_table_with_figures_has_a_mark(page: str) -> None:
 
 
 def test_the_first_screen_is_short() -> None:
-    lines = TEXTS["README.md"].splitlines()
-    assert len(lines) <= 75
+    assert len(TEXTS["README.md"].splitlines()) <= 75
     assert [found[1] for found in MARK.finditer(TEXTS["README.md"])] == ["first_screen"]
 
 
@@ -94,6 +94,3 @@ def test_a_cell_has_the_figure_of_every_seed() -> None:
     assert each([0.5471, None, 0.5]) == "54.7 / - / 50.0 %"
     assert each([-0.00001, -0.0004], 2, unit="") == "0.00 / -0.04"
     assert each([None, None]) == ""
-    assert row_of([{"a b": 1}, {"a b": 2}], **{"a b": 2}) == {"a b": 2}
-    with pytest.raises(ConfigError, match="no row with"):
-        row_of([{"a": 1}], a=2)

@@ -1,7 +1,9 @@
 """Makefile, CI script, pins, version and pages agree with each other."""
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
@@ -27,8 +29,7 @@ def package_name(requirement: str) -> str:
 def test_targets_that_are_named_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
-    assert named
-    assert named <= set(TARGETS)
+    assert named and named <= set(TARGETS)
 
 
 def test_help_lists_every_target() -> None:
@@ -41,7 +42,10 @@ def test_version_is_the_same_everywhere() -> None:
     assert PROJECT["version"] == llmcache.__version__
 
 
-def test_constraints_are_plain_pins() -> None:
+def test_constraints_are_plain_pins_of_every_dependency() -> None:
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    wanted = {package_name(requirement) for group in groups for requirement in group} - {PROJECT["name"]}
+    assert wanted <= {package_name(line) for line in CONSTRAINTS}
     assert [line for line in CONSTRAINTS if not re.fullmatch(r"[A-Za-z0-9_.-]+==\d[A-Za-z0-9.]*", line)] == []
     assert "torch==2.13.0" in CONSTRAINTS
 
@@ -74,6 +78,31 @@ def test_every_dependency_is_pinned() -> None:
     groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     wanted = {package_name(requirement) for group in groups for requirement in group} - {PROJECT["name"]}
     assert wanted <= {package_name(line) for line in CONSTRAINTS}
+
+
+#: Packages by the name that is imported, if they have another one or come with another one.
+PACKAGES = {
+    "faiss": "faiss-cpu",
+    "huggingface_hub": "transformers",
+    "opentelemetry": "opentelemetry-sdk",
+    "pydantic_core": "pydantic",
+    "sklearn": "scikit-learn",
+    "starlette": "fastapi",
+    "tokenizers": "transformers",
+    "yaml": "pyyaml",
+}
+
+
+@pytest.mark.parametrize("room", ["llmcache", "experiments"])
+def test_every_package_that_is_imported_is_declared(room: str) -> None:
+    nodes = [node for path in (ROOT / room).rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    modules += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {name.partition(".")[0] for name in modules} - {"llmcache", "experiments"} - sys.stdlib_module_names
+    extras = {name: group for name, group in PROJECT["optional-dependencies"].items() if name not in ("dev", "outside")}
+    declared = {package_name(one) for group in (PROJECT["dependencies"], *extras.values()) for one in group}
+    packages = {package_name(PACKAGES.get(name, name)) for name in imported}
+    assert "torch" in packages and packages <= declared
 
 
 def test_ci_runs_what_a_developer_runs_and_judges_coverage() -> None:

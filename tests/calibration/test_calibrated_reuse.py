@@ -3,7 +3,6 @@
 import copy
 import types
 from collections.abc import Iterator
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError
+from llmcache.errors import CalibrationError, ConfigError, UnsafeReuseError
 from llmcache.reuse.audit.renewal import RenewalBuffer
 from llmcache.reuse.calibration import calibrated_reuse
 from llmcache.reuse.calibration.observer import flaw
@@ -55,35 +54,18 @@ def fresh(n: int, seed: int = 7) -> list[Inputs]:
     return batched(requests(n, seed=seed)[0])
 
 
-def check_serves_within(cache: LLMCache, most: float) -> None:
-    """Check that new requests are served from others, and that at most a share `most` of answers changes."""
+def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
+    found = cache.calibrate(BATCHES, **LOOSE)
+    assert found is cache.calibration and found.is_certified
+    assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
+    assert found.n_sources + found.n_tested == N
+    assert found.model_ms > 0 and found.lookup_ms > 0
+    assert 1 / found.speedup == pytest.approx(1 - found.chosen.hit_rate + found.lookup_ms / found.model_ms)
     answers, rungs = ask(cache, fresh(400))
     with cache.disabled():
         own, _ = ask(cache, fresh(400))
     assert rungs.count("semantic") > 100
-    assert sum(a != b for a, b in zip(answers, own, strict=True)) / 400 <= most
-
-
-def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
-    found = cache.calibrate(BATCHES, **LOOSE)
-    assert found is cache.calibration
-    assert found.is_certified
-    assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
-    assert found.n_sources + found.n_tested == N
-    assert [setting.limit for setting in found.curve] == sorted(setting.limit for setting in found.curve)
-    assert found.model_ms > 0 and found.lookup_ms > 0
-    assert 1 / found.speedup == pytest.approx(1 - found.chosen.hit_rate + found.lookup_ms / found.model_ms)
-    check_serves_within(cache, most=0.1)
-
-
-def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
-    with LLMCache.wrap(model, **LEARNING) as cache:
-        assert set(rungs_of(cache, BATCHES)) <= {None, "exact"}
-        ask(cache, fresh(50, seed=5))  # repeats were not learned from, so a few more may be needed
-        cache.drain()  # it learns in the background
-        assert cache.calibration.chosen is not None
-        check_serves_within(cache, most=0.1)
-        assert cache.stats().errors == 0
+    assert sum(a != b for a, b in zip(answers, own, strict=True)) / 400 <= 0.1
 
 
 def test_it_is_computed_on_one_thread_of_numpys_blas(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,37 +81,23 @@ def test_it_is_computed_on_one_thread_of_numpys_blas(cache: LLMCache, monkeypatc
 
 
 @pytest.mark.slow
-def test_frozen_sources_stay_and_are_joined_by_no_other(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N) as cache:
-        found = cache.calibrate(BATCHES, **LOOSE)
-        bank, shelf = inside.bank(cache), inside.sources(cache)
-        n_stored, n_standing = len(bank), len(shelf)
-        ask(cache, fresh(600, seed=9))
-        assert 0.9 * found.n_sources < len(shelf) == n_standing <= found.n_sources
-        assert n_stored < len(bank) <= N  # misses are still stored, for exact repeats
-
-
-def test_growing_sources_are_joined_by_others_and_leave_room_for_more(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N + 10) as cache:
-        found = cache.calibrate(BATCHES, sources="growing", **LOOSE)
-        assert not found.is_certified
-        shelf = inside.sources(cache)
-        n_standing = len(shelf)
-        ask(cache, fresh(200))
-        assert len(shelf) > n_standing
-        assert (cache.stats().n_stored, cache.stats().n_too_large) == (N + 10, 0)
-
-
 @pytest.mark.parametrize("sources", ["frozen", "growing"])
-def test_after_loading_a_purge_of_its_sources_ends_it_too(model: nn.Module, sources: str, tmp_path: Path) -> None:
-    """Also for growing sources, which are not pinned: only the index tells their namespace."""
-    with LLMCache.wrap(model) as cache:
+def test_only_growing_sources_are_joined_by_others_and_a_purge_of_either_ends_it(
+    model: nn.Module, sources: str, tmp_path: Path
+) -> None:
+    """Also after loading. Growing sources are not pinned: only the index tells their namespace."""
+    with LLMCache.wrap(model, max_entries=N + 10) as cache:
         with cache.namespace("tenant"):
-            cache.calibrate(BATCHES, sources=sources, **LOOSE)
+            assert cache.calibrate(BATCHES, sources=sources, **LOOSE).is_certified == (sources == "frozen")
+            shelf = inside.sources(cache)
+            n_before = len(shelf)
+            ask(cache, fresh(200))
+        assert len(shelf) == n_before if sources == "frozen" else len(shelf) > n_before
         ask(cache, fresh(1, seed=9))  # stored in a namespace without sources
+        least = n_before + 1 if sources == "frozen" else N + 10  # misses are stored in any case
+        assert cache.stats().n_stored >= least and cache.stats().n_too_large == 0
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
-        assert "tenant" in cache.calibrated.namespaces
         assert any(inside.bank(cache).is_pinned(one.key) for one in inside.sources(cache)) == (sources == "frozen")
         cache.purge(namespace="third")
         assert cache.calibration is not None
@@ -143,18 +111,8 @@ def test_clearing_ends_it(ready: LLMCache) -> None:
     nothing_is_reused(ready)
 
 
-@pytest.mark.parametrize("name", ["bert.encoder.layer.0.output.dense.weight", "classifier.bias"])
-def test_other_weights_end_it_and_load_nothing(ready: LLMCache, model: nn.Module, name: str, tmp_path: Path) -> None:
-    ready.save(tmp_path)
-    assert "semantic" in rungs_of(ready, fresh(80))
-    with edited(model.get_parameter(name)):
-        assert "semantic" not in rungs_of(ready, fresh(80, seed=8))
-        ready.unwrap()
-        with pytest.raises(BankFileError, match="other weights"):
-            LLMCache.load(model, tmp_path)
-
-
-def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> None:
+@pytest.mark.slow
+def test_accuracy_and_other_metrics_are_bounded(cache: LLMCache) -> None:
     changed = cache.calibrate(BATCHES, **LOOSE)
     accuracy = cache.calibrate(BATCHES, labels=LABELS, metric="accuracy", **LOOSE)
     assert accuracy.metric == "accuracy"
@@ -163,13 +121,9 @@ def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> Non
     assert 0.01 < accuracy.watch.most_changed <= 0.5
     names = [f"LABEL_{label}" for label in LABELS]  # names from the model's config
     assert cache.calibrate(BATCHES, labels=names, metric="accuracy", **LOOSE).curve == accuracy.curve
-
-
-def test_a_metric_of_ones_own_is_bounded(cache: LLMCache) -> None:
     metric = Metric(lambda output, label: float(torch.tensor(output).softmax(0)[label]), name="confidence")
-    found = cache.calibrate(BATCHES, labels=LABELS, metric=metric, max_drop=0.1)
-    assert found.metric == "confidence"
-    assert found.chosen.bound <= 0.1
+    confident = cache.calibrate(BATCHES, labels=LABELS, metric=metric, max_drop=0.1)
+    assert confident.metric == "confidence" and confident.chosen.bound <= 0.1
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -184,8 +138,9 @@ NO_REQUESTS: list[tuple[Any, str]] = [
     *[(wrong, "give a list of tokenised inputs or of texts") for wrong in (None, 5, "text", {"input_ids": 1})],
     ([1, 2], "request 0 is a int"),
     ([{"x": torch.ones(1)}], "request 0 has no input_ids"),
-    (["a text"] * N, "texts need the tokenizer"),
     ([], "0 requests"),
+    (["w1 w2", " \n"] * N, r"request 1 is a blank text \(' \\n'\)"),
+    (["w1 w2", "w1 " * 90] * N, "request 1 has 92 tokens, and model or tokenizer take 32"),
 ]
 WRONG_LABELS: list[tuple[dict[str, Any], str]] = [
     ({"metric": "accuracy"}, "needs a label"),
@@ -210,6 +165,14 @@ WRONG_REQUESTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def unlearned() -> Iterator[LLMCache]:
+    """A cache that every calibration leaves as it was."""
+    with LLMCache.wrap(classifier(), tokenizer=tokenizer()) as cache:
+        yield cache
+        nothing_is_reused(cache)
+
+
 @pytest.mark.parametrize(
     ("given", "more", "message"),
     [
@@ -219,13 +182,13 @@ WRONG_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_at_once(
-    cache: LLMCache, given: Any, more: dict[str, Any], message: str
+    unlearned: LLMCache, given: Any, more: dict[str, Any], message: str
 ) -> None:
+    before = unlearned.stats().n_requests
     with pytest.raises(CalibrationError, match=message):
-        cache.calibrate(given, **{"max_drop": 0.4, **more})
-    assert cache.stats().n_requests <= 1  # a metric is tried on one request
-    nothing_is_reused(cache)
-    assert set(rungs_of(cache, fresh(60))) == {"exact"}
+        unlearned.calibrate(given, **{"max_drop": 0.4, **more})
+    assert unlearned.stats().n_requests <= before + 1  # a metric is tried on one request
+    assert unlearned.calibration is None
 
 
 @pytest.mark.parametrize(
@@ -236,32 +199,18 @@ def test_what_cannot_be_learned_from_is_refused_at_once(
     ],
 )
 def test_a_request_that_fails_in_the_model_or_goes_by_the_cache_is_named(
-    cache: LLMCache, more: Inputs, message: str
+    unlearned: LLMCache, more: Inputs, message: str
 ) -> None:
     with pytest.raises(CalibrationError, match=message):
-        cache.calibrate([*SAMPLE[:3], SAMPLE[3] | more, *SAMPLE[4:]], **LOOSE)
-    nothing_is_reused(cache)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (" \n", r"request 1 is a blank text \(' \\n'\)"),
-        ("w1 " * 90, "request 1 has 92 tokens, and model or tokenizer take 32"),
-    ],
-)
-def test_texts_are_neither_blank_nor_cut(model: nn.Module, text: str, message: str) -> None:
-    with LLMCache.wrap(model, tokenizer=tokenizer()) as cache:
-        with pytest.raises(CalibrationError, match=message):
-            cache.calibrate(["w1 w2", text] * N, **LOOSE)
-        nothing_is_reused(cache)
+        unlearned.calibrate([*SAMPLE[:3], SAMPLE[3] | more, *SAMPLE[4:]], **LOOSE)
+    assert unlearned.calibration is None
 
 
 @pytest.mark.slow
 def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
     """Random answers: nearly all hits would be wrong, so nearly nothing is served, even with a large `max_drop`."""
     with LLMCache.wrap(model, answer_of=lambda output: torch.randn(len(output.logits), 5)) as cache:
-        assert cache.calibrate(batched(requests(700)[0]), max_drop=0.01).chosen is None
+        assert cache.calibrate(BATCHES, **LOOSE).chosen is None
         nothing_is_reused(cache)
         assert all(setting.limit <= 0.5 for setting in cache.calibrate(BATCHES, max_drop=0.9).curve)
         assert rungs_of(cache, fresh(60, seed=8)).count("semantic") <= 6
@@ -340,17 +289,6 @@ def test_states_that_are_no_numbers_are_not_learned_from(model: nn.Module) -> No
             cache.calibrate(inputs, **LOOSE)
 
 
-def test_a_calibration_survives_saving_and_loading(ready: LLMCache, model: nn.Module, tmp_path: Path) -> None:
-    found = ready.calibration
-    ready.save(tmp_path)
-    before = ask(ready, fresh(200))
-    ready.unwrap()
-    with LLMCache.load(model, tmp_path) as loaded:
-        assert loaded.calibration == found
-        assert ask(loaded, fresh(200)) == before
-        assert len(inside.sources(loaded)) <= found.n_sources
-
-
 def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> None:
     class Words:
         def get_vocab(self) -> dict[str, int]:
@@ -390,27 +328,26 @@ def test_what_was_purged_is_not_learned_from(model: nn.Module) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [lambda cache, one: cache(**one), lambda cache, one: cache.observe([one])])
-def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache: LLMCache, call: Any) -> None:
+def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache: LLMCache) -> None:
     def made() -> Iterator[Inputs]:
-        for one in SAMPLE[:LEAST]:
-            call(cache, one)
+        for number, one in enumerate(SAMPLE[:LEAST]):
+            cache.observe([one]) if number % 2 else cache(**one)
             yield one
 
     found = cache.calibrate(made(), **LOOSE)
     assert found.n_sources + found.n_tested == LEAST
 
 
-def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=100) as cache:
-        with pytest.raises(CalibrationError, match="raise max_entries"):
-            cache.calibrate(BATCHES, **LOOSE)
+def test_what_the_settings_do_not_suit_is_told(model: nn.Module) -> None:
+    with LLMCache.wrap(model, max_entries=100, answer="labels") as cache:
+        for given, more, message in (
+            (BATCHES, {}, "raise max_entries"),
+            (BATCHES, {"labels": LABELS, "metric": "accuracy"}, "compares classes"),
+            (["a text"] * N, {}, "texts need the tokenizer"),
+        ):
+            with pytest.raises(CalibrationError, match=message):
+                cache.calibrate(given, **LOOSE, **more)
         nothing_is_reused(cache)
-
-
-def test_accuracy_is_one_of_classes(model: nn.Module) -> None:
-    with LLMCache.wrap(model, answer="labels") as cache, pytest.raises(CalibrationError, match="compares classes"):
-        cache.calibrate(BATCHES, labels=LABELS, metric="accuracy", **LOOSE)
 
 
 WRONG_CLAIMS: dict[str, list[Any]] = {
@@ -456,25 +393,6 @@ def test_a_purge_while_it_is_learned_leaves_nothing_to_serve(model: nn.Module, m
         ask(cache, batched(SAMPLE[:LEAST], 20))
         cache.drain()
         assert cache.calibration is None and cache.stats().n_stored == 0
-
-
-def test_a_forgotten_source_goes_on_voting() -> None:
-    """Forgetting a source, computing it again and forgetting it once more changes no other request's risk."""
-    asked = requests(20, seed=7)[0]
-
-    def risks(cache: LLMCache) -> list[float | None]:
-        return [(cache(**one), cache.last[0].risk)[1] for one in asked]
-
-    with calibrated(audit=0) as cache:
-        sources = inside.sources(cache)
-        source = next(one for one in SAMPLE if rungs_of(cache, [one]) == ["exact"])
-        n_before, before = len(sources), risks(cache)
-        for _ in range(2):
-            cache.forget(**source)
-            cache(**source)
-        assert len(sources) == n_before
-        again = [(one, other) for one, other in zip(before, risks(cache), strict=True) if None not in (one, other)]
-        assert again and all(other in (one, inf) for one, other in again)  # infinite if it would have served
 
 
 def test_a_request_that_comes_twice_in_a_batch_is_one_source(cache: LLMCache) -> None:

@@ -1,4 +1,4 @@
-"""The learned fingerprint: what it is fitted on, and that similar vectors mean similar answers."""
+"""The learned fingerprint of unusual tokens. `contract/decisions.json` holds what usual ones decide."""
 
 import numpy as np
 import pytest
@@ -39,39 +39,6 @@ def fitted(dim: int = 8, n: int = 300) -> Learned:
     return learned
 
 
-def cosines(x: Floats) -> Floats:
-    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    return unit @ unit.T
-
-
-def test_fingerprints_are_of_the_size_that_was_asked_for_and_of_norm_one() -> None:
-    learned = fitted(dim=8)
-    vectors = np.concatenate([learned.project([one])[0] for one in made(50, seed=1)[0]])
-    assert vectors.shape == (50, 8) and vectors.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-
-
-def test_they_are_alike_where_what_the_model_made_is_alike_and_outputs_are_forecast() -> None:
-    learned = fitted(dim=D)
-    requests, targets = made(200, seed=2)
-    told = [learned.project([one]) for one in requests]
-    vectors, forecasts = (np.concatenate(part) for part in zip(*told, strict=True))
-    off, meant = ~np.eye(200, dtype=bool), cosines(targets - targets.mean(axis=0))
-    raw = np.stack([TABLE[one].mean(axis=0) for one in requests])
-    likeness, of_raw = (np.corrcoef(cosines(x)[off], meant[off])[0, 1] for x in (vectors, raw))
-    assert likeness > 0.9 > of_raw
-    outputs = targets @ OUT
-    assert forecasts.shape == (200, 3) and forecasts.dtype == np.float32
-    assert ((forecasts - outputs) ** 2).mean() < 0.1 * outputs.var(axis=0).mean()
-
-
-def test_other_rows_change_nothing() -> None:
-    learned = fitted()
-    requests = made(5, seed=3)[0]
-    alone = np.concatenate([learned.project([one])[0] for one in requests])
-    np.testing.assert_allclose(learned.project(requests)[0], alone, atol=1e-6)
-
-
 def test_a_request_without_content_is_like_nothing() -> None:
     learned = fitted()
     vectors, forecasts = learned.project([[], [20, 55, 70]])
@@ -108,7 +75,7 @@ def test_tokens_that_were_not_learned_from_are_guessed() -> None:
     assert max(asked) < 60  # the model is not run for a new token
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "t5", "deberta"])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "deberta"])
 def test_vectors_of_tokens_are_what_the_model_makes_of_each_alone(family: str) -> None:
     model = build(BARE[family]).eval()
     trunk = locate(model)

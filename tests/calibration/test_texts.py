@@ -1,4 +1,4 @@
-"""Calibration on texts: in batches of one length, in order, and printed in three lines."""
+"""Calibration on texts: in batches of one length, in order, and whole."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmcache import CalibrationError, LLMCache
-from tests.contract.streams import calibrated, classifier, requests
+from tests.contract.streams import classifier, requests
 
 
 class Words:
@@ -57,15 +57,3 @@ def test_the_one_that_cannot_be_computed_is_named() -> None:
     given[40] = " ".join([words[0], "69", *words[2:]])
     with LLMCache.wrap(model, tokenizer=Words()) as cache, pytest.raises(CalibrationError, match="request 40"):
         cache.observe(given)
-
-
-def test_a_calibration_prints_in_three_lines() -> None:
-    """The first line has hits, bound and sources, also in a notebook."""
-    with calibrated(audit=0) as cache:
-        made = cache.calibration
-    assert made is not None and made.chosen is not None
-    first, second, third = str(made).splitlines()
-    chosen = made.chosen
-    assert first == f"{chosen.hit_rate:.0%} hits, at most {chosen.bound:.2%} changed at 95%, {made.n_sources:,} sources"
-    assert str(made.n_tested) in second and third == "certified"
-    assert first in made._repr_html_()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.request.counters import Counters, Share, is_logged
+from llmcache.request.counters import Counters, is_logged
 from tests.calls.helpers import agree, pair, rungs
 from tests.tiny_models import CLASSIFIERS, GENERATORS, padded, tokens
 
@@ -70,6 +70,8 @@ def test_a_model_error_is_the_models() -> None:
         with pytest.raises(IndexError):
             cache(input_ids=wrong)
     assert (cache.stats().n_stored, cache.last) == (1, ())
+    with pytest.raises(ValueError, match="Expected input batch_size"):  # of the head, above the trunk
+        cache(input_ids=tokens(2, 5), labels=torch.zeros(7, dtype=torch.long))
     agree(cache, alone, input_ids=tokens(1, 5))
     assert rungs(cache) == ["exact"]
 
@@ -101,26 +103,3 @@ def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixtu
     assert len([text for text in caplog.messages if "audit" in text]) == 4
     assert [n for n in range(1, 2000) if is_logged(n)] == [1, 10, 100, 1000]
     assert counters.snapshot().errors == 1502
-
-
-def test_a_share_turns_at_a_tenth_and_back_at_half_of_that() -> None:
-    share = Share()
-    turns = [(n, share.is_large) for n in range(40) if share.add(n < 10)]
-    assert turns == [(1, True)]
-    quiet = next(n for n in range(1, 200) if share.add(False))
-    assert 20 < quiet < 120 and not share.is_large
-    seldom = Share()
-    assert not any(seldom.add(n % 20 == 0) for n in range(5000))
-
-
-def test_failures_in_one_call_count_as_one() -> None:
-    counters = Counters()
-    for _ in range(8):
-        counters.error("store", ValueError("no"))
-    for _ in range(20):
-        counters.done((), 1, 0.0, 0.0, 0.0, 0)
-    assert not counters.is_failing
-    for _ in range(8):
-        counters.error("read", ValueError("no"))
-        counters.bypass("error", 1)
-    assert counters.is_failing

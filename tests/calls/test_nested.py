@@ -1,4 +1,4 @@
-"""Calls within calls: a user's module or hook calls the wrapped model during a call."""
+"""Calls within and beside calls: a user's module, a hook or another thread acts during a call."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 from llmcache import LLMCache
-from tests.calls.helpers import agree, assert_close, pair, run, rungs, wrapped
-from tests.contract.judge import ask
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
+from tests.calls.helpers import X, agree, pair, rungs, wrapped
+from tests.contract.judge import ask, check_same
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 OUTER, OTHER = padded([6, 4, 5]), padded([7, 3], seed=50)
 GENERATION = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
-
 
 MAKE: list[Callable[[], Any]] = []  # the inner call
 MADE: list[Any] = []  # results of inner calls
@@ -49,24 +49,40 @@ def _begin() -> Iterator[None]:
     IS_INSIDE.now = False
 
 
-def nesting(make: Callable[[LLMCache], Any] | None = None) -> tuple[LLMCache, Any]:
+def nesting(make: Callable[[LLMCache], Any]) -> tuple[LLMCache, Any]:
     """Return a wrapped BERT that makes an inner call in each call, and the plain BERT."""
     model, alone = build(BARE["bert"]), build(BARE["bert"])
     model.encoder.layer[1] = Calling(model.encoder.layer[1])
     cache = LLMCache.wrap(model)
-    MAKE.append(lambda: (make or (lambda cache: states(cache(**OTHER))))(cache))
+    MAKE.append(lambda: make(cache))
     return cache, alone
 
 
-def test_each_call_gets_its_own_states_and_outcomes() -> None:
-    cache, alone = nesting()
-    for n in range(3):
+def here(cache: LLMCache) -> Any:
+    return cache(**OTHER)
+
+
+def in_another_namespace(cache: LLMCache) -> Any:
+    with cache.namespace("inner"):
+        return cache(**OTHER)
+
+
+def in_a_thread(cache: LLMCache) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(setattr, IS_INSIDE, "now", True).result()  # calls of the other thread make no inner calls
+        return pool.submit(copy_context().run, here, cache).result()
+
+
+@pytest.mark.parametrize("make", [here, in_another_namespace, in_a_thread])
+def test_each_call_gets_its_own_states_outcomes_and_namespace(make: Callable[[LLMCache], Any]) -> None:
+    cache, alone = nesting(make)
+    for rung in (None, "exact", "exact"):
         agree(cache, alone, **OUTER)
-        assert rungs(cache) == ([None] * 3 if n == 0 else ["exact"] * 3)
-    assert len(MADE) == 1  # a hit runs no layer
-    for made in MADE:
-        assert_close(made, run(alone, **OTHER), OTHER["attention_mask"])
+        assert rungs(cache) == [rung] * 3
+    (made,) = MADE  # a hit runs no layer
+    check_same(made, ask(alone, **OTHER))
     assert (cache.stats().errors, cache.stats().bypassed, cache.stats().n_stored) == (0, {}, 5)
+    assert cache.purge(namespace="inner") == 2 * (make is in_another_namespace)
 
 
 @pytest.mark.parametrize("is_caught", [True, False])
@@ -91,19 +107,8 @@ def test_an_inner_call_that_raises(is_caught: bool) -> None:
     assert cache.stats().n_stored == 3
 
 
-def test_each_call_has_its_own_namespace() -> None:
-    def elsewhere(cache: LLMCache) -> None:
-        with cache.namespace("inner"):
-            cache(**OTHER)
-
-    cache, _ = nesting(elsewhere)
-    with cache.namespace("outer"):
-        cache(**OUTER)
-    assert [cache.purge(namespace=name) for name in ("inner", "outer", "default")] == [2, 3, 0]
-
-
 def test_last_is_the_outer_calls_though_it_bypassed() -> None:
-    cache, _ = nesting()
+    cache, _ = nesting(here)
     cache(**OUTER, something_new=1)
     assert [outcome.bypassed for outcome in cache.last] == ["unknown_argument"] * 3
     assert cache.stats().n_misses == 2
@@ -123,22 +128,6 @@ def test_generation_within_a_call_and_calls_within_a_generation() -> None:
         assert torch.equal(model.generate(prompt, **GENERATION), alone.generate(prompt, **GENERATION))
         assert rungs(cache) == [rung]  # of the prefill, whatever decode steps call
     assert cache.stats().errors == 0
-
-
-def test_requests_observed_within_a_call() -> None:
-    cache, alone = pair(CLASSIFIERS["bert"])
-    observed = [{"input_ids": tokens(1, 5, seed=i)} for i in range(3)]
-    made: list[int] = []
-
-    def observe(*_: Any) -> None:
-        if not made:
-            made.append(0)
-            made[0] = len(cache.observe(observed))
-
-    cache.model.classifier.register_forward_hook(observe)
-    for _ in range(2):
-        agree(cache, alone, **OUTER)
-    assert (made, cache.stats().n_stored, cache.stats().n_misses, cache.stats().hits) == ([3], 3, 3, {"exact": 3})
 
 
 class Asks(torch.nn.Module):
@@ -162,15 +151,36 @@ def test_of_two_forwards_of_the_trunk_in_one_answer_nothing_is_learned() -> None
     assert (cache.stats().n_stored, cache.stats().errors) == (8, 0)
 
 
-def test_a_thread_that_is_started_in_a_copy_of_the_context() -> None:
-    with ThreadPoolExecutor(1) as pool:
+# -- threads -----------------------------------------------------------------------------------------------------------
 
-        def elsewhere(cache: LLMCache) -> Any:
-            return pool.submit(copy_context().run, lambda: states(cache(**OTHER))).result()
 
-        cache, alone = nesting(elsewhere)
-        pool.submit(setattr, IS_INSIDE, "now", True).result()  # calls of the other thread make no inner calls
-        for _ in range(2):
-            agree(cache, alone, **OUTER)
-    assert_close(MADE[0], run(alone, **OTHER), OTHER["attention_mask"])
-    assert (cache.stats().errors, cache.stats().n_stored) == (0, 5)
+def test_weights_that_change_while_threads_run_are_followed() -> None:
+    cache = wrapped(CLASSIFIERS["bert"])
+    barrier = threading.Barrier(8)
+
+    def work(_: int) -> Any:
+        barrier.wait()
+        return cache(**X)
+
+    for _ in range(3):
+        with torch.no_grad():
+            cache.model.bert.encoder.layer[0].output.dense.weight.mul_(1.1)
+        with cache.disabled():
+            expected = cache(**X)
+        with ThreadPoolExecutor(8) as pool:
+            for answer in pool.map(work, range(8)):
+                check_same(answer, expected)
+
+
+@pytest.mark.parametrize(("kind", "n_known"), [("dynamic", 0), ("dynamic", 4), ("dynamic", 6), ("static", 4)])
+def test_a_call_during_which_the_cache_is_taken_off_ends_right(kind: str, n_known: int) -> None:
+    """The call keeps the hits found before `unwrap`, and a decode step continues its K/V."""
+    cache, alone = pair(GENERATORS["llama"], prefix={"block": 2})
+    ids, step = tokens(2, 6), tokens(2, 1, seed=5)
+    if n_known:
+        cache(ids[:, :n_known])
+    static = tf.StaticCache(config=alone.config, max_cache_len=10)
+    kv_cache = static if kind == "static" else tf.DynamicCache()
+    cache.model.lm_head.register_forward_pre_hook(lambda *_: cache.unwrap() and None)
+    first, after = (ask(cache.model, input_ids=one, past_key_values=kv_cache).logits for one in (ids, step))
+    check_same(torch.cat([first, after], dim=1), ask(alone, input_ids=torch.cat([ids, step], dim=1)).logits)

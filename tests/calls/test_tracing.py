@@ -7,21 +7,18 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, jvp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmcache import LLMCache
-from tests.calls.helpers import agree, assert_close, one_layer, run
+from tests.calls.helpers import agree, one_layer
+from tests.contract.judge import check_same
 from tests.tiny_models import build, tokens
 
 SEEN, OTHER = tokens(2, 6), tokens(2, 6, seed=9)
-WEIGHT = "bert.encoder.layer.0.output.dense.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -31,43 +28,45 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def alone() -> nn.Module:
-    """The same model without a cache."""
-    return build(one_layer)
+def make() -> Any:
+    model: Any = build(one_layer)
+    model.set_attn_implementation("eager")  # vmap cannot take the others apart
+    return model
 
 
-@pytest.fixture
-def cache() -> LLMCache:
-    """A warm cache: both requests are stored, and were served once."""
-    cache = LLMCache.wrap(build(one_layer))
-    for _ in range(2):
-        cache(input_ids=SEEN)
-    assert cache.stats().hits == {"exact": 2}
-    return cache
+def batched(model: Any) -> Any:
+    return vmap(lambda ids: model(input_ids=ids).logits)(torch.stack([SEEN, OTHER]))
 
 
-@pytest.fixture
-def model(cache: LLMCache) -> nn.Module:
-    return cache.model
+def traced(model: Any) -> Any:
+    model.config.return_dict = False
+    return torch.jit.trace(model, (SEEN,), check_trace=False)(OTHER)[0]
 
 
-def bypassed(cache: LLMCache, reason: str = "traced") -> int:
-    stats = cache.stats()
-    assert stats.errors == 0
-    assert set(stats.bypassed) == {reason}
-    assert stats.hits == {"exact": 2}
-    return stats.bypassed[reason]
+def exported(model: Any, is_strict: bool = False) -> Any:
+    inputs = {"input_ids": SEEN, "attention_mask": torch.ones_like(SEEN)}
+    program = torch.export.export(model, (), kwargs=inputs, strict=is_strict)
+    return program.module()(**{**inputs, "input_ids": OTHER}).logits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["real", "symbolic"])
-def test_make_fx_records_the_model(cache: LLMCache, alone: nn.Module, mode: str) -> None:
-    with torch.no_grad():
-        trace = make_fx(lambda ids: cache.model(input_ids=ids).logits, tracing_mode=mode, _allow_non_fake_inputs=True)
-        graph = trace(SEEN)
-    assert_close(graph(OTHER), run(alone, input_ids=OTHER))
-    assert bypassed(cache) == 2
+def exported_strictly(model: Any) -> Any:
+    return exported(model, is_strict=True)
+
+
+def compiled(model: Any) -> Any:
+    run: Any = torch.compile(model, backend="eager")
+    return torch.cat([run(input_ids=SEEN).logits, run(input_ids=OTHER).logits])
+
+
+class Symbols(torch.fx.Tracer):
+    """Traces into the trunk, but not into its modules."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return not isinstance(module, tf.BertPreTrainedModel)
+
+
+def symbolic(model: Any) -> Any:
+    return str(Symbols().trace(nn.Sequential(model)))
 
 
 class Doubling(TorchFunctionMode):
@@ -78,106 +77,53 @@ class Doubling(TorchFunctionMode):
         return output * 2 if func is torch.nn.functional.gelu else output
 
 
-class Watching(TorchDispatchMode):
-    """Sees every operation."""
+def within(mode: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """Return a call within a mode, which gives what the mode counted, too."""
 
-    n_products = 0
+    def call(model: Any) -> Any:
+        with mode() as found:
+            logits = model(input_ids=SEEN).logits
+        return logits, isinstance(found, FlopCounterMode) and found.get_total_flops()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n_products += "mm" in str(func)
-        return func(*args, **(kwargs or {}))
+    return call
 
 
-@pytest.mark.parametrize("make", [Doubling, Watching, lambda: FlopCounterMode(display=False), forward_ad.dual_level])
-def test_a_mode_sees_what_it_sees_of_the_plain_model(
-    cache: LLMCache, alone: nn.Module, make: Callable[[], AbstractContextManager[Any]]
-) -> None:
-    logits, counts = [], []
-    for one in (cache.model, alone):
-        with torch.no_grad(), make() as mode:
-            logits.append(one(input_ids=SEEN).logits)
-        counts.append(mode.get_total_flops() if isinstance(mode, FlopCounterMode) else getattr(mode, "n_products", 0))
-    assert torch.equal(*logits)
-    assert counts[0] == counts[1]
-    assert bypassed(cache) == 2
+#: By name: the use of a model, the reason that is counted, and the number of rows.
+USES: dict[str, tuple[Callable[[Any], Any], str, int]] = {
+    "vmap": (batched, "traced", 2),
+    "symbols": (symbolic, "traced", 1),  # the number of rows is unknown
+    "a mode of functions": (within(Doubling), "traced", 2),
+    "a counter": (within(lambda: FlopCounterMode(display=False)), "traced", 2),
+    "forward mode": (within(forward_ad.dual_level), "traced", 2),
+    "jit": (traced, "compiled", 2),
+    "export": (exported, "compiled", 2),
+    "strict export": (exported_strictly, "", 0),  # it cannot leave its graph to count
+    "compile": (compiled, "compiled", 4),
+}
+SLOW = ("export", "strict export", "compile")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")  # transformers' own
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in USES])
+def test_a_use_that_must_see_the_model_gets_the_model_alone(name: str) -> None:
+    use, reason, n_rows = USES[name]
+    alone, cache = make(), LLMCache.wrap(make())
+    for _ in range(2):
+        agree(cache, alone, input_ids=SEEN)
+    with torch.no_grad():
+        check_same(use(cache.model), use(alone))
+    stats = cache.stats()
+    assert (stats.hits, stats.errors) == ({"exact": 2}, 0)
+    assert stats.bypassed == ({reason: n_rows} if reason else {})
+    alone.config.return_dict = cache.model.config.return_dict = True
     agree(cache, alone, input_ids=SEEN)  # nothing was stored
     assert cache.stats().hits == {"exact": 4}
 
 
-def test_a_default_device_is_no_such_mode(cache: LLMCache, alone: nn.Module) -> None:
-    with torch.device("cpu"):
-        agree(cache, alone, input_ids=SEEN)
-    assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 4}, {})
-
-
-def test_vmap(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        found = vmap(lambda ids: model(input_ids=ids).logits)(torch.stack([SEEN, OTHER]))
-    assert_close(found, torch.stack([run(alone, input_ids=SEEN), run(alone, input_ids=OTHER)]))
-    assert bypassed(cache) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_tangent_is_not_lost(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
-    weight = alone.get_parameter(WEIGHT).detach()
-    direction = torch.linspace(-1, 1, weight.numel()).reshape(weight.shape)  # norms cancel a step of all ones
-
-    def tangent(one: nn.Module) -> Tensor:
-        one.set_attn_implementation("eager")
-
-        def answer(value: Tensor) -> Any:
-            return functional_call(one, {WEIGHT: value}, (), {"input_ids": SEEN}).logits
-
-        with torch.no_grad():
-            found: Tensor = jvp(answer, (weight,), (direction,))[1]
-        return found
-
-    assert_close(tangent(model), tangent(alone))
-    assert tangent(alone).abs().max() > 0
-    assert bypassed(cache) == 2
-
-
-def test_fake_tensors(cache: LLMCache) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        assert cache.model(input_ids=mode.from_tensor(SEEN)).logits.shape == (2, 5)
-    assert bypassed(cache) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")  # transformers' own
-@pytest.mark.parametrize("is_strict", [False, True])
-def test_an_export_holds_the_model_alone(cache: LLMCache, model: nn.Module, alone: nn.Module, is_strict: bool) -> None:
-    inputs = {"input_ids": SEEN, "attention_mask": torch.ones_like(SEEN)}
-    with torch.no_grad():
-        program = torch.export.export(model, (), kwargs=inputs, strict=is_strict)
-        found = program.module()(**{**inputs, "input_ids": OTHER}).logits
-    assert_close(found, run(alone, input_ids=OTHER))
-    # A strict export cannot leave its graph to count.
-    assert cache.stats().bypassed == ({} if is_strict else {"compiled": 2})
-    assert (cache.stats().hits, cache.stats().errors) == ({"exact": 2}, 0)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_jit_trace_records_the_model_and_no_stored_state(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
-    model.config.return_dict = False
-    with torch.no_grad():
-        traced = torch.jit.trace(model, (SEEN,), check_trace=False)
-        assert_close(traced(OTHER)[0], run(alone, input_ids=OTHER))
-    assert bypassed(cache, "compiled") == 2
-
-
-class Symbols(torch.fx.Tracer):
-    """Traces into the trunk, but not into its modules."""
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not isinstance(module, tf.BertPreTrainedModel)
-
-
-def test_a_symbolic_trace_holds_the_model_alone(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
-    with torch.no_grad():
-        graph, expected = (Symbols().trace(nn.Sequential(one)) for one in (model, alone))
-    assert str(graph) == str(expected)
-    assert bypassed(cache) == 1  # the number of rows is unknown
+def test_a_default_device_is_no_such_mode() -> None:
+    alone, cache = make(), LLMCache.wrap(make())
+    for _ in range(2):
+        with torch.device("cpu"):
+            agree(cache, alone, input_ids=SEEN)
+    assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 2}, {})

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import llmcache
 from llmcache import CODECS, FINGERPRINTS, STORES, CacheConfig
@@ -52,17 +51,11 @@ def test_commands_and_options_have_help_which_names_them(
         assert max(parameter.opts, key=len) in shown or parameter.param_type_name == "argument"
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("--version") == 0
-    assert capsys.readouterr().out == f"llmcache {llmcache.__version__}\n"
-
-
 @pytest.mark.parametrize("args", [["--nonsense"], ["info", "--nonsense"], ["nonsense"]])
 def test_unknown_words_exit_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(*args) == 2
     captured = capsys.readouterr()
-    assert "nonsense" in captured.err
-    assert captured.out == ""
+    assert "nonsense" in captured.err and captured.out == ""
 
 
 def failing(error: Exception) -> Callable[[], None]:
@@ -104,31 +97,29 @@ def test_help_loads_nothing_heavy() -> None:
     assert result.stdout.strip() == ""
 
 
-def test_module_is_the_command() -> None:
-    result = subprocess.run([sys.executable, "-m", "llmcache", "--help"], capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("Usage: llmcache ")
-
-
-def test_info_names_what_runs() -> None:
-    result = CliRunner().invoke(cli.app, ["info"], catch_exceptions=False)
-    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+def test_info_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("--version") == 0
+    assert capsys.readouterr().out == f"llmcache {llmcache.__version__}\n"
+    assert run_main("info") == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(rows) == ["llmcache", "python", "torch", "transformers", "faiss", "threads", "device"]
     assert rows["llmcache"] == llmcache.__version__
 
 
 @pytest.mark.slow
-def test_reference_is_fresh_and_notices_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reference_is_fresh_whatever_the_terminal_and_a_change_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
     assert reference.main(["--check", str(ROOT / "docs")]) == 0, capsys.readouterr().err
-    assert reference.main(["--check", str(tmp_path)]) == 1
+    monkeypatch.setenv("COLUMNS", "200")
     assert reference.main([str(tmp_path)]) == 0
     for page in reference.PAGES:
-        assert reference.main(["--check", str(tmp_path)]) == 0
-        path = tmp_path / page
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text + "edited\n", encoding="utf-8")
-        assert reference.main(["--check", str(tmp_path)]) == 1
-        assert f"{page} is stale: run `make docs`" in capsys.readouterr().err
-        path.write_text(text, encoding="utf-8")
+        assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
+    (tmp_path / page).write_text("edited")
+    assert reference.main(["--check", str(tmp_path)]) == 1
+    assert f"{page} is stale: run `make docs`" in capsys.readouterr().err
 
 
 def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
@@ -140,12 +131,3 @@ def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(registry)
     assert "| `ttl` | `ttl_s` |" in text  # no clock: a setting cannot give one
     assert "| `flat` |  |" in text  # no width: the library gives it
-
-
-def test_reference_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    rendered = []
-    for columns in ("40", "200"):
-        monkeypatch.setenv("COLUMNS", columns)
-        rendered.append(reference.render())
-    assert rendered == [(ROOT / "docs" / "cli.md").read_text(encoding="utf-8")] * 2

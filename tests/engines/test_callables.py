@@ -1,6 +1,7 @@
 """Models without a trunk: ONNX Runtime sessions, stand-ins of Optimum's models, and other callables."""
 
 import inspect
+import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import helper
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 from llmcache import CalibrationError, ConfigError, LLMCache, UnfitBankError, UnsafeReuseError, UnsupportedModelError
@@ -43,16 +44,6 @@ def arrays(input_ids: Any, attention_mask: Any) -> Any:
     return {"labels": made.argmax(dim=1).numpy(), "logits": made.numpy()}
 
 
-class Wrapper:
-    """Holds a session, and weights of its own."""
-
-    def __init__(self, session: Any, bias: float) -> None:
-        self.session, self.bias = session, bias
-
-    def __call__(self, input_ids: Any, attention_mask: Any) -> Any:
-        return self.session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})[0] + self.bias
-
-
 def rungs(cache: LLMCache) -> list[str | None]:
     return [one.rung for one in cache.last]
 
@@ -73,38 +64,33 @@ class Counted:
         return cache
 
 
-def save_graph(path: Path, is_pooled: bool = True, sizes: Any = ("rows", "tokens")) -> Path:
+def parsed(text: str, **weights: np.ndarray) -> onnx.ModelProto:
+    """Return a graph written as text, with its weights in float32."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 18]> {text}')
+    held = [onnx.numpy_helper.from_array(one.astype(np.float32), name) for name, one in weights.items()]
+    model.graph.initializer.extend(held)
+    return model
+
+
+def save_graph(path: Path, is_pooled: bool = True, sizes: str = "rows, tokens") -> Path:
     """Save a graph with its weights in another file: token vectors (B, T, D), or logits (B, C) of their masked mean."""
     rng = np.random.default_rng(0)
-    weights = {
-        "table": rng.standard_normal((VOCABULARY, 32)).astype(np.float32),
-        "weight": rng.standard_normal((32, 5)).astype(np.float32),
-        "last": np.array([2]),
-        "tokens": np.array([1]),
-    }
-    steps = [
-        ("Gather", ["table", "input_ids"], "last_hidden_state"),
-        ("Cast", ["attention_mask"], "cast"),
-        ("Unsqueeze", ["cast", "last"], "mask"),
-        ("Mul", ["last_hidden_state", "mask"], "valid"),
-        ("ReduceSum", ["valid", "tokens"], "sums"),
-        ("ReduceSum", ["mask", "tokens"], "counts"),
-        ("Div", ["sums", "counts"], "means"),
-        ("MatMul", ["means", "weight"], "logits"),
-    ]
-    more = {"Cast": {"to": onnx.TensorProto.FLOAT}, "ReduceSum": {"keepdims": 0}}
-    name, shape = ("logits", [sizes[0], 5]) if is_pooled else ("last_hidden_state", [*sizes, 32])
-    ints = [
-        helper.make_tensor_value_info(one, onnx.TensorProto.INT64, [*sizes]) for one in ("input_ids", "attention_mask")
-    ]
-    graph = helper.make_graph(
-        [helper.make_node(kind, given, [made], **more.get(kind, {})) for kind, given, made in steps],
-        "graph",
-        ints,
-        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)],
-        [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()],
+    output = "float[rows, 5] logits" if is_pooled else "float[rows, tokens, 32] last_hidden_state"
+    model = parsed(
+        f"""graph (int64[{sizes}] input_ids, int64[{sizes}] attention_mask) => ({output})
+        <int64[1] second = {{1}}, int64[1] third = {{2}}> {{
+            last_hidden_state = Gather(table, input_ids)
+            cast = Cast<to = 1>(attention_mask)
+            mask = Unsqueeze(cast, third)
+            valid = Mul(last_hidden_state, mask)
+            sums = ReduceSum<keepdims = 0>(valid, second)
+            counts = ReduceSum<keepdims = 0>(mask, second)
+            means = Div(sums, counts)
+            logits = MatMul(means, weight)
+        }}""",
+        table=rng.standard_normal((VOCABULARY, 32)),
+        weight=rng.standard_normal((32, 5)),
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=64)
     return path
 
@@ -112,27 +98,21 @@ def save_graph(path: Path, is_pooled: bool = True, sizes: Any = ("rows", "tokens
 def save_dynamic(path: Path) -> Path:
     """Save a classifier that rounds by the largest value of a call: ids from 64 on, which no trial has, are large."""
     rng = np.random.default_rng(0)
-    signs = np.sign(rng.standard_normal((VOCABULARY, 8))) * np.where(np.arange(VOCABULARY) < 64, 1.0, 9.7)[:, None]
-    weights = {"table": signs, "weight": rng.standard_normal((8, 5)), "near": rng.uniform(0.5, 1, 8)}
-    steps = [
-        ("Gather", ["table", "input_ids"], ["signs"]),
-        ("Where", ["small", "near", "signs"], ["values"]),
-        ("DynamicQuantizeLinear", ["values"], ["rounded", "scale", "zero"]),
-        ("DequantizeLinear", ["rounded", "scale", "zero"], ["again"]),
-        ("ReduceMean", ["again", "tokens"], ["means"]),
-        ("MatMul", ["means", "weight"], ["logits"]),
-    ]
-    constants = {"tokens": np.array([1]), "small": np.arange(8) < 4}
-    graph = helper.make_graph(
-        [helper.make_node(kind, given, made, **({"keepdims": 0} if kind == "ReduceMean" else {}))
-         for kind, given, made in steps],
-        "graph",
-        [helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, ["rows", "tokens"])],
-        [helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["rows", 5])],
-        [onnx.numpy_helper.from_array(one.astype(np.float32), name) for name, one in weights.items()]
-        + [onnx.numpy_helper.from_array(one, name) for name, one in constants.items()],
-    )  # fmt: skip
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    model = parsed(
+        """graph (int64[rows, tokens] input_ids) => (float[rows, 5] logits)
+        <int64[1] second = {1}, bool[8] small = {1, 1, 1, 1, 0, 0, 0, 0}> {
+            signs = Gather(table, input_ids)
+            values = Where(small, near, signs)
+            rounded, scale, zero = DynamicQuantizeLinear(values)
+            again = DequantizeLinear(rounded, scale, zero)
+            means = ReduceMean<keepdims = 0>(again, second)
+            logits = MatMul(means, weight)
+        }""",
+        table=np.sign(rng.standard_normal((VOCABULARY, 8))) * np.where(np.arange(VOCABULARY) < 64, 1.0, 9.7)[:, None],
+        weight=rng.standard_normal((8, 5)),
+        near=rng.uniform(0.5, 1, 8),
+    )
+    onnx.save(model, path)
     return path
 
 
@@ -140,23 +120,6 @@ def save_dynamic(path: Path) -> Path:
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier's file."""
     return save_graph(tmp_path_factory.mktemp("graph") / "model.onnx")
-
-
-class OrtModel:
-    """As Optimum's models are: no module, with a session, a config and a forward."""
-
-    def __init__(self, path: Path, config: Any, output: type) -> None:
-        self.session = onnxruntime.InferenceSession(path)
-        self.config, self.output = config, output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-    def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, **more: Any) -> Any:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        made = self.session.run(None, {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
-        tensors = tuple(map(torch.from_numpy, made))
-        return self.output(tensors[0]) if self.output is BaseModelOutput else self.output(logits=tensors[0])
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------------
@@ -169,8 +132,7 @@ def test_a_session_answers_by_the_names_of_its_outputs(graph: Path) -> None:
     expected = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0]
     for rung in (None, "exact"):
         found = cache(input_ids=ids)  # a mask of ones is added
-        assert type(found) is dict
-        assert type(found["logits"]) is np.ndarray
+        assert type(found) is dict and type(found["logits"]) is np.ndarray
         np.testing.assert_array_equal(found["logits"], expected)
         assert rungs(cache) == [rung] * 3
     found = cache(input_ids=torch.from_numpy(ids[:1]), token_type_ids=torch.zeros(1, 9, dtype=torch.int64))
@@ -185,16 +147,13 @@ def test_a_batch_is_partly_served_and_padding_has_no_part_in_a_key(graph: Path) 
     short = {name: one[1:2, :4].numpy() for name, one in whole.items()}
     np.testing.assert_allclose(cache(**short)["logits"], expected[1:2], atol=1e-5)
     assert rungs(cache) == ["exact"]
-    again = {
-        name: torch.cat([one[2:], tokens(1, 7, seed=9) if name == "input_ids" else one[:1]])
-        for name, one in whole.items()
-    }
+    again = {name: torch.cat([one[2:], padded([7], seed=9)[name]]) for name, one in whole.items()}
     np.testing.assert_array_equal(cache(**again)["logits"][:1], expected[2:])
     assert rungs(cache) == ["exact", None]
 
 
 def test_a_session_of_one_shape_is_tried_in_this_shape(tmp_path: Path) -> None:
-    cache = LLMCache.wrap(onnxruntime.InferenceSession(save_graph(tmp_path / "model.onnx", sizes=(1, 12))))
+    cache = LLMCache.wrap(onnxruntime.InferenceSession(save_graph(tmp_path / "model.onnx", sizes="1, 12")))
     for rung in (None, "exact"):
         assert cache(input_ids=tokens(1, 12))["logits"].shape == (1, 5)
         assert rungs(cache) == [rung]
@@ -202,43 +161,33 @@ def test_a_session_of_one_shape_is_tried_in_this_shape(tmp_path: Path) -> None:
         cache(input_ids=tokens(1, 9))
 
 
-def test_an_object_of_the_users_that_holds_a_session_needs_a_digest(graph: Path) -> None:
-    session = onnxruntime.InferenceSession(graph)
-    with pytest.raises(ConfigError, match="does not tell its weights apart from others: give digest="):
-        LLMCache.wrap(Wrapper(session, 0.0))
-    digests = [LLMCache.wrap(Wrapper(session, bias), digest=f"bias {bias}") for bias in (0.0, 1.0)]
-    ids = tokens(2, 6, seed=3).numpy()
-    first, second = (cache(input_ids=ids) for cache in digests)
-    np.testing.assert_allclose(second, first + 1, atol=1e-6)
-
-
 def test_the_digest_of_a_session_is_that_of_its_files(graph: Path, tmp_path: Path) -> None:
     digests = []
     for name in ("model.onnx", "model.onnx.data"):
-        copied = tmp_path / name.replace(".", "-")
-        copied.mkdir()
-        for file in graph.parent.iterdir():
-            (copied / file.name).write_bytes(file.read_bytes())
+        copied = shutil.copytree(graph.parent, tmp_path / name)
         session = onnxruntime.InferenceSession(copied / "model.onnx")
         digests.append(callables._digest_of(session))
         data = bytearray((copied / name).read_bytes())
         data[-1] ^= 1
         (copied / name).write_bytes(data)
         digests.append(callables._digest_of(session))
-    assert digests[0] == digests[2]
-    assert len(set(digests)) == 3
+    assert digests[0] == digests[2] and len(set(digests)) == 3
 
 
-def test_a_session_that_tells_no_path_needs_a_digest(graph: Path, tmp_path: Path) -> None:
-    content = SimpleNamespace(**{name: lambda *args: [] for name in ("run", "get_inputs", "get_outputs")})
-    for given in (content, answer):
-        with pytest.raises(ConfigError, match=r"give digest='...'.*") as raised:
-            LLMCache.wrap(given)
+def test_what_does_not_tell_its_weights_apart_needs_a_digest(graph: Path) -> None:
+    holder = type("Holder", (), {"__call__": lambda self, input_ids: input_ids})()
+    holder.session = onnxruntime.InferenceSession(graph)
+    without_path = SimpleNamespace(**{name: lambda *args: [] for name in ("run", "get_inputs", "get_outputs")})
+    for given, settings, match in (
+        (holder, {}, "does not tell its weights apart from others: give digest="),
+        (without_path, {}, r"give digest='...'"),
+        (answer, {}, r"give digest='...'"),
+        ("model.onnx", {}, "a str cannot be wrapped"),
+        (answer, {"digest": ""}, "digest=''"),
+    ):
+        with pytest.raises(ConfigError, match=match) as raised:
+            LLMCache.wrap(given, **settings)
         assert "\n" not in str(raised.value)
-    with pytest.raises(ConfigError, match="a str cannot be wrapped"):
-        LLMCache.wrap("model.onnx")
-    with pytest.raises(ConfigError, match="digest=''"):
-        LLMCache.wrap(answer, digest="")
 
 
 # -- callables ---------------------------------------------------------------------------------------------------------
@@ -273,7 +222,7 @@ def test_a_hit_has_type_and_structure_of_the_callables_output(structure: str) ->
     cache = counted.wrap()
     for inputs in (padded([5, 9]), {"input_ids": tokens(1, 1)}):
         expected, found = cache(**inputs), cache(**inputs)
-        assert rungs(cache) == ["exact"] * len(found if structure == "tensor" else inputs["input_ids"])
+        assert rungs(cache) == ["exact"] * len(inputs["input_ids"])
         assert type(found) is type(expected)
         assert list(fields_of(found)) == list(fields_of(expected))
         for one, other in zip(fields_of(found).values(), fields_of(expected).values(), strict=True):
@@ -284,45 +233,39 @@ def test_a_hit_has_type_and_structure_of_the_callables_output(structure: str) ->
 
 def test_arrays_and_tensors_go_in_and_the_callable_gets_what_it_takes() -> None:
     counted = Counted(arrays)
-    cache = counted.wrap()
-    inputs = padded([5, 9])
+    cache, inputs = counted.wrap(), padded([5, 9])
     found = cache(**{name: one.numpy() for name, one in inputs.items()})
     assert {name: type(one) for name, one in found.items()} == {"labels": np.ndarray, "logits": np.ndarray}
-    assert counted.n_rows == 2
     cache(**inputs)
     assert (counted.n_rows, rungs(cache)) == (2, ["exact"] * 2)
 
 
-def test_a_callable_that_answers_by_token_has_exact_repeats_of_the_same_padding() -> None:
-    spans = build(TOKEN_HEADS["span"])
-    counted = Counted(lambda input_ids, attention_mask: spans(input_ids=input_ids, attention_mask=attention_mask))
-    cache = counted.wrap()
-    inputs = padded([5, 9])
+SPANS = build(TOKEN_HEADS["span"])
+#: Callables whose answer for a row depends on its padding, or on the rows beside it.
+WHOLE: dict[str, Callable[..., Any]] = {
+    "answers by token": lambda input_ids, attention_mask: SPANS(input_ids, attention_mask),
+    "heeds no mask": lambda input_ids, attention_mask: input_ids[:, :2].float() + input_ids.float().mean(1)[:, None],
+    "mixes rows": lambda input_ids: functional.one_hot(input_ids % 7, 8).float().mean((0, 1)).expand(len(input_ids), 8),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_depends_on_the_rest_of_a_call_is_served_to_its_repeat_alone(name: str) -> None:
+    cache, inputs = Counted(WHOLE[name]).wrap(), padded([5, 9])
+    if name == "mixes rows":
+        inputs = {"input_ids": tokens(2, 5)}
     expected, found = cache(**inputs), cache(**inputs)
-    assert torch.equal(found.start_logits, expected.start_logits)
-    assert torch.equal(found.end_logits, expected.end_logits)
     assert rungs(cache) == ["exact"] * 2
+    assert all(torch.equal(*pair) for pair in zip(fields_of(found).values(), fields_of(expected).values(), strict=True))
     cache(**{name: one[:1, :5] for name, one in inputs.items()})
     assert rungs(cache) == [None]
-    assert cache(**padded([3, 4], seed=4)).start_logits.shape == (2, 4)
-    with pytest.raises(UnsafeReuseError, match="answers by token"):
-        cache.calibrate([inputs])
-
-
-def test_rows_that_affect_each_other_are_served_with_their_whole_call_alone() -> None:
-    cache = Counted(
-        lambda input_ids: (
-            torch.nn.functional.one_hot(input_ids % 7, 8).float().mean(dim=(0, 1)).expand(len(input_ids), 8)
-        )
-    ).wrap()
-    ids = tokens(2, 5)
-    cache(input_ids=ids)
-    cache(input_ids=ids)
-    assert rungs(cache) == ["exact"] * 2
-    cache(input_ids=ids[:1])
-    assert rungs(cache) == [None]
-    with pytest.raises(CalibrationError, match=r"request 0 has 2 rows, and rows .*: .* float"):
-        cache.calibrate([{"input_ids": ids}])
+    if name == "mixes rows":
+        with pytest.raises(CalibrationError, match=r"request 0 has 2 rows, and rows .*: .* float"):
+            cache.calibrate([inputs])
+    if name == "answers by token":
+        assert cache(**padded([3, 4], seed=4)).start_logits.shape == (2, 4)
+        with pytest.raises(UnsafeReuseError, match="answers by token"):
+            cache.calibrate([inputs])
 
 
 @pytest.mark.parametrize("is_read", [str, Path.read_bytes], ids=["file", "bytes"])
@@ -335,14 +278,35 @@ def test_a_graph_with_one_scale_a_call_is_known_by_its_operators(tmp_path: Path,
     assert rungs(cache) == ["exact"]
 
 
-def test_padding_counts_where_the_mask_is_not_heeded() -> None:
-    cache = Counted(lambda input_ids, attention_mask: torch.stack([input_ids.float().mean(dim=1)] * 2, dim=1)).wrap()
-    inputs = padded([5, 9])
-    cache(**inputs)
-    cache(**{name: one[:1, :5] for name, one in inputs.items()})
-    assert rungs(cache) == [None]
-    cache(**inputs)
-    assert rungs(cache) == ["exact"] * 2
+def test_a_callable_that_fills_the_same_memory_again_is_tried_on_copies() -> None:
+    """Else a trial compares an output with itself, and neither padding nor the rows beside seem to matter."""
+    held = torch.zeros(64, 5)
+
+    def fill(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        made = CLASSIFY(input_ids=input_ids).logits  # heeds no mask
+        held[: len(made)] = made
+        return held[: len(made)]
+
+    cache, inputs = LLMCache.wrap(fill, digest="one", tokenizer=tokenizer()), padded([6, 8])
+    with torch.inference_mode():
+        cache(input_ids=inputs["input_ids"][:1, :6])
+        row = {name: one[:1] for name, one in inputs.items()}
+        torch.testing.assert_close(cache(**row).clone(), CLASSIFY(input_ids=row["input_ids"]).logits)
+
+
+def test_a_module_in_training_mode_is_computed() -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            made: Tensor = CLASSIFY(input_ids=input_ids).logits
+            return made
+
+    model = Model().eval()
+    cache = LLMCache.wrap(model, digest="one", tokenizer=tokenizer())
+    for is_training, rung in ((False, None), (False, "exact"), (True, None)):
+        model.train(is_training)
+        cache(input_ids=tokens(1, 6, 1))
+        assert rungs(cache) == [rung]
+    assert cache.stats().bypassed == {"training": 1}
 
 
 # -- what is not served ------------------------------------------------------------------------------------------------
@@ -353,19 +317,14 @@ def test_an_output_without_a_row_per_request_is_computed_and_counted() -> None:
     cache = counted.wrap()
     for _ in range(2):
         assert cache(input_ids=tokens(2, 5))["loss"] == 1
-    assert counted.n_rows == 4
-    assert cache.stats().bypassed == {"more_output": 4}
+    assert (counted.n_rows, cache.stats().bypassed) == (4, {"more_output": 4})
     with pytest.raises(UnsafeReuseError, match="no logits"):
         cache.calibrate([{"input_ids": tokens(2, 5)}])
 
 
 def test_an_output_of_another_structure_than_at_wrapping_is_returned_as_it_is() -> None:
     kinds: list[type] = [tuple]
-
-    def call(input_ids: Tensor) -> Any:
-        return kinds[-1]([answer(input_ids).logits])
-
-    cache = Counted(call).wrap()
+    cache = Counted(lambda input_ids: kinds[-1]([answer(input_ids).logits])).wrap()
     cache(input_ids=tokens(1, 5))
     kinds.append(list)
     assert type(cache(input_ids=tokens(2, 5, seed=3))) is list
@@ -399,8 +358,7 @@ def test_errors_of_the_callable_reach_the_caller(graph: Path) -> None:
     cache = Counted(call).wrap()
     with pytest.raises(Broken):
         cache(input_ids=torch.full((1, 4), 5))
-    assert cache.stats().health.failures == {}
-    assert cache.last == ()
+    assert (cache.stats().health.failures, cache.last) == ({}, ())
     with pytest.raises(Exception, match="position_ids"):
         LLMCache.wrap(onnxruntime.InferenceSession(graph))(input_ids=tokens(1, 4), position_ids=torch.arange(4)[None])
     with pytest.raises(UnsupportedModelError, match=r"made-up tokens.*Broken") as raised:
@@ -408,34 +366,33 @@ def test_errors_of_the_callable_reach_the_caller(graph: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+NEEDS_LAYERS = ({"tau": 0.9}, {"draft": "int8"}, {"engine": "onnxruntime"}, {"adapter": "bert"}, {"payload": "cls"})
+WITH_TOKENIZER = {"digest": "one", "tokenizer": tokenizer()}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"tau": 0.9}, {"draft": "int8"}, {"engine": "onnxruntime"}, {"adapter": "bert"}, {"payload": "cls"}],
-    ids=lambda one: next(iter(one)),
+    ("model", "settings", "message"),
+    [
+        *((answer, {"digest": "one", **settings}, "not with a callable") for settings in NEEDS_LAYERS),
+        (answer, {**WITH_TOKENIZER, "embeddings": np.ones((5, 2))}, "5 rows"),
+        (answer, {**WITH_TOKENIZER, "embeddings": np.ones(5)}, "for each token"),
+        (answer, {**WITH_TOKENIZER, "embeddings": np.full((99, 2), np.nan)}, "finite"),
+        (CLASSIFY, {"embeddings": np.ones((99, 2))}, "only with a callable"),
+        (nn.Linear(2, 2), {}, r"give wrap\(\) a digest"),
+    ],
 )
-def test_what_needs_layers_is_refused_in_one_line(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not with a callable") as raised:
-        LLMCache.wrap(answer, digest="one", **settings)
+def test_settings_that_do_not_fit_are_refused_in_one_line(model: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message) as raised:
+        LLMCache.wrap(model, **settings)
     assert "\n" not in str(raised.value)
 
 
-def test_compile_generate_and_embeddings_that_do_not_fit_are_refused() -> None:
+def test_a_callable_is_neither_compiled_nor_continues_a_text() -> None:
     cache = LLMCache.wrap(answer, digest="one")
     with pytest.raises(ConfigError, match="no modules to compile"):
         cache.compile()
     with pytest.raises(UnsupportedModelError, match="cannot continue a text"):
         generate(cache.model, tokens(1, 4))
-    for embeddings, what in (
-        (np.ones((5, 2)), "5 rows"),
-        (np.ones(5), "for each token"),
-        (np.full((99, 2), np.nan), "finite"),
-    ):
-        with pytest.raises(ConfigError, match=what):
-            LLMCache.wrap(answer, digest="one", tokenizer=tokenizer(), embeddings=embeddings)
-    with pytest.raises(ConfigError, match="only with a callable"):
-        LLMCache.wrap(classifier(), embeddings=np.ones((99, 2)))
-    with pytest.raises(UnsupportedModelError, match="give wrap\\(\\) a digest"):
-        LLMCache.wrap(nn.Linear(2, 2))
 
 
 # -- the rest of the cache ---------------------------------------------------------------------------------------------
@@ -443,26 +400,18 @@ def test_compile_generate_and_embeddings_that_do_not_fit_are_refused() -> None:
 
 def test_namespaces_budget_look_up_and_forget() -> None:
     counted = Counted(answer)
-    cache = counted.wrap(max_entries=4)
-    inputs = padded([5, 9])
+    cache, inputs = counted.wrap(max_entries=4), padded([5, 9])
     with cache.namespace("a"):
         cache(**inputs)
     cache(**inputs)
     assert rungs(cache) == [None, None]
     found = cache.look_up(inputs)
-    assert found.served is not None
-    assert found.missing is None
+    assert found.served is not None and found.missing is None
     with cache.only_if_cached():
         assert cache(**found.served.inputs).logits.shape == (2, 5)
-    assert counted.n_rows == 4
-    assert cache.forget(**inputs) == 2
-    with cache.disabled():
-        cache(**inputs)
-    assert cache.stats().bypassed == {"disabled": 2}
-    assert cache.stats().n_evicted_total == 0
+    assert (counted.n_rows, cache.forget(**inputs), cache.stats().n_evicted_total) == (4, 2, 0)
     cache(**padded([3, 4, 5, 6], seed=4))
     assert cache.stats().n_evicted_total == 2
-    assert cache.purge(namespace="a") <= 2
 
 
 @pytest.mark.parametrize("has_table", [True, False])
@@ -470,81 +419,70 @@ def test_calibrated_reuse_is_audited_by_the_same_callable_and_saved(tmp_path: Pa
     more = {"embeddings": CLASSIFY.get_input_embeddings().weight if has_table else None}
     counted = Counted(arrays)
     cache = keep_quiet(counted.wrap(audit={"rate": 1.0, "share": 1.0}, **more))
-    ids, _ = requests(1500, seed=1, noise=0.05)
-    found = cache.calibrate(batched(ids[:1200]), max_drop=0.05)
-    assert found.chosen is not None
-    assert found.chosen.hit_rate > 0.5
+    ids, _ = requests(900, seed=1, noise=0.05)
+    made = cache.calibrate(batched(ids[:700]), max_drop=0.05)
+    assert made.chosen is not None and made.chosen.hit_rate > 0.5
     counted.n_rows = 0
-    asked = ask(cache, ids[1200:])
+    asked = ask(cache, ids[700:])
     n_served = asked.count("semantic")
-    assert n_served > 100
-    assert counted.n_rows == len(asked) - n_served - asked.count("exact")
+    assert n_served > 50 and counted.n_rows == len(asked) - n_served - asked.count("exact")
+    assert "semantic" in ask(cache, requests(40, seed=2, n_words=9, noise=0.0)[0])  # of another length
     cache.drain()
     audit = cache.stats().audit
-    assert audit is not None
-    assert audit.n_recomputed == audit.n_drawn == n_served
+    assert audit is not None and audit.n_recomputed == audit.n_drawn >= n_served
     cache.save(tmp_path / "saved")
     cache.unwrap()
     for other in ({"digest": "two", **more}, {"digest": "one", "embeddings": np.ones((VOCABULARY, 3))}):
         with pytest.raises(UnfitBankError, match="other weights"):
             LLMCache.load(counted, tmp_path / "saved", tokenizer=tokenizer(), **other)
-    loaded = LLMCache.load(counted, tmp_path / "saved", tokenizer=tokenizer(), digest="one", **more)
-    counted.n_rows = 0
-    assert ask(loaded, ids[1200:1210]) == ["exact"] * 10
-    assert "semantic" in ask(loaded, requests(20, seed=7, noise=0.05)[0])
-    loaded.unwrap()
-
-
-def test_requests_of_other_lengths_are_served() -> None:
-    cache = Counted(answer).wrap(audit=0)
-    ids, _ = requests(1200, seed=1, noise=0.05)
-    cache.calibrate(batched(ids), max_drop=0.05)
-    longer, _ = requests(40, seed=2, n_words=9, noise=0.0)
-    assert "semantic" in ask(cache, longer)
-    assert cache(input_ids=longer[:1]).logits.shape == (1, 5)
+    with LLMCache.load(counted, tmp_path / "saved", tokenizer=tokenizer(), digest="one", **more) as loaded:
+        assert ask(loaded, ids[700:710]) == ["exact"] * 10
+        assert "semantic" in ask(loaded, requests(20, seed=7, noise=0.05)[0])
 
 
 def test_one_column_is_a_score_and_an_embedding_is_what_the_caller_says() -> None:
     cache = Counted(lambda input_ids: answer(input_ids).logits[:, :1]).wrap()
     assert cache._core.learn().calibrated.fitter.answers.name == "score"
-    cache.unwrap()
     cache = Counted(lambda input_ids: answer(input_ids).logits).wrap(answer="embedding", audit=0)
     (case,) = cache.observe([{"input_ids": tokens(1, 5)}])
     logits = answer(tokens(1, 5)).logits[0].detach()
     np.testing.assert_allclose(case.answer, logits / logits.norm(), atol=1e-5)
 
 
-def test_learning_from_the_first_requests() -> None:
-    cache = Counted(answer).wrap(learn=600, max_drop=0.05, audit=0)
-    ids, _ = requests(700, seed=1, noise=0.05)
-    ask(cache, ids[:600])
-    cache.drain()
-    assert "semantic" in ask(cache, ids[600:])
-
-
 def test_a_shared_store_serves_another_callable_of_the_same_digest(tmp_path: Path) -> None:
     store = {"name": "disk", "folder": str(tmp_path), "least_tokens": 0}
-    ids = tokens(2, 5)
     for digest, n_computed in (("one", 2), ("one", 0), ("two", 2)):
         counted = Counted(arrays)
-        cache = counted.wrap(digest=digest, store=store)
-        found = cache(input_ids=ids)
-        assert list(found) == ["labels", "logits"]
-        assert counted.n_rows == n_computed
-        cache.drain()
-        cache.unwrap()
+        with counted.wrap(digest=digest, store=store) as cache:
+            assert list(cache(input_ids=tokens(2, 5))) == ["labels", "logits"]
+            assert counted.n_rows == n_computed
+            cache.drain()
 
 
 # -- Optimum -----------------------------------------------------------------------------------------------------------
 
 
+class OrtModel:
+    """As Optimum's models are: no module, with a session, a config and a forward."""
+
+    def __init__(self, path: Path, config: Any, output: Callable[[Tensor], Any]) -> None:
+        self.session = onnxruntime.InferenceSession(path)
+        self.config, self.output = config, output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, **more: Any) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        (made,) = self.session.run(None, {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
+        return self.output(torch.from_numpy(made))
+
+
 def test_a_model_of_optimum_is_wrapped_as_it_is(graph: Path) -> None:
-    model = OrtModel(graph, CLASSIFY.config, SequenceClassifierOutput)
-    cache = LLMCache.wrap(model)
-    inputs = padded([5, 9])
+    model = OrtModel(graph, CLASSIFY.config, lambda logits: SequenceClassifierOutput(logits=logits))
+    cache, inputs = LLMCache.wrap(model), padded([5, 9])
     expected, found = cache(**inputs, return_dict=True), cache(**inputs)
-    assert type(found) is SequenceClassifierOutput
-    assert torch.equal(found.logits, expected.logits)
+    assert type(found) is SequenceClassifierOutput and torch.equal(found.logits, expected.logits)
     assert rungs(cache) == ["exact"] * 2
     assert cache.model.config is model.config
     assert cache.unwrap() is model
@@ -564,43 +502,7 @@ def test_sentence_transformers_on_onnx_keep_one_vector_per_text(tmp_path: Path) 
     for rung in (None, "exact"):
         np.testing.assert_allclose(model.encode(texts), expected, atol=1e-6)
         assert rungs(cache) == [rung] * 2
-    assert cache.unwrap() is model
-    assert parts[0].model is ort
+    assert cache.unwrap() is model and parts[0].model is ort
     with pytest.raises(ConfigError, match="draft"):
         LLMCache.wrap(model, draft="int8")
     assert parts[0].model is ort
-
-
-def test_a_callable_that_fills_the_same_memory_again_is_tried_on_copies() -> None:
-    """Else a trial compares an output with itself, and neither padding nor the rows beside seem to matter."""
-    held = torch.zeros(64, 5)
-
-    def fill(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        made = CLASSIFY(input_ids=input_ids).logits  # heeds no mask
-        held[: len(made)] = made
-        return held[: len(made)]
-
-    cache = LLMCache.wrap(fill, digest="one", tokenizer=tokenizer())
-    short = tokens(1, 6, 1)
-    padded_row = torch.cat([short, torch.zeros(1, 2, dtype=torch.int64)], dim=1)
-    mask = torch.tensor([[1] * 6 + [0] * 2])
-    with torch.inference_mode():
-        cache(input_ids=short, attention_mask=torch.ones_like(short))
-        made = cache(input_ids=padded_row, attention_mask=mask).clone()
-        torch.testing.assert_close(made, CLASSIFY(input_ids=padded_row).logits)
-
-
-def test_a_module_in_training_mode_is_computed() -> None:
-    class Model(nn.Module):
-        def forward(self, input_ids: Tensor) -> Tensor:
-            made: Tensor = CLASSIFY(input_ids=input_ids).logits
-            return made
-
-    model = Model().eval()
-    cache = LLMCache.wrap(model, digest="one", tokenizer=tokenizer())
-    for _ in range(2):
-        cache(input_ids=tokens(1, 6, 1))
-    assert rungs(cache) == ["exact"]
-    model.train()
-    cache(input_ids=tokens(1, 6, 1))
-    assert rungs(cache) == [None] and cache.stats().bypassed == {"training": 1}

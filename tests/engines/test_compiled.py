@@ -1,8 +1,8 @@
 """`cache.compile()`: calls that no graph fits run eagerly, are counted, and answer right."""
 
 import gc
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from transformers import BertConfig
 from llmcache import ConfigError, LLMCache, WrapError
 from llmcache.engines.compiled import make_buckets
 from tests.contract.models import fresh, plain
+from tests.engines.support import agree, figures
 from tests.tiny_models import batch, padded, tokens
 
 
@@ -31,27 +32,6 @@ def compiled(family: str = "bert", kind: str = "classifier", **more: Any) -> LLM
     return cache
 
 
-def figures(cache: LLMCache) -> Any:
-    found = cache.stats().engine
-    assert found is not None
-    return found
-
-
-def agree(cache: LLMCache, alone: nn.Module | None = None, **inputs: Any) -> Any:
-    """Compare a call's output, at valid tokens, with the plain model's; return it."""
-    alone = plain("bert", "classifier") if alone is None else alone
-    with torch.inference_mode():
-        found, expected = cache.model(**inputs), alone(**inputs)
-    assert type(found) is type(expected)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    both = (one if type(one) is tuple else one.to_tuple() for one in (found, expected))
-    tensors = ([x for x in one if isinstance(x, Tensor)] for one in both)  # unrequested K/V are left out
-    for one, other in zip(*tensors, strict=True):
-        where = mask if one.shape[:2] == mask.shape else slice(None)
-        torch.testing.assert_close(one[where], other[where], atol=1e-4, rtol=1e-4)
-    return found
-
-
 def mixed_call(number: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Rows of up to 20 tokens, padded on the right; every other call repeats rows of earlier ones."""
     n_rows = int(torch.randint(1, 6, (1,), generator=generator))
@@ -60,9 +40,7 @@ def mixed_call(number: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "lengths", "rows"), [("bert", (8, 16), (1, 4)), ("gpt2", (16,), (4,)), ("llama", (16,), (4,))]
-)
+@pytest.mark.parametrize(("family", "lengths", "rows"), [("bert", (8, 16), (1, 4)), ("llama", (16,), (4,))])
 def test_mixed_calls_compile_nothing_and_answer_as_the_model_does(
     family: str, lengths: tuple[int, ...], rows: tuple[int, ...]
 ) -> None:
@@ -70,11 +48,11 @@ def test_mixed_calls_compile_nothing_and_answer_as_the_model_does(
     assert figures(cache).n_graphs == len(lengths) * len(rows)
     generator = torch.Generator().manual_seed(7)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for number in range(80):
+        for number in range(50):
             agree(cache, plain(family, "classifier"), **mixed_call(number, generator))
     stats, found = cache.stats(), figures(cache)
     assert set(found.eager) == {"shape"}
-    assert min(found.n_requests, found.eager["shape"], stats.hits["exact"]) > 10
+    assert min(found.n_requests, found.eager["shape"], stats.hits["exact"]) > 5
     assert (stats.errors, stats.bypassed, found.n_failed, found.n_dropped) == (0, {}, 0, 0)
     assert found.n_requests + sum(found.eager.values()) == stats.n_misses - 1  # one came before compile()
 
@@ -85,9 +63,7 @@ def test_mixed_calls_compile_nothing_and_answer_as_the_model_does(
     [
         ("bert", "classifier", "inductor", {}),
         ("bert", "classifier", "eager", {"return_dict": False}),
-        ("roberta", "bare", "eager", {}),
-        ("distilbert", "bare", "eager", {"return_dict": False}),
-        ("electra", "bare", "eager", {}),
+        ("distilbert", "bare", "eager", {}),
     ],
 )
 def test_families_and_outputs(family: str, kind: str, backend: str, given: dict[str, Any]) -> None:
@@ -119,8 +95,8 @@ def test_engines_are_kept_apart_and_edits_that_are_not_in_place_drop_graphs(capl
         agree(cache, **inputs)
     assert (cache.stats().hits, figures(cache).n_requests) == ({"exact": 2}, 1)
     weights = [model.bert.encoder.layer[0].output.dense for model in (cache.model, alone)]
-    for one in weights:
-        with torch.no_grad():
+    with torch.no_grad():
+        for one in weights:
             one.weight.mul_(1.5)
     agree(cache, alone, **inputs)
     assert (figures(cache).n_graphs, figures(cache).n_requests, figures(cache).n_dropped) == (1, 2, 0)
@@ -146,20 +122,26 @@ def test_what_no_graph_fits_runs_eagerly_by_reason() -> None:
         cache.model(**padded([6], seed=6))
     agree(cache, **padded([6], seed=7), token_type_ids=torch.ones(1, 6, dtype=torch.long))
     cache.model(**padded([6], seed=8)).logits.sum().backward()  # bypassed: not counted here
+    with pytest.raises(IndexError), torch.inference_mode():
+        cache.model(input_ids=tokens(1, 6), token_type_ids=torch.full((1, 6), 9))
     assert figures(cache).eager == {"shape": 3, "padding": 2, "arguments": 1, "torch_settings": 1}
     assert (figures(cache).n_requests, cache.stats().errors) == (2, 0)
+    assert (figures(cache).n_graphs, figures(cache).n_failed) == (2, 0)  # wrong input costs none
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["making", "service"])
+@pytest.mark.parametrize("when", ["making", "comparing", "service"])
 def test_a_graph_that_fails_is_left_out(when: str, caplog: pytest.LogCaptureFixture) -> None:
-    is_failing = when == "making"
+    is_failing = when != "service"
 
     def backend(module: Any, inputs: list[Any]) -> Any:
         def call(*given: Any) -> Any:
-            if is_failing and any(isinstance(one, Tensor) and one.shape == (2, 8) for one in given):
-                raise MemoryError
-            return module.forward(*given)
+            made = module.forward(*given)
+            if not is_failing or not any(isinstance(one, Tensor) and one.shape == (2, 8) for one in given):
+                return made
+            if when == "comparing":  # it puts out something else
+                return [one + 0.01 for one in made]
+            raise MemoryError
 
         return call
 
@@ -168,45 +150,17 @@ def test_a_graph_that_fails_is_left_out(when: str, caplog: pytest.LogCaptureFixt
     for seed in range(2):
         agree(cache, **padded([6, 6], seed=10 * seed))
     agree(cache, **padded([6], seed=50))
-    found, n_eager = figures(cache), {"making": {"shape": 4}, "service": {"failed": 2, "shape": 2}}
-    assert (found.n_graphs, found.n_failed, found.eager, found.n_requests) == (1, 1, n_eager[when], 1)
+    found, n_eager = figures(cache), {"failed": 2, "shape": 2} if when == "service" else {"shape": 4}
+    assert (found.n_graphs, found.n_failed, found.eager, found.n_requests) == (1, 1, n_eager, 1)
     assert (sum("no graph for 2 rows of 8" in one.message for one in caplog.records), cache.stats().errors) == (1, 0)
 
 
 @pytest.mark.slow
-def test_a_wrong_input_raises_what_the_model_raises_and_costs_no_graph() -> None:
-    cache = compiled()
-    with pytest.raises(IndexError), torch.inference_mode():
-        cache.model(input_ids=torch.full((1, 6), 10**6))
-    assert (figures(cache).n_graphs, figures(cache).n_failed) == (2, 0)
-
-
-@pytest.mark.slow
-def test_a_graph_that_puts_out_something_else_is_not_used() -> None:
-    def backend(module: Any, inputs: list[Any]) -> Any:
-        return lambda *given: [one + 0.01 for one in module.forward(*given)]
-
-    with pytest.raises(ConfigError, match="off for"):
-        compiled(rows=(1,), backend=backend)
-
-
-@pytest.mark.slow
 def test_threads_share_graphs_and_unwrap_leaves_nothing_behind() -> None:
-    cache, failures = compiled(), list[BaseException]()
-
-    def ask(first: int) -> None:
-        try:
-            for seed in range(first, first + 20):
-                agree(cache, **padded([6, 4], seed=10 * seed))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=ask, args=(first,)) for first in (0, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == [] and figures(cache).n_requests >= 60 and cache.stats().errors == 0
+    cache = compiled()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda seed: agree(cache, **padded([6, 4], seed=10 * seed)), [*range(20), *range(10, 30)]))
+    assert figures(cache).n_requests >= 60 and cache.stats().errors == 0
     model, own = cache.model, vars(fresh("bert", "classifier").bert).keys()
     cache.unwrap()
     assert vars(model.bert).keys() == own and figures(cache).n_graphs == 0
@@ -236,12 +190,7 @@ def test_refusals_tell_what_to_do() -> None:
         LLMCache.wrap(fresh("megatron", "bare")).compile()
     assert cache.stats().engine is None
     buckets = make_buckets((16, 8, 64), (2, 1, 2), BertConfig(max_position_embeddings=32))
-    assert buckets == [
-        (1, 8),
-        (2, 8),
-        (1, 16),
-        (2, 16),
-    ]
+    assert buckets == [(1, 8), (2, 8), (1, 16), (2, 16)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

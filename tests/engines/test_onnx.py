@@ -4,7 +4,8 @@ import functools
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+import shutil
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,43 +18,58 @@ from llmcache import CacheConfig, CalibrationError, ConfigError, LLMCache, WrapE
 from llmcache.engines import onnx
 from tests.contract.models import fresh, plain
 from tests.contract.streams import ask, batched, classifier, requests
+from tests.engines.support import agree, figures
 from tests.tiny_models import padded, tokens
 
 EXPORT = onnx._export
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where these tests keep graphs, so that each model is exported once."""
-    return tmp_path_factory.mktemp("engines")
+@pytest.fixture(autouse=True)
+def exports(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Digests of the weights that were exported. Of equal weights, a run exports the first and copies its graph."""
+    digests: list[str] = []
+    base = tmp_path_factory.getbasetemp()
+    copies = (base if worker_id == "master" else base.parent) / "graphs"
+    copies.mkdir(exist_ok=True)
+
+    def export(twin: Any, path: Path) -> None:
+        digests.append(twin.digest)
+        if not (copies / twin.digest).exists():
+            made = tmp_path / f"made-{len(digests)}"
+            made.mkdir()
+            EXPORT(twin, made / path.name)
+            with suppress(OSError):  # another worker was faster
+                made.rename(copies / twin.digest)
+        shutil.copytree(copies / twin.digest, path.parent, dirs_exist_ok=True)
+
+    monkeypatch.setattr(onnx, "_export", export)
+    return digests
 
 
 @pytest.fixture
-def wrap(kept: Path) -> Any:
-    """Wraps a tiny model with a kept graph."""
-
-    def make(family: str = "bert", kind: str = "classifier", **settings: Any) -> LLMCache:
-        return LLMCache.wrap(fresh(family, kind), engine={"name": "onnxruntime", "folder": kept}, **settings)
-
-    return make
+def engine(tmp_path: Path) -> dict[str, Any]:
+    """The engine's setting; its graphs are kept in a folder of the test."""
+    return {"name": "onnxruntime", "folder": tmp_path / "kept"}
 
 
-def figures(cache: LLMCache) -> Any:
-    found = cache.stats().engine
-    assert found is not None
-    return found
+@pytest.fixture
+def wrap(engine: dict[str, Any]) -> Any:
+    """Wraps a tiny model."""
+    return lambda family="bert", kind="classifier": LLMCache.wrap(fresh(family, kind), engine=engine)
 
 
-def agree(cache: LLMCache, alone: nn.Module, **inputs: Any) -> None:
-    """Compare a call's output, at valid tokens, with the plain model's."""
-    with torch.inference_mode():
-        found, expected = cache.model(**inputs), alone(**inputs)
-    assert type(found) is type(expected)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    both = (one if type(one) is tuple else one.to_tuple() for one in (found, expected))
-    for one, other in zip(*both, strict=True):
-        where = mask if one.shape[:2] == mask.shape else slice(None)
-        torch.testing.assert_close(one[where], other[where], atol=1e-4, rtol=0)
+def fail(message: str) -> Any:
+    """Return a function that raises."""
+
+    def act(*given: Any) -> Any:
+        raise RuntimeError(message)
+
+    return act
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -61,11 +77,6 @@ def agree(cache: LLMCache, alone: nn.Module, **inputs: Any) -> None:
     ("family", "kind"),
     [
         ("bert", "bare"),
-        ("roberta", "classifier"),
-        ("xlm-roberta", "bare"),
-        ("distilbert", "span"),
-        ("electra", "token"),
-        ("mpnet", "classifier"),
         ("deberta-v2", "classifier"),
         ("modernbert", "classifier"),
         ("gpt2", "classifier"),
@@ -94,48 +105,64 @@ def test_families_compute_within_1e_4_of_the_model(wrap: Any, family: str, kind:
     assert (stats.hits, stats.errors) == ({"exact": 9 if reads_padding else 10}, 0)
 
 
-def test_a_graph_is_kept_and_found_again(wrap: Any, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap()
-    exports = []
-    monkeypatch.setattr(onnx, "_export", lambda *given: (exports.append(1), EXPORT(*given)))
-    agree(cache := wrap(), plain("bert", "classifier"), **padded([5, 3]))
-    assert (figures(cache).n_requests, exports) == (2, [])
-    assert figures(cache).name.startswith("onnxruntime ")
-    assert not list(kept.glob(".new-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", ["cut off", "another model's", "gone", "anyone may write"])
-def test_a_kept_graph_that_does_not_fit_is_made_anew(
-    wrap: Any, kept: Path, damage: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("damage", ["none", "cut off", "another model's", "gone", "anyone may write"])
+def test_a_kept_graph_is_made_anew_if_it_does_not_fit(
+    wrap: Any, engine: dict[str, Any], damage: str, exports: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = wrap()._core.forward.engine
-    wrap("distilbert", "span")
-    folder = engine._path.parent
+    path = wrap()._core.forward.engine._path
+    kept, other = engine["folder"], wrap("gpt2", "classifier")._core.forward.engine._path
+    assert len(exports) == 2 and not list(kept.glob(".new-*"))
     if damage == "cut off":
-        engine._path.write_bytes(engine._path.read_bytes()[:1000])
+        path.write_bytes(path.read_bytes()[:1000])
+    elif damage == "another model's":
+        shutil.copytree(other.parent, path.parent, dirs_exist_ok=True)
     elif damage == "gone":
-        for one in folder.iterdir():
-            one.unlink()
+        shutil.rmtree(path.parent)
     elif damage == "anyone may write":
         kept.chmod(0o777)
-    else:
-        other = next(one for one in kept.iterdir() if one != folder)
-        for one in other.iterdir():
-            (folder / one.name).write_bytes(one.read_bytes())
-    agree(cache := wrap(), plain("bert", "classifier"), **padded([5, 3]))
-    assert figures(cache).n_requests == 2
-    assert sum("is not used" in one.message for one in caplog.records) == (damage != "gone")
+    agree(cache := wrap(), **padded([5, 3]))
+    assert (figures(cache).n_requests, len(exports)) == (2, 2 if damage == "none" else 3)
+    assert sum("is not used" in one.message for one in caplog.records) == (damage not in ("none", "gone"))
     kept.chmod(0o755)
     caplog.clear()
-    assert figures(wrap()).n_graphs == 1 and not caplog.records
+    assert figures(wrap()).name.startswith("onnxruntime ") and not caplog.records
+
+
+@pytest.mark.parametrize("trouble", ["export", "output", "training", "half", "unknown family"])
+def test_a_model_without_a_graph_runs_eagerly_with_one_warning(
+    trouble: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = fresh("megatron" if trouble == "unknown family" else "bert", "bare")
+    if trouble == "training":
+        model.train()
+    elif trouble == "half":
+        model.bfloat16()
+
+    elif trouble == "export":
+        monkeypatch.setattr(onnx, "_export", fail("no such operator"))
+    elif trouble == "output":
+        compute = onnx.OnnxTrunk.compute
+        monkeypatch.setattr(onnx.OnnxTrunk, "compute", lambda *given: [one + 1 for one in compute(*given)])
+    cache = LLMCache.wrap(model, engine=engine)
+    why = {"export": "no such operator", "output": "off for", "training": "eval()"}
+    why |= {"half": "float32", "unknown family": "register an adapter"}
+    messages = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(messages) == 1 and why[trouble] in messages[0] and "run eagerly" in messages[0]
+    model.eval()
+    for _ in range(2):
+        cache(**padded([6]))
+    assert (figures(cache).name, figures(cache).n_graphs, figures(cache).n_failed) == ("eager", 0, 1)
+    assert cache.stats().hits == {"exact": 1}
+
+
+# -- calls that a graph does not cover ---------------------------------------------------------------------------------
 
 
 def test_what_a_graph_does_not_cover_runs_eagerly_under_the_keys_of_the_model(wrap: Any) -> None:
     cache, alone = wrap(), plain("bert", "classifier")
     plain_call, odd = padded([6], seed=1), {**padded([6], seed=1), "position_ids": torch.arange(6)[None] + 1}
     for inputs in (plain_call, odd, plain_call, odd):
-        agree(cache, alone, **inputs)
+        agree(cache, **inputs)
     scopes = {entry.scope.engine for entry in cache._core.bank._entries.values()}
     assert len(scopes) == 2 and "" in scopes
     unmasked = {"input_ids": tokens(2, 5, seed=4), "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])}
@@ -149,11 +176,9 @@ def test_what_a_graph_does_not_cover_runs_eagerly_under_the_keys_of_the_model(wr
     assert (figures(cache).n_requests, cache.stats().hits, cache.stats().errors) == (1, {"exact": 2}, 0)
 
 
-def test_edited_weights_run_eagerly_until_the_engine_is_built_again(
-    wrap: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_edited_weights_run_eagerly_until_the_engine_is_built_again(wrap: Any) -> None:
     cache, alone = wrap(), fresh("bert", "classifier")
-    agree(cache, alone, **padded([6]))
+    agree(cache, **padded([6]))
     layers = [one.bert.encoder.layer[0].output.dense for one in (cache.model, alone)]
     before = layers[0].weight.detach().clone()
     with torch.no_grad():
@@ -165,25 +190,20 @@ def test_edited_weights_run_eagerly_until_the_engine_is_built_again(
     agree(cache, alone, **padded([6], seed=1))
     assert (figures(cache).eager, figures(cache).n_requests) == ({}, 1)
     with torch.no_grad():
-        for one in layers:
-            one.weight.copy_(before)
-    agree(cache, alone, **padded([6], seed=2))
+        layers[0].weight.copy_(before)
+    agree(cache, **padded([6], seed=2))
     assert figures(cache).eager == {"weights": 1}
 
 
 def test_after_clear_an_edit_that_left_no_trace_runs_eagerly(wrap: Any) -> None:
     cache, alone = wrap(), fresh("bert", "classifier")
-    agree(cache, alone, **padded([6]))
+    agree(cache, **padded([6]))
     (edited,) = tokens(1, 1, seed=0)[0].tolist()
     for model in (cache.model, alone):
         model.bert.embeddings.word_embeddings.weight.data[edited, 7] += 3
-    seen = figures(cache).n_requests
     cache.clear()
     agree(cache, alone, input_ids=torch.full((1, 6), edited))
-    assert (figures(cache).eager, figures(cache).n_requests) == ({"weights": 1}, seen)
-    cache.build_engine()
-    agree(cache, alone, input_ids=torch.full((1, 5), edited))
-    assert figures(cache).n_requests == 1
+    assert (figures(cache).eager, figures(cache).n_requests) == ({"weights": 1}, 1)
 
 
 class Mean(nn.Module):
@@ -197,66 +217,33 @@ class Mean(nn.Module):
         return self.head(self.bert(input_ids=input_ids, attention_mask=attention_mask)[0].mean(dim=1))
 
 
-def test_padded_rows_run_eagerly_where_a_head_may_read_their_padding(kept: Path) -> None:
-    model = Mean().eval()
-    given, inputs = padded([6, 3]), padded([6])
+def test_padded_rows_run_eagerly_where_a_head_may_read_their_padding(engine: dict[str, Any]) -> None:
+    model, calls = Mean().eval(), (padded([6, 3]), padded([6]))
     with torch.inference_mode():
-        expected, alone = model(**given), model(**inputs)
-    cache = LLMCache.wrap(model, engine={"name": "onnxruntime", "folder": kept})
-    with torch.inference_mode():
-        torch.testing.assert_close(cache.model(**given), expected)
-        torch.testing.assert_close(cache.model(**inputs), alone, atol=1e-4, rtol=0)
+        expected = [model(**inputs) for inputs in calls]
+        cache = LLMCache.wrap(model, engine=engine)
+        for inputs, logits in zip(calls, expected, strict=True):
+            torch.testing.assert_close(cache.model(**inputs), logits, atol=1e-4, rtol=0)
     assert (figures(cache).eager, figures(cache).n_requests) == ({"padding": 2}, 1)
 
 
 def test_a_graph_that_fails_in_service_is_not_used_again(
     wrap: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache, alone = wrap(), plain("bert", "classifier")
+    cache = wrap()
     with pytest.raises(IndexError), torch.inference_mode():
         cache.model(input_ids=tokens(1, 6), token_type_ids=torch.full((1, 6), 9))
     assert (figures(cache).n_graphs, figures(cache).n_failed) == (1, 0)
 
-    def fail(*given: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(cache._core.forward.engine, "compute", fail)
+    monkeypatch.setattr(cache._core.forward.engine, "compute", fail("out of memory"))
     for seed in range(3):
-        agree(cache, alone, **padded([6], seed=seed))
+        agree(cache, **padded([6], seed=seed))
     assert (figures(cache).n_graphs, figures(cache).n_failed, figures(cache).eager) == (0, 1, {"failed": 1})
     assert sum("graph of ONNX Runtime failed" in one.message for one in caplog.records) == 1
     assert cache.stats().errors == 0
 
 
-@pytest.mark.parametrize("trouble", ["export", "output", "training", "half", "unknown family"])
-def test_a_model_without_a_graph_runs_eagerly_with_one_warning(
-    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model: Any = fresh("megatron" if trouble == "unknown family" else "bert", "bare")
-    if trouble == "training":
-        model.train()
-    elif trouble == "half":
-        model.bfloat16()
-
-    def export(twin: Any, path: Path) -> None:
-        if trouble == "export":
-            raise RuntimeError("no such operator")
-        with torch.no_grad():
-            twin.module.embeddings.LayerNorm.bias.add_(1)
-            EXPORT(twin, path)
-            twin.module.embeddings.LayerNorm.bias.sub_(1)
-
-    monkeypatch.setattr(onnx, "_export", export)
-    cache = LLMCache.wrap(model, engine={"name": "onnxruntime", "folder": tmp_path})
-    why = {"export": "no such operator", "output": "off for", "training": "eval()"}
-    why |= {"half": "float32", "unknown family": "register an adapter"}
-    messages = [one.message for one in caplog.records if one.levelno == logging.WARNING]
-    assert len(messages) == 1 and why[trouble] in messages[0] and "run eagerly" in messages[0]
-    model.eval()
-    for _ in range(2):
-        cache(**padded([6]))
-    assert (figures(cache).name, figures(cache).n_graphs, figures(cache).n_failed) == ("eager", 0, 1)
-    assert cache.stats().hits == {"exact": 1}
+# -- settings, copies, processes, threads ------------------------------------------------------------------------------
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,18 +256,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_auto_takes_the_graph_where_it_is_faster(kept: Path, is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(
-        onnx.is_faster(
-            LLMCache.wrap(
-                fresh("bert", "classifier"), engine={"name": "onnxruntime", "folder": kept}
-            )._core.forward.engine
-        ),
-        bool,
-    )
+def test_auto_takes_the_graph_where_it_is_faster(
+    wrap: Any, engine: dict[str, Any], is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(onnx.is_faster(wrap()._core.forward.engine), bool)
     monkeypatch.setattr("llmcache.calls.core.is_faster", lambda engine: is_faster)
-    cache = LLMCache.wrap(fresh("bert", "classifier"), engine={"name": "auto", "folder": kept})
-    agree(cache, plain("bert", "classifier"), **padded([5]))
+    cache = LLMCache.wrap(fresh("bert", "classifier"), engine=engine | {"name": "auto"})
+    agree(cache, **padded([5]))
     assert (cache.stats().engine is not None) == is_faster
 
 
@@ -317,62 +299,61 @@ def test_a_forked_process_opens_a_session_of_its_own(wrap: Any) -> None:
     if child == 0:
         status = 1
         try:
-            agree(cache, plain("bert", "classifier"), **padded([5], seed=3))
-            engine = cache._core.forward.engine
-            status = 0 if figures(cache).n_requests == 2 and len(engine._sessions) == 2 else 2
+            agree(cache, **padded([5], seed=3))
+            status = 0 if figures(cache).n_requests == len(cache._core.forward.engine._sessions) == 2 else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_threads_follow_torch(wrap: Any, threads: None) -> None:
-    cache = wrap()
-    for n_threads in (1, 2):
-        torch.set_num_threads(n_threads)
-        agree(cache, plain("bert", "classifier"), **padded([6], seed=n_threads))
+def test_threads_follow_torch(wrap: Any) -> None:
+    cache, before = wrap(), torch.get_num_threads()
+    try:
+        for n_threads in (1, 2):
+            torch.set_num_threads(n_threads)
+            agree(cache, **padded([6], seed=n_threads))
+    finally:
+        torch.set_num_threads(before)
     sessions = cache._core.forward.engine._sessions
     asked = {n: one.get_session_options().intra_op_num_threads for (_, n), one in sessions.items()}
     assert asked[2] == 2 and asked[1] == 1
 
 
-def test_saves_hold_entries_of_the_engine_and_may_be_loaded_with_another(wrap: Any, kept: Path, tmp_path: Path) -> None:
-    cache, inputs = wrap(), padded([6])
-    cache(**inputs)
-    cache.save(tmp_path)
+# -- saves and calibrations --------------------------------------------------------------------------------------------
+
+
+def test_saves_hold_entries_of_the_engine_and_may_be_loaded_with_another(wrap: Any, tmp_path: Path) -> None:
+    cache, both = wrap(), padded([6, 3])
+    cache(**both)
+    inputs = {name: one[1:, :3] for name, one in both.items()}  # a row of a batch serves the row alone
+    agree(cache, **inputs)
+    assert cache.stats().hits == {"exact": 1}
+    cache.save(tmp_path / "saved")
     for given, hits in ((None, {"exact": 1}), ({"engine": "eager"}, {})):
-        again = LLMCache.load(fresh("bert", "classifier"), tmp_path, config=given)
-        agree(again, plain("bert", "classifier"), **inputs)
+        again = LLMCache.load(fresh("bert", "classifier"), tmp_path / "saved", config=given)
+        agree(again, **inputs)
         assert again.stats().hits == hits
 
 
-def test_calibrated_reuse_learns_from_the_engine_and_is_audited(tmp_path: Path) -> None:
-    known, new = requests(600)[0], requests(200, seed=1)[0]
+def test_calibrated_reuse_learns_from_the_engine_and_is_audited(engine: dict[str, Any]) -> None:
     settings = {"max_drop": 0.05, "audit": {"rate": 1.0, "in_background": False}}
-    cache = LLMCache.wrap(classifier(), engine={"name": "onnxruntime", "folder": tmp_path}, **settings)
-    assert cache.calibrate(batched(known)).chosen is not None
-    rungs = ask(cache, new)
+    cache = LLMCache.wrap(classifier(), engine=engine, **settings)
+    assert cache.calibrate(batched(requests(300)[0])).chosen is not None
+    rungs = ask(cache, requests(60, seed=1)[0])
     n_before = figures(cache).n_requests
     cache.drain()
     audit = cache.stats().audit
-    assert rungs.count("semantic") > 20 and audit is not None and audit.n_recomputed > 20
-    assert figures(cache).eager == {} and n_before >= 600
+    assert rungs.count("semantic") > 5 and audit is not None and audit.n_recomputed >= rungs.count("semantic")
+    assert figures(cache).eager == {} and n_before >= 300
     assert figures(cache).n_requests - n_before >= audit.n_recomputed  # by the engine; batches are tried beside rows
 
 
 @pytest.mark.parametrize("was_faster", [True, False])
 def test_auto_keeps_the_engine_of_a_saved_calibration(
-    tmp_path: Path, was_faster: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine: dict[str, Any], was_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    auto = {"name": "auto", "folder": tmp_path}
     monkeypatch.setattr("llmcache.calls.core.is_faster", lambda engine: was_faster)
-    cache = LLMCache.wrap(classifier(), engine=auto, max_drop=0.2, audit=0)
+    cache = LLMCache.wrap(classifier(), engine=engine | {"name": "auto"}, max_drop=0.2, audit=0)
     made = cache.calibrate(batched(requests(300)[0]))
     assert bool(made.engine) == was_faster
     cache.save(tmp_path / "saved")
@@ -382,28 +363,20 @@ def test_auto_keeps_the_engine_of_a_saved_calibration(
     assert "semantic" in ask(again, requests(60, seed=1)[0])
 
 
-def test_answers_that_the_engine_changes_count_in_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = LLMCache.wrap(
-        classifier(), engine={"name": "onnxruntime", "folder": tmp_path}, max_drop=0.2, audit=0, auto_bypass=False
-    )
-    assert cache.calibrate(batched(requests(300)[0])).chosen is not None
+def test_answers_that_the_engine_changes_count_in_the_bound(
+    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = LLMCache.wrap(classifier(), engine=engine, max_drop=0.2, audit=0, auto_bypass=False)
     compute = onnx.OnnxTrunk.compute
     monkeypatch.setattr(onnx.OnnxTrunk, "compute", lambda self, arguments: [-one for one in compute(self, arguments)])
     made = cache.calibrate(batched(requests(300, seed=2)[0]))
     assert made.chosen is None and made.curve[0].loss > 0.5 > made.curve[0].hit_rate
 
 
-def test_what_an_engine_changes_is_measured_or_nothing_is_claimed(tmp_path: Path) -> None:
+def test_what_an_engine_changes_is_measured_or_nothing_is_claimed(engine: dict[str, Any]) -> None:
     """A replaced forward leaves no twin, so the model itself cannot be computed beside its engine."""
     model = classifier()
     model.classifier.forward = functools.partial(nn.Linear.forward, model.classifier)
-    cache = LLMCache.wrap(model, engine={"name": "onnxruntime", "folder": tmp_path}, max_drop=0.2)
+    cache = LLMCache.wrap(model, engine=engine, max_drop=0.2)
     with pytest.raises(CalibrationError, match="cannot be measured"):
         cache.calibrate(batched(requests(300)[0]))
-
-
-def test_a_row_of_a_batch_serves_the_row_alone(wrap: Any) -> None:
-    cache, both = wrap(), padded([6, 3])
-    cache(**both)
-    cache(**{name: one[1:, :3] for name, one in both.items()})
-    assert cache.last[0].rung == "exact"

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.replay.rehearsal import Rehearsal
 from experiments.support.files import Folders
-from experiments.tasks import build, make_task
 from tests.experiments.commands import Commands
-from tests.experiments.measuring import TASK, N
+from tests.experiments.tiny import save_gpt2, save_tiny
+from tests.tiny_models import CLASSIFIERS, build
 from tests.tiny_prompts import write_prompts
 
 
@@ -32,10 +31,13 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="session")
-def rehearsal() -> Rehearsal:
-    """A rehearsal on a stream with repeats, also of requests after the learned ones."""
-    task = TASK | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
-    return Rehearsal(build(make_task(task), Folders(), 0), {"answer": "class"})
+def models(prompts: Folders) -> Folders:
+    """Data, and prepared models: `tiny` and `small` generate, `bert` classifies, `base` embeds."""
+    assert prompts.models is not None
+    save_gpt2(prompts.models / "small")
+    build(CLASSIFIERS["bert"]).save_pretrained(prompts.models / "bert")
+    save_tiny(prompts.models / "base")
+    return prompts
 
 
 @pytest.fixture

@@ -10,6 +10,12 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 
+METRICS = """# HELP llmcache_requests_total Inputs answered.
+llmcache_requests_total{{model_name="m",rung="exact"}} {:.1f}
+llmcache_requests_total{{model_name="m",rung="computed"}} 0.0
+llmcache_num_requests_waiting{{model_name="m"}} 3.0
+"""
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -19,43 +25,26 @@ class Handler(BaseHTTPRequestHandler):
     n_answered = 0
 
     def do_GET(self) -> None:
-        if self.path == "/health":
-            self._send(200, {})
-        elif self.path == "/metrics" and not self.options.silent:
-            lines = [
-                "# HELP llmcache_requests_total Inputs answered.",
-                f'llmcache_requests_total{{model_name="m",rung="exact"}} {float(Handler.n_answered)}',
-                'llmcache_requests_total{model_name="m",rung="computed"} 0.0',
-                'llmcache_num_requests_waiting{model_name="m"} 3.0',
-            ]
-            self._body(200, "\n".join(lines).encode(), "text/plain")
-        else:
-            self._send(404, {})
+        has_metrics = self.path == "/metrics" and not self.options.silent
+        self._send(200 if has_metrics or self.path == "/health" else 404, METRICS.format(Handler.n_answered))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        number = next(Handler.counter)
-        if self.options.fail_every and number % self.options.fail_every == 0:
-            self._send(503, {"error": "on purpose"})
-        elif self.path == "/predict":
-            with self.lock:
-                time.sleep(self.options.ms / 1e3)
-            Handler.n_answered += 1
-            one = [{"label": self.options.label, "score": 0.9}, {"label": "other", "score": 0.1}]
-            self._send(200, one if isinstance(asked["inputs"], str) else [one] * len(asked["inputs"]))
-        else:
-            self._send(404, {})
+        if self.options.fail_every and next(Handler.counter) % self.options.fail_every == 0:
+            self._send(503, '{"error": "on purpose"}')
+            return
+        with self.lock:
+            time.sleep(self.options.ms / 1e3)
+        Handler.n_answered += 1
+        one = [{"label": self.options.label, "score": 0.9}, {"label": "other", "score": 0.1}]
+        self._send(200, json.dumps(one if isinstance(asked["inputs"], str) else [one] * len(asked["inputs"])))
 
-    def _send(self, status: int, values: object) -> None:
-        self._body(status, json.dumps(values).encode(), "application/json")
-
-    def _body(self, status: int, body: bytes, kind: str) -> None:
+    def _send(self, status: int, body: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Cache-Rung", self.options.rung)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body.encode())
 
     def log_message(self, *args: object) -> None:
         """Log nothing."""

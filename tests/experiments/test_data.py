@@ -1,15 +1,20 @@
-"""Labelled requests: files are joined in order, sampled by seed, and refused with a clear error."""
+"""Data: files and the hub give the same records; samples follow their seed; what cannot be read is one clear line."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from experiments.data.labelled import Data, Labelled, read_requests, split
-from experiments.data.made import N_LINES, make_choices, make_lines, make_questions
+from experiments.data.made import make_choices, make_lines, make_questions
+from experiments.data.openbookqa import Choice, read_openbookqa
+from experiments.data.squad import Question, read_squad
+from experiments.data.wikitext import read_wikitext
 from llmcache.errors import ConfigError
+from llmcache.models import loading
 
 MANY = "text,label\n" + "".join(f"t{i},x\n" for i in range(50))
 
@@ -18,122 +23,81 @@ def rasa(*examples: Any) -> str:
     return json.dumps({"rasa_nlu_data": {"common_examples": examples}})
 
 
-def data(*path: str, **more: Any) -> Data:
-    return Data.make({"path": path, **more})
+def read(folder: Path, *path: str, seed: int = 0, **more: Any) -> list[Labelled]:
+    return read_requests(Data.make({"path": path, **more}), folder, seed)
 
 
-def write(folder: Path, files: Mapping[str, str]) -> None:
+def write(folder: Path, files: Mapping[str, str | bytes]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(text.encode())
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def test_files_are_joined_in_order(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('q,kind\n"one, more",x\n"two\nlines",y\n', encoding="utf-8-sig")
     lines = [{"q": "three", "kind": 3, "more": None}, {"q": "four", "kind": "y"}]
-    (tmp_path / "b.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    assert read_requests(data("a.csv", "b.jsonl", text="q", label="kind"), tmp_path) == [
-        Labelled(0, "one, more", "x"),
-        Labelled(1, "two\nlines", "y"),
-        Labelled(2, "three", "3", part=1),
-        Labelled(3, "four", "y", part=1),
+    csv = '\ufeffq,kind\n"one, more",x\n"two\nlines",y\n'
+    write(tmp_path, {"a.csv": csv, "b.jsonl": "\n\n".join(json.dumps(line) for line in lines)})
+    found = [
+        (one.id, one.text, one.label, one.part) for one in read(tmp_path, "a.csv", "b.jsonl", text="q", label="kind")
     ]
+    assert found == [(0, "one, more", "x", 0), (1, "two\nlines", "y", 0), (2, "three", "3", 1), (3, "four", "y", 1)]
 
 
-def test_a_limit_is_a_seeded_sample_in_data_order(tmp_path: Path) -> None:
+def test_samples_orders_and_parts_follow_the_seed(tmp_path: Path) -> None:
     write(tmp_path, {"a.csv": MANY})
-    ids = [[x.id for x in read_requests(data("a.csv", limit=10), tmp_path, seed)] for seed in (0, 0, 1)]
-    assert ids[0] == ids[1] == sorted(ids[0]) != ids[2]
-    assert len(set(ids[0])) == 10 and ids[0] != list(range(10))
-    assert len(read_requests(data("a.csv", limit=99), tmp_path)) == 50
+    sample, shuffled = ({"limit": 10}, {"order": "shuffled", "limit": 40})
+    for name in ("a.csv", "support_desk"):
+        mixed = [read(tmp_path, name, seed=seed, **shuffled) for seed in (0, 0, 1)]
+        assert mixed[0] == mixed[1] != mixed[2] and [one.id for one in mixed[0]] != [one.id for one in mixed[2]]
+        assert sorted(mixed[0], key=lambda one: one.id) == read(tmp_path, name, limit=40) != mixed[0]
+    ids = [[one.id for one in read(tmp_path, "a.csv", seed=seed, **sample)] for seed in (0, 0, 1)]
+    assert ids[0] == ids[1] == sorted(set(ids[0])) != ids[2] and len(ids[0]) == 10 and ids[0] != list(range(10))
+    assert all(make(1) == make(1) != make(2) for make in (make_questions, make_choices, make_lines))
+    everything = [Labelled(3 * i, f"t{i}", "x") for i in range(40)]
+    fit, stream = split(everything, 0.25, seed=3)
+    assert len(fit) == 10 and sorted([*fit, *stream], key=lambda one: one.id) == everything
+    again = split([Labelled(one.id, "other", "y") for one in reversed(everything)], 0.25, 3)  # by the id alone
+    assert [[one.id for one in reversed(part)] for part in again] == [
+        [one.id for one in part] for part in (fit, stream)
+    ]
+    assert split(everything, 0.25, 4) != (fit, stream)
 
 
-def test_made_records_follow_the_seed() -> None:
-    for make in (make_questions, make_choices, make_lines):
-        assert make(1) == make(1) != make(2)
-    assert len(make_lines(0)) == N_LINES
-    few = data("support_desk", limit=30)
-    assert len(read_requests(few, None)) == 30
-    assert read_requests(few, None, seed=1) == read_requests(few, None, seed=1) != read_requests(few, None, seed=2)
-
-
-KNOWN = {
-    "banking77": {
-        "banking77/train.csv": 'text,category\n"Lost, my card",lost\n',
-        "banking77/test.csv": "text,category\nété,other\n",
-    },
-    "snips": {
-        "snips/train.seq.in": "Lost, my card \n\n",
-        "snips/train.label": "lost\n",  # no empty line
-        "snips/valid.seq.in": "",
-        "snips/valid.label": "",
-        "snips/test.seq.in": "été\r\n",
-        "snips/test.label": "other",
-    },
-    "hwu64": {
-        "hwu64/train.json": rasa(
-            {"text": "Lost, my card", "intent": "lost", "entities": [{"start": 0}]}, {"text": "été", "intent": "other"}
-        )
-    },
+LOST, OTHER = {"text": "Lost, my card", "intent": "lost"}, {"text": "été", "intent": "other"}
+BANKING = {"train.csv": 'text,category\n"Lost, my card",lost\n', "test.csv": "text,category\nété,other\n"}
+SNIPS = {
+    "train.seq.in": "Lost, my card \n\n",
+    "train.label": "lost\n",  # no empty line
+    **dict.fromkeys(("valid.seq.in", "valid.label"), ""),
+    "test.seq.in": "été\r\n",
+    "test.label": "other",
 }
 
 
-@pytest.mark.parametrize(("name", "last"), [("banking77", 1), ("snips", 2), ("hwu64", 0)])
-def test_known_sets_by_name(name: str, last: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "files", "last"),
+    [("banking77", BANKING, 1), ("snips", SNIPS, 2), ("hwu64", {"train.json": rasa(LOST, OTHER)}, 0)],
+)
+def test_known_sets_by_name(name: str, files: Mapping[str, str], last: int, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"no file .*{name}.*; say where the data is with --data-dir"):
-        read_requests(data(name), tmp_path)
-    write(tmp_path, KNOWN[name])
+        read(tmp_path, name)
+    write(tmp_path, {f"{name}/{file}": text for file, text in files.items()})
     expected = [Labelled(0, "Lost, my card", "lost"), Labelled(1, "été", "other", part=last)]
-    assert read_requests(data(name, text="ignored", label="too"), tmp_path) == expected
-
-
-@pytest.mark.parametrize("name", ["a.csv", "support_desk"])
-def test_shuffled_is_seeded_and_keeps_ids(name: str, tmp_path: Path) -> None:
-    write(tmp_path, {"a.csv": MANY})
-
-    def read(order: Any, seed: int) -> list[Labelled]:
-        return read_requests(Data(path=(name,), order=order, limit=40), tmp_path, seed)
-
-    for seed in (0, 1):
-        assert read("shuffled", seed) == read("shuffled", seed) != read("file", seed)
-        assert sorted(read("shuffled", seed), key=lambda x: x.id) == read("file", seed)
-    assert [x.id for x in read("shuffled", 0)] != [x.id for x in read("shuffled", 1)]
-
-
-RECORDS = [
-    {"text": "a", "label": "x"},
-    {"text": "  ", "label": "x"},
-    {"text": "b", "label": ""},
-    {"text": None, "label": "y"},
-    {"text": "c", "label": None},
-    {"text": "b", "label": "y"},
-]
+    assert read(tmp_path, name, text="ignored", label="too") == expected
 
 
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        (
-            "a.csv",
-            "txt,label,other\na,x,1\n",
-            "data.text: .*a.csv, line 2 has no column 'text'; .*'txt', 'label', 'other'",
-        ),
+        ("a.csv", "txt,label\na,x\n", "data.text: .*a.csv, line 2 has no column 'text'; .*'txt', 'label'"),
         ("a.csv", "text,label\n", "no records, so there is nothing to stream"),
-        ("a.csv", "", "no records"),
-        ("a.jsonl", '{"text": "a", "label": "x"}\n{"text"', "a.jsonl, line 2: not valid JSON"),
-        ("a.jsonl", "[1]\n", r"line 1: expected an object with its columns \(got \[1\]\)"),
-        ("a.jsonl", '{"text": ["a"], "label": "x"}\n', "line 1: column 'text' holds no single value"),
-        ("a.jsonl", "", "a.jsonl: no records"),
-        ("a.csv", "text,label\n" + "a" * 200_000 + ",x\n", r"a.csv: not a CSV file \(field larger"),
-        ("a.json", "", "a.json, line 1: not valid JSON"),
-        ("a.json", '{"rasa_nlu_data": {}}', "a.json: not a record of this data set .*'common_examples'"),
-        ("a.json", "1", "a.json: not a record of this data set"),
-        ("a.json", "[1]", r"a.json, example 0: expected an object with its columns \(got 1\)"),
-        ("a.csv", 'text,label\na,x\n"to be or,x\nb,y\n', r"a.csv: not a CSV file \(unexpected end of data"),
-        ("a.tsv", 'text\tlabel\n"a" b\tx\n', "a.tsv: not a CSV file"),
         ("a.tsv", "text,label\na,x\n", r"a.tsv, line 2 has no column 'text'; columns found: 'text,label'"),
-        ("a.json", rasa({"text": "a", "label": "x"}, "b"), "example 1: expected an object with its columns"),
-        ("a.json", rasa({"text": "a", "intent": "x"}), "data.label: .*example 0 has no column 'label'"),
+        ("a.jsonl", "[1]\n", r"line 1: expected an object with its columns \(got \[1\]\)"),
+        ("a.csv", 'text,label\na,x\n"to be or,x\nb,y\n', r"a.csv: not a CSV file \(unexpected end of data"),
+        ("a.csv", "été".encode("latin-1"), r"a.csv: not UTF-8 text \("),
+        ("a.jsonl", '{"text": "a", "label": "x"}\n{"text"', "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", '{"text": ["a"], "label": "x"}\n', "line 1: column 'text' holds no single value"),
+        ("a.json", '{"rasa_nlu_data": {}}', "a.json: not a record of this data set .*'common_examples'"),
         (
             "a.txt",
             "",
@@ -141,38 +105,75 @@ RECORDS = [
         ),
     ],
 )
-def test_bad_files(name: str, content: str, error: str, tmp_path: Path) -> None:
+def test_bad_files(name: str, content: str | bytes, error: str, tmp_path: Path) -> None:
     write(tmp_path, {name: content})
     with pytest.raises(ConfigError, match=error):
-        read_requests(data(name), tmp_path)
+        read(tmp_path, name)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "first"),
-    [
-        ("a.csv", 'text,label\na,x\n  ,x\nb, \n"",y\nc\nb,y\n', "line 3"),
-        ("a.tsv", "text\tlabel\na\tx\n  \tx\nb\t \n\ty\nc\nb\ty\n", "line 3"),
-        ("a.jsonl", "".join(json.dumps(record) + "\n" for record in RECORDS), "line 2"),
-        ("a.json", json.dumps(RECORDS), "example 1"),
-        ("a.json", rasa(*RECORDS), "example 1"),
-    ],
-)
 def test_records_without_text_or_label_are_left_out_and_counted(
-    name: str, content: str, first: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, {name: content})
-    assert read_requests(data(name), tmp_path) == [Labelled(0, "a", "x"), Labelled(1, "b", "y")]
-    (told,) = caplog.messages
-    assert told == f"data: 4 records without text or label are left out; the first is {tmp_path / name}, {first}"
+    write(tmp_path, {"a.csv": 'text,label\na,x\n  ,x\nb, \n"",y\nb,y\n'})
+    assert read(tmp_path, "a.csv") == [Labelled(0, "a", "x"), Labelled(1, "b", "y")]
+    told = "data: 3 records without text or label are left out; the first is"
+    assert caplog.messages == [f"{told} {tmp_path / 'a.csv'}, line 3"]
 
 
-def test_split_is_seeded_disjoint_and_in_order() -> None:
-    everything = [Labelled(3 * i, f"t{i}", "x") for i in range(40)]
-    fit, stream = split(everything, 0.25, seed=3)
-    assert len(fit) == 10
-    assert sorted([*fit, *stream], key=lambda x: x.id) == everything
-    assert [x.id for x in stream] == sorted(x.id for x in stream)
-    assert split(everything, 0.25, 3) == (fit, stream) != split(everything, 0.25, 4)
-    # A record's part depends only on its id.
-    other = split([Labelled(x.id, "other", "y") for x in reversed(everything)], 0.25, 3)
-    assert [[x.id for x in reversed(part)] for part in other] == [[x.id for x in part] for part in (fit, stream)]
+ZOE = "Zoë  moved to São Paulo 🙂 in 1999."
+ASKED = {"id": "a", "question": "Where to?"}
+PARAGRAPH = {"context": ZOE, "qas": [ASKED | {"answers": [{"text": "São Paulo", "answer_start": 14}]}]}
+SQUAD_ROW = ASKED | {"title": "Zoë", "context": ZOE, "answers": {"text": ["São Paulo"], "answer_start": [14]}}
+ICE = {"label": [*"ABCD"], "text": ["hot", "solid water", "a gas", "Stein"]}
+ICE_LINE = {"stem": "Ice is", "choices": [dict(zip(ICE, one, strict=True)) for one in zip(*ICE.values(), strict=True)]}
+ICE_ROW = {"id": "7", "question_stem": "Ice is", "choices": ICE, "answerKey": "B"}
+LINES = ["= Title =", "First line of it .", "Second <unk> line , été ."]
+#: By set: its reader, a split with its name on the hub and its file, the file's text, its rows, a bad row, the records.
+SETS: dict[str, Any] = {
+    "rajpurkar/squad_v2": (
+        read_squad,
+        ("validation", None, "squad_v2/eval.json"),
+        json.dumps({"data": [{"title": "Zoë", "paragraphs": [PARAGRAPH]}]}),
+        [SQUAD_ROW],
+        SQUAD_ROW | {"answers": {"text": ["a"], "answer_start": []}},
+        [Question("a", "Zoë", "Where to?", ZOE, (("São Paulo", 14),))],
+    ),
+    "allenai/openbookqa": (
+        read_openbookqa,
+        ("validation", "main", "openbookqa/dev.jsonl"),
+        json.dumps({"id": "7", "question": ICE_LINE, "answerKey": "B"}),
+        [ICE_ROW],
+        ICE_ROW | {"answerKey": "E"},
+        [Choice("7", "Ice is", tuple(ICE["text"]), 1)],
+    ),
+    "Salesforce/wikitext": (
+        read_wikitext,
+        ("train", "wikitext-2-v1", "wikitext/wikitext-2_train.tokens.txt"),
+        " \n" + "".join(f" {line} \n \n" for line in LINES),
+        [{"text": text} for line in LINES for text in ("", f" {line} \n")],
+        {"text": None},
+        LINES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_is_the_same_from_its_file_and_from_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_set, (part, config, file), text, rows, bad, expected = SETS[name]
+    with pytest.raises(FileNotFoundError, match=rf"no file .*{file}; say where the data is with --data-dir"):
+        read_set(part, tmp_path)
+    with pytest.raises(ConfigError, match=r"could not be loaded from the hub [^\n]*--data-dir or LLMCACHE_DATA$"):
+        read_set(part, None)
+    monkeypatch.setattr(loading, "FAILED", {})
+    asked: list[Any] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *path, split: asked.append((*path, split)) or rows)
+    write(tmp_path, {file: text})
+    assert read_set(part, tmp_path) == expected == read_set(part, None) and asked == [(name, config, part)]
+    write(tmp_path, {file: ""})
+    with pytest.raises(ConfigError, match=f"{file}.*: (holds no records; is the file complete|not valid JSON)"):
+        read_set(part, tmp_path)
+    rows = [*rows, bad]
+    with pytest.raises(ConfigError, match=f"{name}, {part}, row {len(rows) - 1}: not a record of this data set"):
+        read_set(part, None)

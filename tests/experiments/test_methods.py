@@ -1,5 +1,6 @@
-"""Every method on every task: requests served, their sources, and their answers."""
+"""Every method on every task: what it serves, from which source, and with which answer."""
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.measures.base import serve_once
+from experiments.measures.serve import measure
 from experiments.methods import METHODS, NOCACHE, MethodSettings
-from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
-from experiments.models.loading import UNTRAINED, load
+from experiments.methods.base import BYPASSED, COMPUTED, Method, twin
+from experiments.methods.cached import Cached
+from experiments.models.loading import UNTRAINED, encode, load
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.wikitext import Read
@@ -33,9 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "exact_response": {},
     "semantic_response": {"threshold": 0.9, "encoder": UNTRAINED},
 }
-on_every_task = pytest.mark.parametrize(
-    "task", ["squad_v2", *(pytest.param(task, marks=pytest.mark.slow) for task in ("stream", "openbookqa", "wikitext"))]
-)
 
 
 @cache
@@ -50,13 +51,8 @@ def make(method: str, workload: Any, **options: Any) -> Method:
 @cache
 def outputs_of(task: str) -> list[Any]:
     """Return the plain model's outputs."""
-    workload = workload_of(task)
     with torch.inference_mode():
-        return [workload.module(**request.inputs) for request in workload.requests]
-
-
-def own_answers(task: str) -> list[Answer]:
-    return [workload_of(task).answer(output, number) for number, output in enumerate(outputs_of(task))]
+        return [workload_of(task).module(**request.inputs) for request in workload_of(task).requests]
 
 
 def is_same(one: Answer, other: Answer) -> bool:
@@ -65,101 +61,42 @@ def is_same(one: Answer, other: Answer) -> bool:
     return bool(one == other)
 
 
-def all_same(some: list[Answer], others: list[Answer]) -> bool:
-    return all(is_same(one, other) for one, other in zip(some, others, strict=True))
-
-
-def ask_all(method: Method, workload: Workload) -> tuple[list[Answer], list[Served]]:
-    """Ask all requests in one cold round."""
-    answers, notes = [], []
-    with torch.inference_mode():
-        method.begin()
-        for number in range(len(workload.requests)):
-            answers.append(method.ask(number))
-            notes.append(method.last())
-    return answers, notes
-
-
-def serve(name: str, task: str, **options: Any) -> tuple[list[Answer], list[Served]]:
-    """Run two rounds; assert that they agree, and that computed answers are the model's own."""
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in METHODS), ("llmcache", {"exact": True})])
+def test_a_method_serves_what_it_says(name: str, options: dict[str, Any], task: str) -> None:
+    """Two rounds agree, computed answers are the model's own, and others follow from their source."""
     workload = workload_of(task)
+    own = [workload.answer(output, i) for i, output in enumerate(outputs_of(task))]
     method = make(name, workload, **options)
-    answers, notes = ask_all(method, workload)
+    answers, notes = serve_once(method, range(len(own)))
     held = method.nbytes, method.n_entries
-    again, notes_again = ask_all(method, workload)
-    method.end()
-    assert all_same(answers, again) and notes == notes_again
-    assert (method.nbytes, method.n_entries) == held
-    assert notes[0].by == COMPUTED and notes[0].source is None
-    for number, (note, own) in enumerate(zip(notes, own_answers(task), strict=True)):
-        assert note.by != BYPASSED
-        if note.is_hit:
-            assert note.source is not None and note.source < number
-            # In multiple choice, rows are served one by one.
-            assert not notes[note.source].is_hit or (name, task) == ("llmcache", "openbookqa")
-        else:
-            assert is_same(answers[number], own)
-    if name != NOCACHE:
-        assert 0 < sum(note.is_hit for note in notes) < len(notes) and min(held) > 0
-    return answers, notes
-
-
-def test_every_method_is_tested() -> None:
-    assert OPTIONS.keys() == METHODS.keys()
-
-
-@on_every_task
-def test_nocache_serves_nothing(task: str) -> None:
-    _, notes = serve(NOCACHE, task)
-    assert not any(note.is_hit for note in notes)
-    method = make(NOCACHE, workload_of(task))
-    assert (method.nbytes, method.n_entries) == (None, None)
-
-
-@on_every_task
-def test_llmcache_serves_near_requests(task: str) -> None:
-    serve("llmcache", task)
-
-
-@on_every_task
-@pytest.mark.parametrize("options", [{"exact": True}, {"exact": True, "compression": "none"}])
-def test_exact_repeats_change_no_answer(options: dict[str, Any], task: str) -> None:
-    answers, notes = serve("llmcache", task, **options)
-    assert all_same(answers, own_answers(task))
-    assert {note.by for note in notes} == {COMPUTED, "exact"}
-
-
-@on_every_task
-def test_the_exact_response_cache_answers_what_was_asked_before(task: str) -> None:
-    answers, notes = serve("exact_response", task)
-    tokens = [request.inputs["input_ids"].tolist() for request in workload_of(task).requests]
-    assert all_same(answers, own_answers(task))
-    for number, note in enumerate(notes):
-        first = tokens.index(tokens[number])
-        assert note == (Served() if first == number else Served("response", first, 1.0))
-
-
-@on_every_task
-def test_doccache_lets_the_head_read_the_nearest_document(task: str) -> None:
-    """The source's output is read as this request's own: as a span of this passage, for instance."""
-    answers, notes = serve("doccache", task)
+    again, notes_again = serve_once(method, range(len(own)))
+    assert notes == notes_again and all(map(is_same, answers, again)) and (method.nbytes, method.n_entries) == held
+    assert notes[0].by == COMPUTED and notes[0].source is None and BYPASSED not in {note.by for note in notes}
+    hits = [number for number, note in enumerate(notes) if note.is_hit]
+    assert bool(hits) == (name != NOCACHE) and len(hits) < len(notes)
+    assert held == (None, None) if name == NOCACHE else min(held) > 0
+    tokens = [request.inputs["input_ids"].tolist() for request in workload.requests]
     for number, (answer, note) in enumerate(zip(answers, notes, strict=True)):
-        if note.is_hit:
-            assert note.by == "document" and note.similarity is not None and note.similarity >= 0.6
-            assert is_same(answer, workload_of(task).answer(outputs_of(task)[int(note.source or 0)], number))
+        source, alike = note.source, note.similarity
+        if number not in hits:
+            assert is_same(answer, own[number])
+            continue
+        assert source is not None and source < number
+        if options or name == "exact_response":
+            assert is_same(answer, own[number]) and note.by in ("exact", "response")
+            assert (options and task == "openbookqa") or source == tokens.index(tokens[number])
+        elif name == "doccache":  # the source's output, read as this request's own
+            assert (
+                alike is not None
+                and alike >= 0.6
+                and is_same(answer, workload.answer(outputs_of(task)[source], number))
+            )
+        elif name == "semantic_response":
+            assert is_same(answer, workload.borrowed(answers[source])) and alike is not None and alike >= 0.9
 
 
-@on_every_task
-def test_the_semantic_response_cache_gives_the_neighbours_answer_word_for_word(task: str) -> None:
-    answers, notes = serve("semantic_response", task)
-    assert notes[0].similarity is None  # nothing to compare with yet
-    for answer, note in zip(answers[1:], notes[1:], strict=True):
-        assert note.similarity is not None and (note.similarity >= 0.9) == note.is_hit
-        if note.is_hit:
-            assert is_same(answer, workload_of(task).borrowed(answers[int(note.source or 0)]))
-
-
-@on_every_task
+@pytest.mark.parametrize("task", TASKS)
 def test_methods_share_weights_and_nothing_else(task: str) -> None:
     workload = workload_of(task)
     parameters = dict(workload.module.named_parameters())
@@ -175,11 +112,19 @@ def test_methods_share_weights_and_nothing_else(task: str) -> None:
         method.end()
 
 
+def test_bypasses_and_evictions_are_told_apart() -> None:
+    workload = workload_of("stream")
+    blank = replace(workload.requests[0], inputs=encode(workload.tokenizer, "", 48))
+    asked = workload.of([blank, *workload.requests[:3]])
+    trace = measure(asked, {"x": Cached(asked, {"max_entries": 2})}, 1, 0)["x"]
+    assert trace.served.tolist() == [["bypassed", "computed", "computed", "computed"]]
+    assert trace.evicting.tolist() == [[False, False, False, True]] and trace.n_entries == 2
+
+
 @pytest.mark.parametrize(
     ("method", "task", "options", "error"),
     [
         ("llmcache", "squad_v2", {"tau": 0.9, "label": "fast"}, "fast: tau=0.9 with .*allow_unsafe=True"),
-        ("llmcache", "wikitext", {"tau": 0.9, "label": "fast"}, "fast: tau=0.9 with .*allow_unsafe=True"),
         ("llmcache", "stream", {"payload": "cls"}, "llmcache-payload=cls: payload: the head reads 'mean' .*'cls'"),
         (
             "semantic_response",
@@ -195,6 +140,5 @@ def test_what_does_not_fit_the_model_is_refused_by_name(
 ) -> None:
     loaded = load(UNTRAINED)
     bare = SimpleNamespace(module=loaded.model, tokenizer=loaded.tokenizer, payload=None)
-    with pytest.raises(ConfigError, match=f"^methods: {error}") as raised:
+    with pytest.raises(ConfigError, match=f"^methods: {error}"):
         make(method, workload_of(task) if task else bare, **options)
-    assert "\n" not in str(raised.value)

@@ -45,19 +45,13 @@ def pieces(made_by: Any, ids: list[int], prompt: list[int] | None = None) -> lis
     return [*(text.add(one) for one in ids), text.rest()]
 
 
-@pytest.mark.parametrize("asked", ["a card", "time " * 20, "5 €"])
 @pytest.mark.parametrize("n_special", [0, 1, 9])  # as templates end a turn
-def test_a_space_after_the_prompt_is_told(asked: str, n_special: int) -> None:
+def test_a_space_after_the_prompt_is_told(n_special: int) -> None:
     made = spaced_tokenizer()
-    prompt = made(asked)["input_ids"] + [SPECIAL.index("<turn>")] * n_special
+    prompt = made("5 €")["input_ids"] + [SPECIAL.index("<turn>")] * n_special
     answer = made("time, a card", add_special_tokens=False)["input_ids"]
-    assert "".join(pieces(made, answer, prompt)) == after(made, prompt, answer) == " time, a card"
-
-
-def test_a_text_that_begins_with_the_answer_begins_without_a_space() -> None:
-    made = spaced_tokenizer()
-    answer = made("time", add_special_tokens=False)["input_ids"]
-    assert "".join(pieces(made, answer, [1])) == after(made, [1], answer) == "time"
+    assert "".join(pieces(made, answer, prompt)) == " time, a card"
+    assert "".join(pieces(made, answer, [1])) == "time, a card"  # the text begins with the answer
 
 
 _IDS = st.lists(st.sampled_from([*range(1, 4), *range(260, len(spaced_tokenizer()))]), max_size=24)

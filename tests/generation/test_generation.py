@@ -11,7 +11,7 @@ import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache import LLMCache, RequestError
+from llmcache import RequestError
 from llmcache.generation import (
     QUOTABLE,
     Latencies,
@@ -52,18 +52,11 @@ def llama() -> Any:
     return build(GENERATORS["llama"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", DECODERS)
-def test_kv_nbytes_is_what_a_cache_holds(family: str, dtype: torch.dtype) -> None:
-    model = build(DECODERS[family]).to(dtype)
+def test_kv_nbytes_is_what_a_cache_holds(family: str) -> None:
+    model = build(DECODERS[family]).bfloat16()
     _, kv_cache = prefill(model, tokens(1, 13))
-    assert kv_nbytes(model.config, 13, dtype.itemsize) == held_nbytes(kv_cache) > 0
-
-
-def test_kv_nbytes_in_numbers(gpt2: Any) -> None:
-    """Qwen3 of 3 layers with 2 K/V heads, each 8 wide, for 4 query heads."""
-    assert kv_nbytes(build(STRANGE_GENERATORS["qwen3"]).config, 10, 4) == 2 * 3 * 2 * 8 * 10 * 4
-    assert kv_nbytes(gpt2.config, 10, 2) == 2 * 4 * 4 * 8 * 10 * 2
+    assert kv_nbytes(model.config, 13, 2) == held_nbytes(kv_cache) > 0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +65,6 @@ def test_kv_nbytes_in_numbers(gpt2: Any) -> None:
         ("mistral", "dynamic", 12),
         ("mistral", "static", 4),  # it preallocates the whole window
         ("mistral", "sliding", 3),  # a window of 4: 3 tokens and the current one
-        ("llama", "dynamic", 12),
         ("llama", "static", 12),
     ],
 )
@@ -101,10 +93,8 @@ def test_stop_ids(gpt2: Any) -> None:
     "asked",
     [
         GREEDY,
-        replace(DRAWN, top_k=2),
-        replace(DRAWN, top_p=0.1),
-        replace(GREEDY, repetition_penalty=5.0),
-        replace(GREEDY, presence_penalty=2.0, frequency_penalty=2.0),
+        replace(DRAWN, top_k=2, top_p=0.5),
+        replace(GREEDY, repetition_penalty=5.0, presence_penalty=2.0),
     ],
 )
 def test_log_probabilities_are_the_models_own_however_tokens_are_chosen(llama: Any, asked: Sampling) -> None:
@@ -119,16 +109,13 @@ def test_log_probabilities_are_the_models_own_however_tokens_are_chosen(llama: A
         assert [one for _, one in top] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
 
 
-def test_seeds(gpt2: Any) -> None:
-    def draw(seed: int) -> tuple[int, ...]:
-        return generate(gpt2, IDS, replace(DRAWN, seed=seed)).tokens
-
+def test_the_global_generator_of_random_numbers_is_untouched(gpt2: Any) -> None:
     state = torch.random.get_rng_state()
-    assert draw(1) == draw(1) != draw(2)
-    assert torch.equal(torch.random.get_rng_state(), state)  # the global generator is untouched
+    assert generate(gpt2, IDS, replace(DRAWN, seed=1)).tokens != generate(gpt2, IDS, replace(DRAWN, seed=2)).tokens
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-0.4, 2.0), (0.0, -2.0)])
+@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (-0.4, 2.0)])
 def test_presence_and_frequency_count_in_the_answer_alone(gpt2: Any, presence: float, frequency: float) -> None:
     settings = replace(GREEDY, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=1.1)
     ids, made = IDS, []
@@ -159,39 +146,30 @@ def test_times_of_a_stream(gpt2: Any) -> None:
     answer = stream(gpt2, IDS, replace(GREEDY, max_new_tokens=3), clock=lambda: next(seconds))
     assert answer.generation().times is None
     assert [token.time_s for token in answer] == [1, 2, 3]
-    times = answer.generation().times
-    assert times == Latency((1, 2, 3))
-    assert (times.ttft_s, times.itl_s, times.e2el_s, times.tpot_s) == (1, (1, 1), 3, 1)
+    assert answer.generation().times == Latency((1, 2, 3))
 
 
-def test_the_latency_of_one_token() -> None:
-    latency = Latency((0.25,))
-    assert (latency.ttft_s, latency.itl_s, latency.e2el_s, latency.tpot_s) == (0.25, (), 0.25, None)
-    with pytest.raises(RequestError, match="one token at least"):
-        Latency(())
-
-
-@given(st.lists(st.floats(0, 10), min_size=2, max_size=30))
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=30))
 def test_gaps_add_up(gaps: list[float]) -> None:
     latency = Latency(tuple(np.cumsum(gaps).tolist()))
+    assert latency.ttft_s == gaps[0]
     assert latency.ttft_s + sum(latency.itl_s) == pytest.approx(latency.e2el_s)
-    assert latency.tpot_s == pytest.approx(np.mean(latency.itl_s))
+    assert latency.tpot_s == (pytest.approx(np.mean(gaps[1:])) if gaps[1:] else None)
 
 
 def test_hits_are_summarised_apart_from_misses() -> None:
     latencies = Latencies()
-    latencies.add(Latency((3.0, 4.0, 7.0)))
-    latencies.add(Latency((5.0,)))
-    latencies.add(Latency((1.0, 2.0)), "prefix")
+    for times, rung in (((3.0, 4.0, 7.0), None), ((5.0,), None), ((1.0, 2.0), "prefix")):
+        latencies.add(Latency(times), rung)
     summary = latencies.summary()
-    assert set(summary) == {"miss", "prefix"}
+    assert set(summary) == {"miss", "prefix"} and summary["prefix"].ttft.mean == 1.0
     miss = summary["miss"]
-    assert miss.n_requests == 2
-    assert miss.ttft == Spread(2, 4.0, 4.0, None, None)
+    assert (miss.n_requests, miss.ttft) == (2, Spread(2, 4.0, 4.0, None, None))
     assert miss.itl == Spread(2, 2.0, 2.0, None, None)  # gaps of all requests
     assert miss.tpot == Spread(1, 2.0, 2.0, None, None)  # a single token has none
     assert miss.e2el == Spread(2, 6.0, 6.0, None, None)
-    assert summary["prefix"].ttft.mean == 1.0
+    with pytest.raises(RequestError, match="one token at least"):
+        Latency(())
 
 
 def test_percentiles_take_enough_values() -> None:
@@ -200,18 +178,3 @@ def test_percentiles_take_enough_values() -> None:
     many = Spread.of([float(i) for i in range(QUOTABLE + 1)])
     assert (many.n, many.mean, many.median, many.p90, many.p99) == (201, 100.0, 100.0, 180.0, 198.0)
     assert Spread.of([]) is None
-
-
-def test_what_served_a_request(llama: Any) -> None:
-    cache = LLMCache.wrap(llama, prefix={"block": 4}, auto_bypass=False)
-    latencies, ids = Latencies(), tokens(1, 20)
-    longer = torch.cat([ids, tokens(1, 4, seed=1)], dim=1)
-    for prompt in (ids, longer, ids):
-        got = generate(llama, prompt, Sampling(max_new_tokens=3))
-        latencies.add(got.times, got.rung)
-    assert {rung: each.n_requests for rung, each in latencies.summary().items()} == {"miss": 1, "prefix": 1, "exact": 1}
-    with cache.disabled():
-        got = generate(llama, ids)
-        assert (got.rung, got.outcome.bypassed) == (None, "disabled")
-    cache.unwrap()
-    assert generate(llama, ids).outcome is None

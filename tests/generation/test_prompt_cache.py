@@ -2,8 +2,6 @@
 
 import datetime
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +19,23 @@ WORDS = "system user assistant hello there how are you w1 w2 w3 w4 w5 w6"
 CHAT = [{"role": "system", "content": "hello there"}, {"role": "user", "content": "how are you"}]
 
 
-def word_tokenizer(words: str, has_specials: bool = True) -> tf.PreTrainedTokenizerFast:
+class Counted(tf.PreTrainedTokenizerFast):
+    """A tokenizer that counts its calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.asked = Counter[str]()
+        super().__init__(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked["tokens"] += 1
+        return super().__call__(*args, **kwargs)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked["text"] += 1
+        return super().apply_chat_template(*args, **kwargs)
+
+
+def word_tokenizer(words: str, has_specials: bool = True) -> Counted:
     """Return a tokenizer of these words; `has_specials`: texts begin with `[BOS]`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -30,46 +44,19 @@ def word_tokenizer(words: str, has_specials: bool = True) -> tf.PreTrainedTokeni
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if has_specials:
         backend.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
-    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", bos_token="[BOS]")
-
-
-class Counted:
-    """A tokenizer that counts its calls."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.asked: Counter[str] = Counter()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked["tokens"] += 1
-        return self.tokenizer(*args, **kwargs)
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked["text"] += 1
-        return self.tokenizer.apply_chat_template(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self.tokenizer)
+    return Counted(tokenizer_object=backend, unk_token="[UNK]", bos_token="[BOS]")
 
 
 @pytest.fixture
-def tokenizer() -> Any:
+def tokenizer() -> Counted:
     made = word_tokenizer(WORDS)
     made.chat_template = TEMPLATE
     return made
 
 
 @pytest.fixture
-def counted(tokenizer: Any) -> Counted:
-    return Counted(tokenizer)
-
-
-@pytest.fixture
-def prompts(counted: Counted) -> PromptCache:
-    return PromptCache(counted)
+def prompts(tokenizer: Counted) -> PromptCache:
+    return PromptCache(tokenizer)
 
 
 def plain(tokenizer: Any, messages: Any = CHAT) -> tuple[int, ...]:
@@ -80,26 +67,21 @@ def said(content: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **more}]
 
 
-@pytest.mark.parametrize("kind", [dict, MappingProxyType])
-def test_a_chat_comes_to_the_tokens_that_its_template_gives(
-    prompts: PromptCache, counted: Counted, tokenizer: Any, kind: Callable[..., Any]
-) -> None:
-    first, again = prompts.encode([kind(message) for message in CHAT]), prompts.encode(CHAT)
-    assert first.ids == again.ids == plain(tokenizer)
+def test_a_chat_comes_to_the_tokens_that_its_template_gives(prompts: PromptCache, tokenizer: Counted) -> None:
+    first, again = prompts.encode([MappingProxyType(message) for message in CHAT]), prompts.encode(CHAT)
     assert (first.is_hit, again.is_hit) == (False, True)
-    assert counted.asked == {"text": 1, "tokens": 1}
+    assert tokenizer.asked == {"text": 1, "tokens": 1}
+    assert first.ids == again.ids == plain(tokenizer)
 
 
 def test_a_text_gets_special_tokens_and_a_chat_has_its_own(prompts: PromptCache, tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert list(prompts.encode(text).ids) == tokenizer(text)["input_ids"]
     assert not prompts.encode(CHAT).is_hit  # the same text, but not the same tokens
-    assert prompts.encode(text).is_hit
 
 
-def test_other_messages_roles_and_orders_are_other_prompts(prompts: PromptCache, tokenizer: Any) -> None:
+def test_other_roles_and_orders_are_other_prompts(prompts: PromptCache, tokenizer: Any) -> None:
     chats = [CHAT, CHAT[::-1], CHAT[:1], [{**CHAT[0], "role": "user"}, CHAT[1]]]
-    assert [prompts.encode(chat).is_hit for chat in chats] == [False] * 4
     assert [prompts.encode(chat).ids for chat in chats] == [plain(tokenizer, chat) for chat in chats]
     assert len(prompts) == 4
 
@@ -115,9 +97,6 @@ def test_another_template_or_more_tokens_make_another_prompt(prompts: PromptCach
     assert not after.is_hit and len(after.ids) < len(before.ids)
     tokenizer.bos_token = "w2"  # becomes special
     assert not prompts.encode(text).is_hit
-
-
-def test_a_template_that_names_special_tokens_follows_them(prompts: PromptCache, tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ bos_token }} " + TEMPLATE
     for tokenizer.bos_token in ("w2", "w1"):
         assert prompts.encode(CHAT).ids == plain(tokenizer)
@@ -125,32 +104,31 @@ def test_a_template_that_names_special_tokens_follows_them(prompts: PromptCache,
 
 @pytest.mark.parametrize(
     ("template", "messages"),
-    [("{{ strftime_now('%Y') and '' }}" + TEMPLATE, CHAT)]
-    + [(TEMPLATE, said("w1", told=told)) for told in (datetime.date(2026, 1, 2), b"x", {1: "a", "b": 2})],
-    ids=["tells the time", "a date", "bytes", "names that are numbers"],
+    [("{{ strftime_now('%Y') and '' }}" + TEMPLATE, CHAT), (TEMPLATE, said("w1", told=datetime.date(2026, 1, 2)))],
+    ids=["tells the time", "a date"],
 )
 def test_what_has_no_json_or_tells_the_time_is_formatted_each_time(
-    prompts: PromptCache, counted: Counted, tokenizer: Any, template: str, messages: Any
+    prompts: PromptCache, tokenizer: Counted, template: str, messages: Any
 ) -> None:
     tokenizer.chat_template = template
     assert [prompts.encode(messages).is_hit for _ in range(3)] == [False, True, True]
-    assert counted.asked == {"text": 3, "tokens": 1}
+    assert tokenizer.asked == {"text": 3, "tokens": 1}
 
 
 def test_a_long_prompt_loses_its_beginning_or_is_refused(tokenizer: Any) -> None:
+    whole = plain(tokenizer)
     cut = PromptCache(tokenizer, max_length=4, truncate="left").encode(CHAT)
-    assert (cut.ids, cut.n_dropped) == (plain(tokenizer)[-4:], len(plain(tokenizer)) - 4)
+    assert (cut.ids, cut.n_dropped) == (whole[-4:], len(whole) - 4)
     with pytest.raises(RequestError, match=r"8 tokens, of which the model can take 4 here.*truncate='left'"):
         PromptCache(tokenizer, max_length=4).encode(CHAT)
     assert PromptCache(tokenizer, max_length=8).encode(CHAT).n_dropped == 0
 
 
-def test_what_every_text_begins_with_is_not_cut_off(tokenizer: Any) -> None:
+@pytest.mark.parametrize(("length", "kept"), [(3, [0, 2, 3]), (1, [3])])
+def test_what_every_text_begins_with_is_not_cut_off(tokenizer: Any, length: int, kept: list[int]) -> None:
     whole = PromptCache(tokenizer).encode("w1 w2 w3").ids
-    cut = PromptCache(tokenizer, max_length=len(whole) - 1, truncate="left").encode("w1 w2 w3")
-    assert (cut.ids, cut.n_dropped) == ((whole[0], *whole[2:]), 1)
-    least = PromptCache(tokenizer, max_length=1, truncate="left").encode("w1 w2 w3")
-    assert least.ids == whole[-1:]
+    cut = PromptCache(tokenizer, max_length=length, truncate="left").encode("w1 w2 w3")
+    assert (cut.ids, cut.n_dropped) == (tuple(whole[place] for place in kept), 4 - length)
 
 
 def test_the_prompt_used_longest_ago_leaves(tokenizer: Any) -> None:
@@ -173,7 +151,7 @@ ENDLESS.append(ENDLESS)
         (None, CHAT, "no chat template: give the prompt as one text"),
         (TEMPLATE, "", "empty"),
         (TEMPLATE, "a\udcff", "no valid text: character 1"),
-        *((TEMPLATE, wrong, "give a text, or messages") for wrong in ([], 5, ["w1"], None)),
+        *((TEMPLATE, wrong, "give a text, or messages") for wrong in ([], 5, ["w1"])),
         ("{{ raise_exception('no system here') }}", CHAT, "template does not take these messages: .*no system here"),
         ("{% if %}", CHAT, "chat template does not take these messages: .*Expected"),
         (TEMPLATE, said("w1", more=ENDLESS), "chat template does not take these messages"),  # transformers walks them
@@ -192,22 +170,8 @@ def test_settings_out_of_range_are_refused(tokenizer: Any, wrong: dict[str, Any]
         PromptCache(tokenizer, **wrong)
 
 
-def test_many_threads_get_the_same_tokens(tokenizer: Any) -> None:
-    prompts = PromptCache(tokenizer, max_entries=3)
-    texts = [f"hello w{1 + i % 6}" for i in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda text: prompts.encode(text).ids, texts))
-    assert found == [tuple(tokenizer(text)["input_ids"]) for text in texts]
-    assert len(prompts) == 3
-
-
 class Masked(str):
-    """A string whose methods lie about its characters."""
-
-    def __repr__(self) -> str:
-        return "'w1'"
-
-    __str__ = __repr__
+    """A string that claims to equal any other."""
 
     def encode(self, *_: Any) -> bytes:
         return b"w1"
@@ -225,15 +189,12 @@ def test_a_text_is_known_by_its_characters_whatever_its_class_says(prompts: Prom
     assert len(prompts) == 2
 
 
-@pytest.mark.parametrize(
-    "pair", [("w1", Masked("w2")), (["w1"], ("w1",)), ({"1": "w1"}, {1: "w1"}), ("w1", b"w1"), (1, True), (1, 1.0)]
-)
-@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize("pair", [("w1", Masked("w2")), (["w1"], ("w1",)), ({"1": "w1"}, {1: "w1"}), (1, True)])
 def test_contents_that_a_template_tells_apart_are_other_prompts(
-    prompts: PromptCache, tokenizer: Any, pair: tuple[Any, Any], turn: int
+    prompts: PromptCache, tokenizer: Any, pair: tuple[Any, Any]
 ) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] ~ '' }}{% endfor %}"
-    for content in pair[::turn]:
+    for content in (*pair, *pair):
         text = tokenizer.apply_chat_template(said(content), tokenize=False, add_generation_prompt=True)
         assert prompts._formatted(said(content)) == text
 

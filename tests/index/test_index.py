@@ -11,7 +11,6 @@ from llmcache.memory.index import INDEXES, AutoIndex, HNSWIndex, Index, LSHIndex
 from llmcache.memory.index.lsh import chance_to_meet, share_equal
 from llmcache.support.arrays import Floats
 from llmcache.testing import check_index
-from tests.conformance.outside import Scan
 
 DIM = 32
 
@@ -36,7 +35,6 @@ class Prompt(AutoIndex):
 
 EXACT: dict[str, Callable[[int], Index]] = {
     **{name: made for name, made in INDEXES.items() if name not in ("lsh", "hnsw")},
-    "outside": Scan,
     "all lists": Prompt,
 }
 

@@ -7,19 +7,12 @@ from torch import Tensor, nn
 from llmcache.models.coupling import _rounding
 
 
-@pytest.mark.parametrize(
-    ("module", "precision", "expected"),
-    [
-        (nn.Linear(2, 2), "highest", 1e-5),
-        (nn.Linear(2, 2), "high", 2e-3),
-        (nn.Conv1d(2, 2, 1), "highest", 2e-3),
-    ],
-)
-def test_float32_of_an_accelerator_is_trusted_unless_it_may_be_tf32(
-    module: nn.Module, precision: str, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    assert _rounding(module, torch.zeros(2)) == 1e-5
+def test_float32_of_an_accelerator_is_trusted_unless_it_may_be_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, convolution, x = nn.Linear(2, 2), nn.Conv1d(2, 2, 1), torch.zeros(2)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert _rounding(linear, x) == 1e-5
     monkeypatch.setattr(Tensor, "is_cpu", False)
-    assert _rounding(module, torch.zeros(2)) == expected
-    assert _rounding(module, torch.zeros(2, dtype=torch.bfloat16)) == 2e-2
+    assert _rounding(linear, x) == 2e-3
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert (_rounding(linear, x), _rounding(convolution, x)) == (1e-5, 2e-3)
+    assert _rounding(linear, x.bfloat16()) == 2e-2

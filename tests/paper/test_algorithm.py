@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.paper.reference import Reference, assert_close, run, served, wrapped
-from tests.tiny_models import BARE, CLASSIFIERS, batch, build, states, tokens
+from tests.paper.reference import Reference, assert_close, served, wrapped
+from tests.tiny_models import BARE, batch, states, tokens
 
 CASES: dict[str, tuple[str, Any, bool]] = {
-    **{
-        f"{family} {tau}": (family, tau, False) for family in ("bert", "distilbert", "gpt2") for tau in (0.3, 0.6, 0.95)
-    },
-    **{family: (family, 0.5, False) for family in ("roberta", "llama", "t5", "bart", "mpnet")},
+    **{f"bert {tau}": ("bert", tau, False) for tau in (0.3, 0.6, 0.95)},
+    **{family: (family, 0.5, False) for family in ("roberta", "distilbert", "gpt2", "llama", "t5", "bart", "mpnet")},
     "some layers": ("bert", {0: 0.2, 3: 0.7}, False),
     "per layer": ("distilbert", 0.6, True),
     "per layer, own tau": ("gpt2", {0: 0.4, 1: 0.9, 3: 0.6}, True),
@@ -65,19 +63,6 @@ def test_rows_of_a_padded_batch_are_decided_one_by_one(family: str, left: bool) 
         assert (sum(reference.hits) > before) == any(served(cache))
         reference.store(new)
     assert cache.stats().reuses_by_layer == dict(enumerate(reference.hits))
-
-
-@pytest.mark.parametrize("settings", [{}, {"layers": "last"}, {"layers": [1]}])
-def test_a_hit_returns_the_earlier_requests_answer_and_nothing_else_does(settings: dict[str, Any]) -> None:
-    one, two = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
-    alone = build(CLASSIFIERS["bert"])
-    cache = wrapped("bert", tau=-1.0, **settings)
-    assert torch.equal(cache(input_ids=one).logits, run(alone, input_ids=one))
-    assert_close(cache(input_ids=two).logits, run(alone, input_ids=one))
-    assert not torch.allclose(run(alone, input_ids=one), run(alone, input_ids=two))
-    (outcome,) = cache.last
-    cache(input_ids=one)
-    assert (outcome.rung, outcome.source) == ("paper", cache.last[0].key)
 
 
 def test_a_row_is_told_how_similar_the_nearest_request_is_whether_it_serves_or_not() -> None:

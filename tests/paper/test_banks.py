@@ -141,12 +141,8 @@ def test_nothing_is_learned_from_what_was_purged() -> None:
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("policy", "kept"),
-    [("lru", 1), ("lfu", 1), ("fifo", 2), ("s3_fifo", 1), ("gdsf", 1), ({"name": "staleness", "half_life_s": 9}, 1)],
-    ids=str,
-)
-def test_policies_decide_who_leaves_a_full_bank(policy: Any, kept: int) -> None:
+@pytest.mark.parametrize(("policy", "kept"), [("lru", 1), ("fifo", 2)])
+def test_policies_decide_who_leaves_a_full_bank(policy: str, kept: int) -> None:
     cache = wrapped("bert", tau=0.9999, max_entries=2, policy=policy)
     for seed in (1, 2, 1, 1, 3):
         cache(input_ids=tokens(1, 6, seed=seed))
@@ -255,26 +251,14 @@ def test_what_is_saved_serves_another_cache(name: str, tmp_path: Path) -> None:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"exact": True},
-        {"prefix": True},
-        {"gate": True},
-        {"auto_bypass": True},
-        {"store": "disk"},
-        {"learn": 1000},
-        {"audit": 0.1},
-        {"recalibrate": 5},
-        {"share_calibration": True},
-        {"max_drop": 0.01},
-        {"fingerprint": "learned"},
-    ],
-    ids=lambda one: next(iter(one)),
-)
-def test_what_tau_does_not_do_is_refused_with_its_cure(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(setting))}.*leave .*out") as raised:
-        wrapped("bert", tau=0.9, **setting)
+NOT_WITH_TAU: dict[str, Any] = dict.fromkeys(("exact", "prefix", "gate", "auto_bypass", "share_calibration"), True)
+NOT_WITH_TAU |= {"store": "disk", "fingerprint": "learned", "learn": 9, "audit": 0.1, "recalibrate": 5, "max_drop": 0.1}
+
+
+@pytest.mark.parametrize("name", NOT_WITH_TAU)
+def test_what_tau_does_not_do_is_refused_with_its_cure(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*leave .*out") as raised:
+        wrapped("bert", tau=0.9, **{name: NOT_WITH_TAU[name]})
     assert "\n" not in str(raised.value)
 
 

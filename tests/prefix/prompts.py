@@ -24,7 +24,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
     "none": lambda config: None,
     "dynamic": lambda config: DynamicCache(),
     "made ahead": lambda config: DynamicCache(config=config),
-    "static": lambda config: StaticCache(config=config, max_cache_len=24),
+    "static": lambda config: StaticCache(config=config, max_cache_len=32),
 }
 
 close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)

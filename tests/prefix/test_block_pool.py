@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llmcache.memory import purges
 from llmcache.memory.blocks.block import Block, Link, links
 from llmcache.memory.blocks.block_pool import BlockPool
-from llmcache.memory.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
+from llmcache.memory.policies import FIFO, GDSF, LFU, LRU, S3FIFO, Policy, Staleness
 from llmcache.request.rows import Row, Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
@@ -74,15 +74,6 @@ def test_blocks_are_counted_while_another_thread_stores_tails() -> None:
     blocks = pool()
     blocks._held = Growing()
     assert len(blocks) == 0
-
-
-@given(IDS, IDS, st.integers(1, 4))
-def test_equal_leading_keys_are_shared_blocks(first: list[int], second: list[int], size: int) -> None:
-    one, other = (chain_of(*ids, size=size) for ids in (first, second))
-    assert (len(one), len(other)) == (len(first) // size, len(second) // size)
-    equal = [a == b for a, b in zip(one, other, strict=False)]
-    assert sum(equal) == n_shared(first, second) // size
-    assert equal == sorted(equal, reverse=True)
 
 
 def test_the_root_takes_in_scope_position_and_size() -> None:
@@ -177,17 +168,6 @@ def test_of_a_chain_whose_beginning_the_policy_names_the_end_leaves() -> None:
     blocks, old, new = pool(3, FIFO), chain_of(0, 1), chain_of(2, 0)
     put(blocks, old, new)
     assert n_found(blocks, old, new) == [1, 2]
-
-
-def test_blocks_that_have_expired_leave_with_all_that_follows() -> None:
-    clock = [0.0]
-    blocks, chain = pool(policy=lambda: TTL(10.0, now=lambda: clock[0])), chain_of(0, 1)
-    put(blocks, chain[:1])
-    clock[0] = 6.0
-    put(blocks, chain)
-    assert n_found(blocks, chain) == [2]
-    clock[0] = 11.0
-    assert (n_found(blocks, chain), len(blocks), blocks.nbytes, blocks.n_evicted) == ([0], 0, 0, 2)
 
 
 def test_what_follows_a_block_that_left_is_not_held() -> None:

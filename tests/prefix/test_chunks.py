@@ -1,16 +1,17 @@
 """Prompts run in chunks: outputs, lookups, entries and counts equal those of one run."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
-from tests.prefix.prompts import branch, close, run, wrapped
+from tests.prefix.prompts import CACHES, branch, close, run, wrapped
 from tests.tiny_models import tokens
 
 LONG = tokens(1, 23)
@@ -18,50 +19,29 @@ LONGER = branch(LONG, 21, 30)
 SIZE = 5
 
 
-def asked(cache: LLMCache, ids: Tensor, between: Callable[[], None], **inputs: Any) -> tuple[Tensor, Any]:
+def asked(cache: LLMCache, ids: Tensor, between: Callable[[], Any], kv_cache: Any = None, **more: Any) -> Any:
     """Run a prompt in chunks; return its last logits and its K/V cache."""
-    kv_cache = inputs.pop("kv_cache", None) or DynamicCache()
     with cache.chunked(SIZE, between):
-        return cache(ids, past_key_values=kv_cache, logits_to_keep=1, **inputs).logits, kv_cache
+        output = cache(ids, past_key_values=kv_cache, logits_to_keep=1, **more)
+    return output.logits, output.past_key_values
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_all_is_as_in_one_run(model: Any, kind: str) -> None:
-    def kv_cache() -> Any:
-        return DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=32)
-
-    plain = [run(model, ids).logits[:, -1:] for ids in (LONG, LONGER)]
-    whole = wrapped(model, LONG, LONG, LONGER)
-    expected = whole.stats()
-    whole.unwrap()
-    cache, n_turns, seen = wrapped(model), [], []
-    turns: list[None] = []
-    first = None
-    for ids, own in ((LONG, plain[0]), (LONG, plain[0]), (LONGER, plain[1])):
-        turns.clear()
-        logits, kept = asked(cache, ids, lambda: turns.append(None), kv_cache=kv_cache())
-        close(logits, own)
+@pytest.mark.parametrize("kind", CACHES)
+def test_all_is_as_in_one_run(llama: Any, kind: str) -> None:
+    plain = {ids: run(llama, ids).logits[:, -1:] for ids in (LONG, LONGER)}
+    with wrapped(llama, LONG, LONG, LONGER) as whole:
+        expected = whole.stats()
+    cache = wrapped(llama)
+    turns: list[int] = []
+    for number, ids in enumerate((LONG, LONG, LONGER)):
+        logits, kept = asked(cache, ids, partial(turns.append, number), kv_cache=CACHES[kind](llama.config))
+        close(logits, plain[ids])
         assert kept.get_seq_length() == ids.shape[1]
-        n_turns.append(len(turns))
-        seen.append((cache.last[0].rung, cache.last[0].n_prefix))
-        first = logits if first is None else first
-        assert ids is LONGER or torch.equal(logits, first)
-    assert seen == [(None, 0), ("exact", 0), ("prefix", 21)]
-    assert n_turns == [4, 0, 1]  # the last one had 9 tokens left
+    assert turns == [0, 0, 0, 0, 2]  # the repeat is known, and of the last one 9 tokens were left
     stats = cache.stats()
     for name in ("hits", "n_misses", "n_prefix_tokens", "n_prompt_tokens", "n_blocks", "n_stored", "prefix_nbytes"):
         assert getattr(stats, name) == getattr(expected, name), name
-    assert stats.errors == 0
-
-
-def test_logits_at_all_positions(llama: Any) -> None:
-    plain = [run(llama, ids).logits for ids in (LONG, LONGER)]
-    cache = wrapped(llama)
-    for ids, own in zip((LONG, LONGER), plain, strict=True):
-        with cache.chunked(SIZE, lambda: None):
-            close(cache(ids).logits, own)
-        with cache.chunked(SIZE, lambda: None):
-            close(cache(ids, return_dict=False)[0], own)
+    assert stats.hits == {"exact": 1, "prefix": 1} and stats.errors == 0
 
 
 def test_what_cannot_be_cut_is_run_at_once(llama: Any) -> None:
@@ -70,9 +50,7 @@ def test_what_cannot_be_cut_is_run_at_once(llama: Any) -> None:
     def never() -> None:
         raise AssertionError
 
-    padded = torch.ones_like(LONG)
-    padded[0, 0] = 0
-    asked(cache, LONG, never, attention_mask=padded)
+    asked(cache, LONG, never, attention_mask=torch.ones_like(LONG).index_fill(1, torch.tensor([0]), 0))
     asked(cache, LONG[:, :SIZE], never)
     asked(cache, LONG, never, use_cache=False)
     asked(cache, LONG, never, output_hidden_states=True)
@@ -83,8 +61,8 @@ def test_what_cannot_be_cut_is_run_at_once(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("known", [0, 9])
-def test_what_others_fail_with_ends_the_call_and_leaves_nothing(model: Any, known: int) -> None:
-    cache = wrapped(model, *([LONG[:, :known]] if known else []))
+def test_what_others_fail_with_ends_the_call_and_leaves_nothing(llama: Any, known: int) -> None:
+    cache = wrapped(llama, *([LONG[:, :known]] if known else []))
     before, kv_cache = cache.stats(), DynamicCache()
 
     def leave() -> None:
@@ -95,7 +73,7 @@ def test_what_others_fail_with_ends_the_call_and_leaves_nothing(model: Any, know
     assert kv_cache.get_seq_length() == 0
     after = cache.stats()
     assert (after.n_stored, after.n_blocks, after.errors) == (before.n_stored, before.n_blocks, 0)
-    close(asked(cache, LONG, lambda: None, kv_cache=kv_cache)[0], run(model, LONG).logits[:, -1:])
+    close(asked(cache, LONG, lambda: None, kv_cache=kv_cache)[0], run(llama, LONG).logits[:, -1:])
 
 
 @pytest.mark.parametrize("forget", [lambda cache: cache.purge(namespace="default"), LLMCache.clear])

@@ -1,21 +1,18 @@
 """Prompts that share a prefix: outputs equal the plain model's, whatever the batch and the K/V cache."""
 
-import random
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcache.calls.prefix import Prefix
-from llmcache.errors import ConfigError
 from tests.prefix.prompts import (
     CACHES,
-    FAMILIES,
     branch,
     close,
     fail_once,
@@ -23,68 +20,25 @@ from tests.prefix.prompts import (
     run,
     wrapped,
 )
-from tests.tiny_models import CLASSIFIERS, batch, build, tokens
+from tests.tiny_models import batch, tokens
 
 STEM = tokens(1, 24)
 ASKED = branch(STEM, 20, 24)
 ROWS = [branch(STEM, n, length, seed) for seed, (n, length) in enumerate([(20, 22), (9, 15), (16, 16), (12, 24)])]
 
 
-@pytest.fixture
-def gpt2() -> Any:
-    return build(FAMILIES["gpt2"])
-
-
-@pytest.mark.parametrize("return_dict", [True, False])
-def test_logits_at_all_positions(model: nn.Module, return_dict: bool) -> None:
-    second = branch(STEM, 13, 21)
-    plain = [run(model, ids, return_dict=return_dict)[0] for ids in (STEM, second)]
-    cache = wrapped(model)
-    assert torch.equal(cache(STEM, return_dict=return_dict)[0], plain[0])  # a miss is bit-equal
-    output = cache(second, return_dict=return_dict)
-    close(output[0], plain[1])
-    assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 13)
-    assert output[1].get_seq_length() == 21
-    close(cache(second, logits_to_keep=3).logits, plain[1][:, -3:])
-    assert cache.last[0].n_prefix == 20  # its own blocks were stored as well
-    assert cache.stats().errors == 0
-
-
-def test_prefixes_of_another_namespace_serve_where_they_may_and_reach_further(model: nn.Module) -> None:
-    second, third = branch(ASKED, 24, 30, 2), branch(ASKED, 24, 32, 3)
-    plain = [run(model, ids).logits for ids in (second, third)]
-    cache = wrapped(model)
-    with cache.namespace("public"):
-        cache(STEM)
-
-    def served(name: str, ids: Tensor, prefixes_from: str | None = "public") -> int:
-        with cache.namespace(name, prefixes_from=prefixes_from):
-            close(cache(ids).logits, plain[0] if ids is second else plain[1])
-        return cache.last[0].n_prefix
-
-    assert served("closed", second, None) == 0
-    assert served("a", second) == 20
-    assert served("b", third) == 20  # it sees no entry of "a"
-    assert served("a", third) == 24  # its own reaches further
-    assert cache.purge(namespace="public") == 1 and cache.stats().errors == 0
-    assert served("c", third) == 0  # no call had stored anything there
-    assert served("b", third) == 31  # its own entry copied the shared blocks
-    with pytest.raises(ConfigError, match="surrogate"), cache.namespace("a", prefixes_from="\ud800"):
-        pass
-
-
 @pytest.mark.parametrize("left", [True, False])
-def test_rows_with_different_prefixes_and_padding(model: nn.Module, left: bool) -> None:
+def test_rows_with_different_prefixes_and_padding(gpt2: Any, left: bool) -> None:
     inputs = batch(ROWS, left)
-    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    plain = run(model, **inputs, position_ids=positions).logits
-    cache = wrapped(model, STEM)
-    close(cache(**inputs, position_ids=positions).logits, plain)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    plain = run(gpt2, **inputs).logits
+    cache = wrapped(gpt2, STEM)
+    close(cache(**inputs).logits, plain)
     # Padding on the left is computed, and so is everything after it.
     assert [outcome.n_prefix for outcome in cache.last] == ([0, 0, 0, 0] if left else [9, 9, 9, 9])
     cache.clear()
     cache(STEM)
-    close(cache(**inputs, position_ids=positions, logits_to_keep=1).logits, plain[:, -1:])
+    close(cache(**inputs, logits_to_keep=1).logits, plain[:, -1:])
     # Known are 20, 9, 16 and 12 tokens; with padding on the left they end in columns 22, 18, 24 and 12.
     assert [outcome.n_prefix for outcome in cache.last] == ([10, 3, 4, 12] if left else [9, 9, 9, 9])
     assert cache.stats().errors == 0
@@ -122,10 +76,10 @@ def test_padding_is_computed_where_others_than_the_head_read_it(llama: Any, who:
     close(seen[0], plain)
 
 
-def test_a_row_that_is_known_as_a_whole_does_not_hold_the_others_up(model: nn.Module) -> None:
+def test_a_row_that_is_known_as_a_whole_does_not_hold_the_others_up(llama: Any) -> None:
     inputs = batch([STEM[:, :8], ASKED], left=False)
-    plain = run(model, **inputs).logits
-    cache = wrapped(model, STEM)
+    plain = run(llama, **inputs).logits
+    cache = wrapped(llama, STEM)
     close(cache(**inputs, logits_to_keep=4).logits, plain[:, -4:])
     assert [outcome.n_prefix for outcome in cache.last] == [8, 20]
     cache.clear()
@@ -156,66 +110,22 @@ def test_positions_that_differ_do_not_share(gpt2: Any) -> None:
         assert cache.stats().n_prefix_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("family", "stored", "asked", "n"),
-    [
-        *((family, *lengths) for family in FAMILIES for lengths in ((24, 10, 9), (10, 24, 10))),
-        *(("llama", *lengths) for lengths in ((24, 12, 11), (12, 24, 12), (24, 3, 0), (3, 24, 0))),
-    ],
-)
-def test_a_prompt_within_another_and_around_it(family: str, stored: int, asked: int, n: int) -> None:
-    cache = wrapped(build(FAMILIES[family]), STEM[:, :stored])
-    close(cache(STEM[:, :asked]).logits, plainly(cache, STEM[:, :asked]).logits)
-    assert cache.stats().n_prefix_tokens == n
-
-
-def test_no_prefix_where_it_cannot_serve(gpt2: Any) -> None:
-    reads_one_row = build(CLASSIFIERS["gpt2"])  # runs without K/V
-    for model, settings, more in (
-        (reads_one_row, {}, {}),
-        (gpt2, {}, {"use_cache": False}),  # makes no K/V to keep
-        (gpt2, {}, {"token_type_ids": STEM}),
-    ):
-        with wrapped(model, **settings) as cache:
-            cache(STEM, **more)
-            assert cache.stats().n_blocks == 0
-
-
-@pytest.mark.slow
-def test_evictions_never_change_an_answer(llama: Any) -> None:
-    stems = [tokens(1, 24, seed) for seed in range(4)]
-    draw = random.Random(1)
-    cache = wrapped(llama, max_bytes=20_000)
-    for seed in range(40):
-        prompt = branch(draw.choice(stems), draw.randint(0, 24), 28, seed)
-        close(cache(prompt).logits, plainly(cache, prompt).logits)
-        assert cache.stats().held_nbytes <= 20_000
-    stats = cache.stats()
-    assert stats.n_blocks_evicted > 20
-    assert stats.hits["prefix"] > 7
-    assert stats.errors == 0
-
-
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "prompt", "kv"),
-    [
-        ("llama", torch.cat([STEM[:, :20], torch.tensor([[10**6]])], dim=1), DynamicCache),
-        ("gpt2", branch(STEM, 24, 68), DynamicCache),  # the context is 64
-        ("llama", STEM[:, :0], DynamicCache),
-        ("llama", ASKED, lambda config: StaticCache(config=config, max_cache_len=22)),
-    ],
-    ids=["an id out of range", "beyond the context", "an empty prompt", "a static cache that is too small"],
-)
-def test_what_the_model_refuses_is_refused_as_without_a_cache(
-    family: str, prompt: Tensor, kv: Callable[..., Any]
-) -> None:
-    model: Any = build(FAMILIES[family])
-    cache, told = wrapped(model, STEM), []
-    for ask in (cache, lambda *args, **kwargs: plainly(cache, *args, **kwargs)):
-        kv_cache = kv(config=model.config)
+REFUSED: dict[str, tuple[Tensor, int]] = {
+    "an id out of range": (torch.cat([STEM[:, :20], torch.tensor([[10**6]])], dim=1), 0),
+    "beyond the context": (branch(STEM, 24, 68), 0),  # of 64
+    "an empty prompt": (STEM[:, :0], 0),
+    "a static cache that is too small": (ASKED, 22),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_model_refuses_is_refused_as_without_a_cache(gpt2: Any, what: str) -> None:
+    (prompt, room), cache, told = REFUSED[what], wrapped(gpt2, STEM), []
+    for ask in (cache, partial(plainly, cache)):
+        kv_cache = StaticCache(config=gpt2.config, max_cache_len=room) if room else DynamicCache()
         with pytest.raises((IndexError, RuntimeError)) as error:
             ask(prompt, past_key_values=kv_cache)
         told.append((type(error.value), str(error.value), int(kv_cache.get_seq_length())))

@@ -7,8 +7,9 @@ import torch
 import transformers as tf
 from torch import nn
 
+from tests import tiny_models
 from tests.prefix.prompts import branch, run, wrapped
-from tests.tiny_models import GENERATORS, build, llama, tokens
+from tests.tiny_models import GENERATORS, build, tokens
 
 ORIGINAL = 24  # tokens beyond which frequencies change
 BYPASSED = (None, "rope_by_length", "weights_changed", "inference_weights")
@@ -24,12 +25,9 @@ def rotary(kind: str) -> nn.Module:
         factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
         parameters |= {"original_max_position_embeddings": ORIGINAL, **factors}
     longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
-    return build(lambda: tf.LlamaForCausalLM(llama(max_position_embeddings=longest, rope_parameters=parameters)))
-
-
-@pytest.fixture
-def model() -> Any:
-    return build(GENERATORS["llama"])
+    return build(
+        lambda: tf.LlamaForCausalLM(tiny_models.llama(max_position_embeddings=longest, rope_parameters=parameters))
+    )
 
 
 @of_each_rope
@@ -59,9 +57,9 @@ def test_positions_decide_where_they_are_given() -> None:
 
 
 @pytest.mark.parametrize("where", ["layers.1", "embed_tokens", "layers.0.mlp"])
-def test_hooks_see_all_tokens(model: Any, where: str) -> None:
-    cache, seen = wrapped(model, TEXT[:, :16]), []
-    handle = model.model.get_submodule(where).register_forward_hook(lambda _, __, made: seen.append(made.shape[1]))
+def test_hooks_see_all_tokens(llama: Any, where: str) -> None:
+    cache, seen = wrapped(llama, TEXT[:, :16]), []
+    handle = llama.model.get_submodule(where).register_forward_hook(lambda _, __, made: seen.append(made.shape[1]))
     cache(TEXT[:, :30])
     assert (seen, cache.last[0].n_prefix) == ([30], 0)
     handle.remove()

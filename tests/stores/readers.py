@@ -1,6 +1,5 @@
-"""Threads that read from stores while values are put and purged: a check for every built-in store."""
+"""Threads that write to a store and read from it while keys are dropped: a check for every built-in store."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,61 +8,31 @@ from concurrent.futures import ThreadPoolExecutor
 from llmcache.memory.stores import Put, Store, StoreKey
 
 KEYS = [StoreKey("read by threads", "0" * 64, f"{number}") for number in range(4)]
+SIZES = (3_000, 70_000)  # in the index of a disk store, and in files
 
 
-def check_readers(make: Callable[[], Store]) -> None:
-    """Assert in both stores that values are whole, belong to their keys, and do not predate a purge that returned."""
-    one, other, n_removed, has_ended = make(), make(), [0], threading.Event()
+def check_readers(make: Callable[[], Store], dropped_by: str, times: int) -> None:
+    """Assert that values are whole, belong to their keys, and do not predate a `purge` or `forget` that returned.
 
-    def read(store: Store) -> None:
-        while not has_ended.is_set():
-            least = n_removed[0]
-            for number, value in enumerate(store.get_many(KEYS, time.monotonic() + 60)):
-                if value is not None:
-                    assert len({*bytes(value)}) == 1 and value[0] % 4 == number and value[0] // 4 >= least
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            readers = [pool.submit(read, store) for store in (one, other, other)]
-            try:
-                for i in range(40):
-                    number, store = i % 4, (one, other)[i % 3 > 1]
-                    value = bytes([number + 4 * n_removed[0]]) * (3_000, 70_000)[i % 5 > 2]
-                    since, (now,) = store.purges(None).cursor, store.numbers([KEYS[number].namespace])
-                    store.put_many([Put(KEYS[number], value, now, since)])
-                    if i % 8 == 7:
-                        one.purge(KEYS[number].namespace)
-                        n_removed[0] += 1
-            finally:
-                has_ended.set()
-            for reader in readers:
-                reader.result(60)
-    finally:
-        sys.setswitchinterval(interval)
-        one.close()
-        other.close()
-
-
-def check_writers(make: Callable[[], Store], dropped_by: str, times: int) -> None:
-    """Assert that no store returns a value put by a writer that began before a `purge` or `forget` that returned."""
+    A value repeats one byte: the number of its key, and how many drops had begun before its writer asked the store.
+    """
     stores, has_ended = [make() for _ in range(3)], threading.Event()
     n_begun, n_dropped = [0], [0]
 
     def write(store: Store) -> None:
         while not has_ended.is_set():
-            since, (number,) = store.purges(None).cursor, store.numbers([KEYS[0].namespace])
-            value = b"%d" % n_begun[0]
-            store.put_many([Put(key, value, number, since) for key in KEYS])
+            since, (epoch,) = store.purges(None).cursor, store.numbers([KEYS[0].namespace])
+            values = [bytes([number + 4 * n_begun[0]]) * SIZES[number % 2] for number in range(len(KEYS))]
+            store.put_many([Put(key, value, epoch, since) for key, value in zip(KEYS, values, strict=True)])
 
     def read(store: Store) -> int:
         n_read = 0
         while not has_ended.is_set():
             least = n_dropped[0]
-            found = store.get_many(KEYS, time.monotonic() + 60)
-            assert all(int(bytes(one)) >= least for one in found if one is not None)
-            n_read += sum(one is not None for one in found)
+            for number, value in enumerate(store.get_many(KEYS, time.monotonic() + 60)):
+                if value is not None:
+                    assert len({*bytes(value)}) == 1 and value[0] % 4 == number and value[0] // 4 >= least
+                    n_read += 1
         return n_read
 
     with ThreadPoolExecutor(4) as pool:
@@ -71,13 +40,13 @@ def check_writers(make: Callable[[], Store], dropped_by: str, times: int) -> Non
             writers = [pool.submit(write, store) for store in stores[:2]]
             readers = [pool.submit(read, store) for store in stores[1:]]
             for _ in range(times):
+                time.sleep(0.02)
                 n_begun[0] += 1
                 if dropped_by == "purge":
                     stores[2].purge(KEYS[0].namespace)
                 else:
                     stores[2].forget(KEYS)
                 n_dropped[0] += 1
-                time.sleep(0.02)
         finally:
             has_ended.set()
         for writer in writers:

@@ -1,7 +1,6 @@
 """Caches on a store: entries survive a restart, processes share them, purges reach all, failures cost only speed."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from llmcache import ConfigError, LLMCache
 from llmcache.memory.stores.disk import DiskStore
 from tests.contract.judge import check_same
 from tests.contract.test_stores import wide
-from tests.forks import in_child
 from tests.prefix.prompts import BLOCK, branch
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.tiny_models import CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, build, tokens
@@ -64,8 +62,7 @@ def served(cache: LLMCache, ids: Tensor, **inputs: Any) -> list[Any]:
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("payload", ["auto", "sequence"])
-@pytest.mark.parametrize("family", list(MODELS)[:-1])
+@pytest.mark.parametrize(("family", "payload"), [*((name, "auto") for name in [*MODELS][:-1]), ("bert", "sequence")])
 def test_a_restart_serves_repeats(start: Start, family: str, payload: str) -> None:
     """Even the first call of a process hits, each row by itself, with the same padding."""
     ids, inputs = tokens(3, 9), {}
@@ -123,67 +120,10 @@ def test_what_leaves_memory_comes_back_from_the_store(start: Start) -> None:
     assert [served(cache, ids) for ids in asked] == [["exact"]] * 4
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-N_TEXTS = 60
-
-
-def compute(store: dict[str, Any]) -> tuple[int, Any]:
-    """Ask the texts with default settings; return the hits and the store's statistics."""
-    torch.set_num_threads(1)
-    with LLMCache.wrap(build(wide), store=store) as cache:
-        for seed in range(N_TEXTS):
-            cache(input_ids=tokens(1, 40, seed))
-        cache.drain()
-        return cache.stats().n_hits, cache.stats().store
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     with redis_server(tmp_path) as server:
         yield server
-
-
-@pytest.mark.slow
-def test_what_one_process_computed_the_next_one_finds(folder: Path, server: RedisServer) -> None:
-    """On disk and on Redis."""
-    redis = {"name": "redis", "url": server.url, "timeout_ms": 5_000.0}
-    stores = [{"name": "disk", "folder": str(folder)}, redis]
-    for store in stores:
-        n_hits, held = compute(store)
-        assert (n_hits, held.n_values) == (0, N_TEXTS)
-        assert in_child(compute, store)[0] >= N_TEXTS - 2  # a read that takes a second is late
-
-
-@pytest.mark.slow
-def test_hits_come_back_soon_after_a_server_restarts(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a long outage, entries of one cache serve another again."""
-    monkeypatch.setattr("llmcache.memory.stores.write_behind._LONGEST_REST_S", 0.5)
-
-    def wrapped() -> LLMCache:
-        store = {"name": "redis", "url": server.url, "timeout_ms": 1_000.0, "least_tokens": 0}
-        return LLMCache.wrap(build(MODELS["bert"]), store=store)
-
-    with wrapped() as one, wrapped() as other:
-        one(input_ids=tokens(1, 9))
-        one.drain()
-        wait_until(lambda: served(other, tokens(1, 9)) == ["exact"])
-        server.kill()
-        end = time.monotonic() + 1.5  # longer than the longest pause between retries
-        while time.monotonic() < end:
-            for cache in (one, other):
-                served(cache, tokens(1, 9, int(4 * (end - time.monotonic()))))
-            time.sleep(0.05)
-        server.start()
-        began, seed = time.monotonic(), 100
-        while time.monotonic() - began < 60:
-            seed += 1
-            served(one, tokens(1, 9, seed))
-            one.drain()
-            if served(other, tokens(1, 9, seed)) == ["exact"]:
-                return
-            time.sleep(0.05)
-        pytest.fail("nothing that was computed after the restart was found")
 
 
 def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -258,8 +198,15 @@ def test_what_was_read_before_a_purge_is_kept_nowhere(
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["wide", "llama"])
-@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x", None])
+@pytest.mark.parametrize(
+    ("family", "damage"),
+    [
+        ("wide", lambda data: data[:100]),
+        ("wide", lambda data: data[:-1] + b"x"),
+        ("wide", None),
+        ("llama", lambda data: data[:100]),
+    ],
+)
 def test_damaged_values_are_computed_and_counted(start: Start, folder: Path, family: str, damage: Any) -> None:
     """A file that was cut, changed or removed is a miss."""
     ids, settings = tokens(1, 60), {"payload": "sequence", "prefix": {"block": 64}}
@@ -297,16 +244,6 @@ def test_a_store_that_fails_costs_speed_alone(
     assert served(cache, tokens(1, 9, 3)) == [None] and served(cache, tokens(1, 9, 3)) == ["exact"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"policy": {"name": "ttl", "ttl_s": 60.0}}, "come back from the store"),
-        ({"store": {"name": "memory", "folder": "x"}}, "takes no options"),
-        ({"store": "cloud"}, "unknown name 'cloud'"),
-    ],
-)
-def test_settings_that_could_serve_nothing_rightly_are_refused(
-    start: Start, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        start(**settings)
+def test_a_policy_that_lets_entries_expire_is_refused(start: Start) -> None:
+    with pytest.raises(ConfigError, match="come back from the store"):
+        start(policy={"name": "ttl", "ttl_s": 60.0})

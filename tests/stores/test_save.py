@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,8 @@ from torch import nn
 from llmcache import BankFileError, CacheConfig, ConfigError, LLMCache, StoreError, UnfitBankError, __version__
 from llmcache.calls import save
 from tests.contract.judge import check_same
-from tests.forks import in_child
 from tests.saves import accept, edit_manifest, read_manifest
-from tests.stores import saving
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert": BARE["bert"],
@@ -28,8 +27,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("settings", [{}, {"payload": "sequence", "policy": "s3_fifo", "device": "model"}], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((kind, {}) for kind in MODELS),
+        ("bert", {"payload": "sequence", "policy": "s3_fifo", "device": "model"}),
+    ],
+)
 def test_hits_survive_a_restart(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     """The first call hits too, in each namespace, with the same padding, even after the files are overwritten."""
     inputs, names = padded([19, 4, 19, 7]), ("default", "other")
@@ -49,17 +53,6 @@ def test_hits_survive_a_restart(tmp_path: Path, kind: str, settings: dict[str, A
         after = again.stats()
         assert after.n_hits == 8 and (after.n_stored, after.held_nbytes) == (before.n_stored, before.held_nbytes)
         assert again.purge(namespace="other") == before.n_stored // 2
-
-
-def test_a_nightly_pass_finds_what_did_not_change(tmp_path: Path) -> None:
-    """With the defaults a second pass over 200 texts, 95 % of them unchanged, hits 95 %."""
-    for offset in (0, 10):
-        found = LLMCache.load if offset else LLMCache.wrap
-        with found(build(BARE["bert"]), *([tmp_path] if offset else [])) as cache:  # type: ignore[operator]
-            for seed in range(offset, 200 + offset):
-                cache(input_ids=tokens(1, 12, seed))
-            cache.save(tmp_path)
-    assert cache.stats().hits == {"exact": 190} and not cache.stats().bypassed
 
 
 def put(path: Path, **settings: Any) -> None:
@@ -90,13 +83,6 @@ def test_saving_again_replaces_and_leaves_no_litter(tmp_path: Path) -> None:
     assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == [".llmcache.lock", "bank", "manifest.json"]
     with LLMCache.load(build(BARE["bert"]), tmp_path) as cache:
         assert cache.stats().n_stored == 2
-
-
-@pytest.mark.parametrize("make", [CLASSIFIERS["bert"], GENERATORS["gpt2"], lambda: build(BARE["bert"], seed=1)])
-def test_another_model_is_refused_for_its_weights(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
-    with LLMCache.wrap(make()) as cache:
-        cache.save(tmp_path)
-    refused(tmp_path, "other weights")
 
 
 def test_another_tokenizer_or_payload_is_refused(tmp_path: Path) -> None:
@@ -145,7 +131,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: 
     refused(tmp_path, "names files not written by")
 
 
-@pytest.mark.parametrize("name", ["x" * 256, "y/" + "x" * 256 + "/z", "a\0b", "file", "file/folder", "link"])
+@pytest.mark.parametrize("name", ["x" * 256, "a\0b", "file", "file/folder", "link"])
 def test_a_path_that_cannot_be_a_folder_is_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
@@ -167,8 +153,9 @@ def test_a_path_that_cannot_be_a_folder_is_one_line(tmp_path: Path, name: str) -
         b"[]",
         b'{"format": 11}',
         b'{"format": "five"}',
+        b'{"name": "an app", "manifest_version": 3}',
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(data)
@@ -198,19 +185,14 @@ def test_settings_may_change_where_they_say_nothing_of_what_is_kept(tmp_path: Pa
     refused(tmp_path, "weights: Field required", UnfitBankError)
 
 
-@pytest.mark.parametrize("budget", ["max_bytes", "max_entries"])
-def test_a_calibration_keeps_the_room_that_it_needs(budget: str) -> None:
-    def choose(saved: int | None, given: int | None) -> CacheConfig:
-        before, now = ({} if one is None else {budget: one} for one in (saved, given))
-        return save.choose_settings(before, CacheConfig.make(now), True, "folder")
-
-    assert choose(10, 11) == CacheConfig.make({budget: 11})
-    with pytest.raises(ConfigError, match=f"{budget} is 9, and was 10"):
-        choose(10, 9)
-    if budget == "max_entries":
-        assert choose(10, None).max_entries is None
-        with pytest.raises(ConfigError, match="was None"):
-            choose(None, 10)
+@pytest.mark.parametrize(
+    ("saved", "given", "told"),
+    [(10, 11, ""), (10, None, ""), (10, 9, "max_entries is 9, and was 10"), (None, 10, "was None")],
+)
+def test_a_calibration_keeps_the_room_that_it_needs(saved: int | None, given: int | None, told: str) -> None:
+    before, now = ({} if n is None else {"max_entries": n} for n in (saved, given))
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        assert save.choose_settings(before, CacheConfig.make(now), True, "folder") == CacheConfig.make(now)
 
 
 @pytest.mark.slow
@@ -234,11 +216,3 @@ def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
     monkeypatch.setattr(os, "access", lambda *of: False)
     monkeypatch.setattr(save, "_read_checked", lambda *of: cache.save(tmp_path) or read_checked(*of))
     refused(tmp_path, "missing; the save is incomplete")
-
-
-@pytest.mark.slow
-def test_processes_that_save_at_once_or_are_killed_leave_a_whole_save(tmp_path: Path) -> None:
-    """In a process that forks: two processes save while one loads, then savers are killed."""
-    n_killed, n_left = in_child(saving.check, tmp_path, patience_s=300)
-    assert n_killed >= 6 and n_left >= 1  # else no process was killed while it wrote
-    assert len(list(tmp_path.iterdir())) == 3

@@ -64,14 +64,13 @@ def test_a_flipped_bit_or_a_cut_is_found(name: str, data: st.DataObject) -> None
             SEALS[name].open(ONE, 7, wrong)
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs"), [(a, b) for a in SEALS for b in (*SEALS, "another secret", "another key") if a != b]
-)
-def test_values_of_another_secret_or_key_are_refused(mine: str, theirs: str) -> None:
+@pytest.mark.parametrize("mine", SEALS)
+def test_values_of_another_secret_or_key_are_refused(mine: str) -> None:
     others = SEALS | {"another secret": Seal(b"other"), "another key": Seal(key=b"k" * 32)}
-    with pytest.raises(MismatchError) as refused:
-        SEALS[mine].open(ONE, 7, others[theirs].close(ONE, 7, TENSORS, {}))
-    assert refused.value.reason == "damaged"
+    for theirs in others.keys() - {mine}:
+        with pytest.raises(MismatchError) as refused:
+            SEALS[mine].open(ONE, 7, others[theirs].close(ONE, 7, TENSORS, {}))
+        assert refused.value.reason == "damaged"
 
 
 def test_values_of_other_keys_and_formats_are_told_apart() -> None:

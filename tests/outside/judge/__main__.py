@@ -1,18 +1,10 @@
-"""`python -m judge`: runs all families in all ways, then prints the verdict; exit status 1 if it fails.
-
---families bert,gpt2   some only             --jobs 2               processes at a time
---results FOLDER       of the results        --read                 judge existing results, run nothing
---transformers FOLDER  a checkout, with its families' own tests, in place of the archive and our classes
---sentences FOLDER     likewise of sentence-transformers
-"""
+"""`python -m judge`: runs all families in all ways, then prints the verdict; exit status 1 if it fails."""
 
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,23 +16,9 @@ ROOT = HERE.parents[1]
 WAYS = ("off", "cold", "hit")
 TIMEOUT_S = 1800
 
-# Our test classes by family; a checkout's folder has the family's name.
-FAMILIES = {
-    "bert": ["BertModelTest"],
-    "roberta": ["RobertaModelTest"],
-    "distilbert": ["DistilBertModelTest"],
-    "electra": ["ElectraModelTest"],
-    "mpnet": ["MPNetModelTest"],
-    "deberta_v2": ["DebertaV2ModelTest"],
-    "modernbert": ["ModernBertModelTest"],
-    "gpt2": ["GPT2ModelTest"],
-    "llama": ["LlamaModelTest"],
-    "qwen2": ["Qwen2ModelTest"],
-    "mistral": ["MistralModelTest"],
-    "t5": ["T5ModelTest", "T5EncoderModelTest"],
-    "bart": ["BartModelTest"],
-}
 SENTENCES = "sentences"
+# Our test classes, of which `t5` runs `t5_encoder` too; a checkout's folders have the same names.
+ALL = f"bert,roberta,distilbert,electra,mpnet,deberta_v2,modernbert,gpt2,llama,qwen2,mistral,t5,bart,{SENTENCES}"
 
 # Tests of sentence-transformers' checkout that encode. The rest trains, needs the hub, or starts processes.
 SENTENCE_TESTS = [
@@ -69,7 +47,7 @@ LEFT_OUT = {
 def main() -> int:
     """Run the command; return the exit status."""
     asked = _read_arguments()
-    families = [*FAMILIES, SENTENCES] if not asked.families else asked.families.split(",")
+    families = (asked.families or ALL).split(",")
     results = Path(asked.results)
     results.mkdir(parents=True, exist_ok=True)
     if not asked.read:
@@ -81,26 +59,25 @@ def main() -> int:
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m judge", description="Run other people's tests on wrapped models.")
-    parser.add_argument("--families", default="", help="some only, with commas")
+    parser.add_argument("--families", default="", help=f"some only, of {ALL}")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--results", default=str(archive.ARCHIVES / "results"), help="folder of what was found")
     parser.add_argument("--read", action="store_true", help="judge what lies there, run nothing")
-    parser.add_argument("--transformers", default="", help="a checkout, in place of the archive")
-    parser.add_argument("--sentences", default="", help="a checkout of sentence-transformers")
+    parser.add_argument(
+        "--transformers", default="", help="a checkout with its own tests, in place of the archive and our classes"
+    )
+    parser.add_argument("--sentences", default="", help="likewise of sentence-transformers")
     asked = parser.parse_args()
-    if unknown := {*filter(None, asked.families.split(","))} - {*FAMILIES, SENTENCES}:
-        parser.error(f"--families: unknown: {', '.join(sorted(unknown))}; known: {', '.join([*FAMILIES, SENTENCES])}")
+    if unknown := {*filter(None, asked.families.split(","))} - {*ALL.split(",")}:
+        parser.error(f"--families: unknown: {', '.join(sorted(unknown))}; known: {ALL}")
     return asked
 
 
 def _run_all(families: list[str], asked: argparse.Namespace, results: Path) -> None:
     """Run every family in every way, then tests that only the cache breaks in way `twice`."""
-    began = time.monotonic()
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(lambda one: _run(*one, asked, results), [(f, w) for f in families for w in WAYS]))
         list(pool.map(lambda family: _run_twice(family, asked, results), families))
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"{time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of them on processors", flush=True)
 
 
 def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: list[str] | None = None) -> None:
@@ -139,7 +116,8 @@ def _targets(family: str, asked: argparse.Namespace) -> tuple[Path, list[str]]:
         return HERE, ["--confcutdir=.", "sentences.py"]
     if asked.transformers:
         return Path(asked.transformers), ["--noconftest", f"tests/models/{family}/test_modeling_{family}.py"]
-    return HERE, ["--noconftest", *(f"families.py::{name}" for name in FAMILIES[family])]
+    classes = [family, "t5_encoder"] if family == "t5" else [family]
+    return HERE, ["--noconftest", *(f"families.py::{name}" for name in classes)]
 
 
 def _run_twice(family: str, asked: argparse.Namespace, results: Path) -> None:

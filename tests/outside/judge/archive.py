@@ -1,21 +1,23 @@
 """Fetches other people's tests, if no checkout is named: the source archive of the installed release, from PyPI.
 
 The archive goes into a folder that git ignores. transformers' archive has the common mixins (`tests/test_*.py`), but
-not the tests of each family, nor two modules that the mixins import: our `stand_ins/` replace these.
+not the tests of each family, nor two modules that the mixins import: our `stand_ins.py` replaces these.
 """
 
-import importlib
 import importlib.metadata
 import subprocess
 import sys
 import tarfile
 import types
 from pathlib import Path
+from typing import Any
+
+import stand_ins
 
 HERE = Path(__file__).resolve().parents[1]
 ARCHIVES = HERE.parents[1] / "build" / "outside"
 PACKAGE = "transformers_tests"
-STAND_INS = {"generation.test_utils": "stand_ins.generation", "exporters.test_export": "stand_ins.exporting"}
+MISSING = ("generation.test_utils", "exporters.test_export")
 
 
 def fetch(distribution: str, folder: Path = ARCHIVES) -> Path:
@@ -53,11 +55,8 @@ def enter(source: Path) -> None:
     package = types.ModuleType(PACKAGE)
     package.__path__ = [str(source / "tests")]
     sys.modules[PACKAGE] = package
-    for missing, ours in STAND_INS.items():
+    for missing in MISSING:
         parent, _, name = missing.partition(".")
-        folder = types.ModuleType(f"{PACKAGE}.{parent}")
-        folder.__path__ = []
-        module = importlib.import_module(ours)
-        sys.modules[folder.__name__] = folder
-        sys.modules[f"{folder.__name__}.{name}"] = module
-        setattr(folder, name, module)
+        folder: Any = types.ModuleType(f"{PACKAGE}.{parent}")
+        folder.__path__, folder.__dict__[name] = [], stand_ins
+        sys.modules |= {folder.__name__: folder, f"{PACKAGE}.{missing}": stand_ins}

@@ -17,7 +17,6 @@ class Difference:
 
     field: str  # its place in the output, `past_key_values.0.keys` for instance
     most: float  # relative to the largest value (at least 1); infinite for another shape or type
-    at_valid: float | None  # the same at valid positions; None if the mask does not apply
     is_close: bool  # within what another order of additions causes
 
 
@@ -42,19 +41,19 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, f"{path}.{name}" if path else str(name))
 
 
-def compare(mine: Any, other: Any, mask: Any = None) -> list[Difference]:
-    """Return tensors that are not bit-equal, and places that only one output has; mask: valid positions (B, T)."""
+def compare(mine: Any, other: Any) -> list[Difference]:
+    """Return tensors that are not bit-equal, and places that only one output has."""
     ours, theirs = dict(leaves(mine)), dict(leaves(other))
     found = [_unlike(name) for name in ours.keys() ^ theirs.keys()]
-    both = [_compare_leaf(name, ours[name], theirs[name], mask) for name in ours.keys() & theirs.keys()]
+    both = [_compare_leaf(name, ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]
     return sorted([*found, *filter(None, both)], key=lambda one: one.field)
 
 
 def _unlike(name: str) -> Difference:
-    return Difference(name, float("inf"), None, False)
+    return Difference(name, float("inf"), False)
 
 
-def _compare_leaf(name: str, mine: Any, other: Any, mask: Any) -> Difference | None:
+def _compare_leaf(name: str, mine: Any, other: Any) -> Difference | None:
     if not (isinstance(mine, Tensor) and isinstance(other, Tensor)):
         is_same = type(mine) is type(other) and (isinstance(mine, Tensor) or mine is other or _is_equal(mine, other))
         return None if is_same else _unlike(name)
@@ -62,11 +61,10 @@ def _compare_leaf(name: str, mine: Any, other: Any, mask: Any) -> Difference | N
         return _unlike(name)
     if mine.device.type == "meta" or torch.equal(mine, other):
         return None
-    apart = _distance(mine, other)
-    most = float(apart.max())
+    most = float(_distance(mine, other).max())
     if most == 0.0:  # NaN at the same places
         return None
-    return Difference(name, most, _at_valid(apart, mask), most <= TOLERANCE.get(mine.dtype, 0.0))
+    return Difference(name, most, most <= TOLERANCE.get(mine.dtype, 0.0))
 
 
 def _is_equal(mine: Any, other: Any) -> bool:
@@ -83,16 +81,3 @@ def _distance(mine: Tensor, other: Tensor) -> Tensor:
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
     apart = torch.nan_to_num((a - b).abs() / scale, nan=float("inf"), posinf=float("inf"))
     return apart.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-
-
-def _at_valid(apart: Tensor, mask: Any) -> float | None:
-    """Return the largest difference at valid positions of (B, T, ...) or of K/V (B, heads, T, width)."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
-    valid = mask.to(apart.device).bool()
-    if apart.ndim == 4 and apart.shape[0] == valid.shape[0] and apart.shape[2] == valid.shape[1]:
-        apart = apart.transpose(1, 2)
-    if apart.ndim < 2 or apart.shape[:2] != valid.shape:
-        return None
-    chosen = apart[valid]
-    return float(chosen.max()) if chosen.numel() else 0.0

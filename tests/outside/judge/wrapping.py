@@ -143,32 +143,28 @@ class Judge:
         judged = run(args, kwargs)
         if cache is not None:
             had_prefix = cache.stats().hits.get("prefix", 0) > n_prefixes
-            # sentence-transformers passes a dict
-            given = args[0] if args and isinstance(args[0], MutableMapping) else kwargs
-            self._judge(type(cache.model).__name__, given.get("attention_mask"), plain, first, judged, had_prefix)
+            self._judge(type(cache.model).__name__, plain, first, judged, had_prefix)
         return judged
 
-    def _judge(self, name: str, mask: Any, plain: Any, first: Any, judged: Any, had_prefix: bool) -> None:
+    def _judge(self, name: str, plain: Any, first: Any, judged: Any, had_prefix: bool) -> None:
         """Record where the judged output differs from the plain one, or from that of the same call before."""
         self.counts[name]["calls"] += 1
-        from_plain = compare(judged, plain, mask)
+        from_plain = compare(judged, plain)
         self.counts[name]["bit_equal"] += not from_plain
         self.counts[name]["close"] += bool(from_plain) and all(one.is_close for one in from_plain)
         for one in from_plain:
             if not one.is_close or self.way == "cold":  # computed output must be bit-equal
-                self._note(name, "plain", one.field, one.most, one.at_valid)
+                self._note(name, "plain", one.field, one.most)
         if first is None:
             return
-        from_first = compare(judged, first, mask)
+        from_first = compare(judged, first)
         self.counts[name]["repeated"] += not from_first
         for one in from_first:
             if not (one.is_close and had_prefix):
-                self._note(name, "repeat", one.field, one.most, one.at_valid)
+                self._note(name, "repeat", one.field, one.most)
 
-    def _note(self, name: str, kind: str, field: str, most: float = 0.0, at_valid: float | None = None) -> None:
-        self.differences.append(
-            {"test": self.test, "class": name, "kind": kind, "field": field, "most": most, "at_valid": at_valid}
-        )
+    def _note(self, name: str, kind: str, field: str, most: float = 0.0) -> None:
+        self.differences.append({"test": self.test, "class": name, "kind": kind, "field": field, "most": most})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

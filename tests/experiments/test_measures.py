@@ -1,0 +1,312 @@
+"""Every measure, on tiny models: it runs, its rows have the same columns, and its figures agree with each other."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.data.streams.prompts import BLOCK
+from experiments.measures import MEASURES
+from experiments.measures import serve_load as load
+from experiments.measures.engines import WAYS
+from experiments.measures.harness import WITH, WITHOUT
+from experiments.measures.over_http.killing import MISSING, PHASES
+from experiments.measures.policies import BEST
+from experiments.metrics.frontier import curves
+from experiments.support.files import Folders
+from llmcache import LLMCacheError
+from llmcache.calls.kv_fill import Pieces, fill
+from tests.experiments.measuring import LEARN, TASK, N, measured
+from tests.redis_server import redis_server
+
+Rows = Sequence[Any]
+HERE = Path(__file__).parent
+STUB = f"{{python}} {HERE / 'stub_server.py'} --port {{port}}"
+LOADED = yaml.safe_load((HERE / "measures.yaml").read_text(encoding="utf-8"))
+SETTINGS: dict[str, Any] = json.loads(json.dumps(LOADED).replace("STUB", STUB))
+del SETTINGS["templates"]
+ORT = "onnxruntime"
+NEEDS = {"engines": ORT, "engine_parity": ORT, "second_pass": "sentence_transformers", "ray_replicas": "ray.serve"}
+SHARED = ("ray_replicas", "store_faults")  # they run a Redis
+
+
+def serve(rows: Rows, metrics: Any) -> None:
+    alone, near, documents = metrics["methods"].values()
+    assert list(metrics["methods"]) == ["nocache", "llmcache-tau=0.8", "documents"] and len(rows) == 3 * 40
+    assert alone["speedup"] == 1.0 and alone["bytes"] is None and near["hit_rate"] > 0 < documents["bytes"]
+    assert documents["cache_ms"]["n"] == 2 * 40 and (near["method"], near["options"]) == ("llmcache", {"tau": 0.8})
+
+
+def observe(rows: Rows, metrics: Any) -> None:
+    assert len(rows) == 40 and 0 < metrics["hit_rate"] < 1 and metrics["errors"] == 0 < metrics["state_bytes"]
+    n_computed = round(40 * (1 - metrics["hit_rate"]))  # an entry lives for five requests
+    assert 0 < metrics["entries"] <= 5 < metrics["expelled"] + metrics["evicted"] == n_computed - metrics["entries"]
+
+
+def sweep(rows: Rows, metrics: Any) -> None:
+    assert [(point["fingerprint"], point["tau"]) for point in rows] == [("mean", None), ("mean", 0.8)]
+    ((live, replayed),) = zip(metrics["live"], rows[1:], strict=True)
+    assert live["hit_rate_all"] == replayed["hit_rate"] >= rows[0]["hit_rate"] and live["speedup_all"] > 0
+
+
+def layers(rows: Rows, metrics: Any) -> None:
+    assert [row["layer"] for row in rows] == [0, 1] and list(metrics["runs"]) == ["as_written", "per_layer", "own_tau"]
+    assert all(0 <= row["alike_by_layer"] <= 1 and -1 <= row["own_tau"] <= 1 for row in rows)
+
+
+def latency(rows: Rows, metrics: Any) -> None:
+    assert [(row["kept"], row["entries"]) for row in rows] == [("as the paper", 64), ("pooled", 80)]
+    kinds = {*WITH, *WITHOUT}
+    for row, call in zip(rows, metrics["calls"], strict=True):
+        n_numbers = 32 * (3 * 16 if row["kept"] == "as the paper" else 1)
+        assert 4 * (n_numbers + 32) / 1e3 <= row["entry_kb"] < 2 * 4 * n_numbers / 1e3 + 1
+        assert row["hit_speedup"] == row["nocache_ms"] / row["hit_ms"] and row["exact_hit_is_equal"]
+        assert {call["detail"][f"{kind}_ms"]["n"] for kind in (*kinds, "mixed")} == {10}
+        assert {call["detail"]["service"][f"{kind}_ms"]["n"] for kind in kinds} == {2 * 10}
+    (figures,) = metrics["generation"]
+    assert figures["exact_hit_ms"]["n"] == 3 and "prefix_hit_ms" not in figures
+
+
+def compiled(rows: Rows, metrics: Any) -> None:
+    ((row,), (call,)) = rows, metrics["calls"]
+    assert (row["rows"], row["tokens"], row["bucket"], row["not_run"]) == (2, 12, 16, "")
+    assert row["miss_compiled_ratio"] == call["detail"]["ratios"]["miss_compiled/nocache"]["median"]
+    assert call["detail"]["hit_compiled_ms"]["n"] == 10 and row["compile_s"] > 0
+
+
+def trust(rows: Rows, metrics: Any) -> None:
+    others = [(name, None) for name in ("paper", "doccache", "exact_response", "semantic_response")]
+    assert curves(rows) == [("llmcache", "growing"), ("llmcache", "frozen"), ("student", "frozen"), *others]
+    assert (metrics["learn"], metrics["n_counted"], metrics["n"]) == (LEARN, N - LEARN, N)
+    for row in metrics["calibrated"]:
+        assert row["is_certified"] == (row["sources"] == "frozen" and row["limit"] is not None)
+        assert row["bound"] is None or row["bound"] <= row["max_drop"]
+        assert row["by_intent"]["worst"]["changed"] >= row["changed_answers"]
+    assert any(row["hits_by_rung"].get("semantic") for row in metrics["calibrated"])
+    assert all(None in (row["hindsight hits"], row["calibrated hits"]) for row in metrics["summary"])
+
+
+def bound(rows: Rows, metrics: Any) -> None:
+    drops = [claim["max_drop"] for claim in metrics["claims"]]
+    draws = 1 if metrics["arrival"] else 3
+    assert [(row["part"], row["draw"], row["max_drop"]) for row in rows] == [
+        (part, draw, drop) for part in range(2) for draw in range(draws) for drop in drops
+    ]
+    for row in rows:
+        assert row["hit_rate"] * metrics["n_population"] == pytest.approx(
+            round(row["hit_rate"] * metrics["n_population"])
+        )
+        assert row["rungs"] == "semantic"
+        assert row["is_beyond_chance"] <= row["is_violated"] == (row["changed_answers"] > row["max_drop"])
+        assert row["bound"] is None or row["bound"] <= row["max_drop"]
+    assert metrics["n_population"] == N - (LEARN if metrics["arrival"] else metrics["n_sources"])
+    assert all(claim["n_calibrations"] == 2 * draws for claim in metrics["claims"])
+
+
+def service(rows: Rows, metrics: Any) -> None:
+    assert [row["who"] for row in rows] == ["nocache", "llmcache"] * 3
+    computed = {row["computed"] for row in rows if row["who"] == "llmcache"}
+    assert len(computed) == 1 and 0 < computed.pop() < 1  # each pass begins from what was learned alone
+    (way,) = metrics["ways"]
+    assert way["hit_ms"]["n"] + way["miss_ms"]["n"] == way["plain_ms"]["n"] == 3 * metrics["n_counted"]
+    assert way["audit"]["n_waiting"] == 0 and way["speedup_min"] <= way["speedup"] <= way["speedup_max"]
+
+
+def set_rates(rows: Rows, metrics: Any) -> None:
+    assert metrics["n_counted"] == 200 and len(rows) == 6
+    for way, rate in zip(metrics["ways"], (0.5, 0.8), strict=True):
+        assert way["hit_rate_set"] == rate and way["share_of_bound"] == way["speedup"] * (1 - way["hit_rate"])
+        assert metrics["learn"] or way["hit_rate"] == pytest.approx(rate, abs=0.01)
+
+
+def engines(rows: Rows, metrics: Any) -> None:
+    ways = {way["way"]: way for way in metrics["ways"]}
+    assert tuple(ways) == WAYS and [row["way"] for row in rows] == ["eager", "eager", *WAYS[1:]]
+    assert ways["onnxruntime"]["changed_answers"] == ways["exact"]["changed_answers"] == 0
+    assert {name for name in ways if ways[name]["bound"] is not None} <= {"reuse", "draft", "all"}
+    assert "semantic" not in ways["draft"]["hits_by_rung"] and "draft" not in ways["reuse"]["hits_by_rung"]
+    mb = {name: way["weights_mb"] for name, way in ways.items()}
+    assert mb["int8"] < mb["onnxruntime"] < mb["exact"] == mb["reuse"] < mb["draft"] == mb["all"]
+    assert ways["semantic"]["cache_mb"] > 0 == ways["eager"]["cache_mb"] and ways["exact"]["engine"]["n_requests"] > 0
+
+
+def engine_parity(rows: Rows, metrics: Any) -> None:
+    assert len(rows) == 40 and metrics["n_by_engine"] == metrics["n_misses"] == metrics["n_beyond"] > 0
+    assert metrics["n_changed"] == 0 < metrics["difference_most"] < 1e-4
+
+
+def serve_load(rows: Rows, metrics: Any) -> None:
+    cache, plain = metrics["points"]
+    assert (cache["server"], plain["server"]) == ("cache", "no_cache") and cache["goodput"] > plain["goodput"]
+    assert plain["gain"] == pytest.approx(cache["goodput"] / plain["goodput"]) and cache["gain"] is None
+    assert cache["hit_rate"] == 1 and plain["hit_rate"] is None and plain["changed_answers"] == 1
+
+
+def serve_rates(rows: Rows, metrics: Any) -> None:
+    assert [(row["arrivals"], row["rate"], row["is_cut"]) for row in rows] == [("fixed", 40, False)]
+
+
+def serve_soak(rows: Rows, metrics: Any) -> None:
+    assert metrics["rate"] == pytest.approx(1.2 * metrics["capacity"]) and metrics["waiting_max"] == 3 and rows
+    assert metrics["n_unequal"] == metrics["n_checked"] >= metrics["n"] // 100 and metrics["n_failed"] > 0
+
+
+def ray_replicas(rows: Rows, metrics: Any) -> None:
+    phases = {found["phase"]: found for found in metrics["points"]}
+    assert list(phases) == list(PHASES) and metrics["n_kills"] == 1 and phases[MISSING]["hit_rate"] > 0
+    assert not any(found["n_failed_others"] + found["n_lost"] + found["n_wrong"] for found in phases.values())
+
+
+def second_pass(rows: Rows, metrics: Any) -> None:
+    assert [(row["known"], row["hit_rate"], row["bypassed"]) for row in rows] == [(0, 0, 0), (0.5, 0.5, 0)]
+    assert all(row["largest_difference"] < 1e-5 for row in rows) and len(metrics["ways"]) == 2
+
+
+def prefix(rows: Rows, metrics: Any) -> None:
+    base, own = rows[:16], rows[16:]
+    figures, known = metrics["methods"]["llmcache"], [row for row in own if row["n_known"]]
+    alone, cached = (sum(row["ttft_ms"] for row in some) for some in (base, own))
+    assert figures["speedup"] == pytest.approx(alone / cached, rel=1e-2) and figures["n_same"] == 16
+    assert figures["known_ceiling"] == sum(row["n_tokens"] for row in known) / sum(
+        row["n_tokens"] - row["n_reused"] for row in known
+    )
+    assert all(row["n_known"] <= row["n_reused"] < row["n_known"] + BLOCK for row in own)  # whole blocks are known
+    assert figures["hits_by_rung"] == {"prefix": len(known) / 16} and figures["hit_ms"]["n"] == len(known)
+    assert figures["share_reused"] >= metrics["facts"]["share_known"] > 0.4
+
+
+def unshared(rows: Rows, metrics: Any) -> None:
+    figures = metrics["methods"]["llmcache"]
+    assert metrics["facts"]["ceiling"] == 1.0 and figures["known"] is figures["hit_ms"] is None
+
+
+def policies(rows: Rows, metrics: Any) -> None:
+    rates = {(row["policy"], row["share"]): row["hit_rate"] for row in rows}
+    for name in ("lru", "s3_fifo", "w_tinylfu"):
+        assert rates[name, 0.05] < rates[name, 0.3] <= rates[BEST, 0.3] and rates[name, 0.05] < rates[BEST, 0.05]
+    assert rates["s3_fifo", 0.05] > rates["lru", 0.05]
+
+
+def prefix_limit(rows: Rows, metrics: Any) -> None:
+    known, too_long = rows
+    assert (known["n_known"], known["n_same"], known["not_run"]) == (32, 2, "") and known["max_diff"] < 1e-4
+    assert min(known[f"{name}_ms"] for name in ("plain", "cache", "limit", "batching", "copy")) > 0
+    assert too_long["limit_ms"] is None and "128 tokens (got 256)" in too_long["not_run"]
+
+
+def store_faults(rows: Rows, metrics: Any) -> None:
+    *kinds, total = metrics["summary"]
+    assert total["n"] == 10 == sum(row["n"] for row in kinds) and total["hits"] > 0 < metrics["n_read"]
+    assert (total["wrong"], total["stale"], total["crashed"]) == (0, 0, 0)
+
+
+def decode(rows: Rows, metrics: Any) -> None:
+    (figures,) = metrics["generation"]
+    assert len(rows) == 5 == len(figures["times"]) and rows[1]["kv_cache_ratio"] == 1.0
+    for times in figures["times"].values():
+        assert [times[f"{name}_ms"]["n"] for name in ("ttft", "tpot", "itl", "e2el")] == [3, 3, 9, 3]
+    assert all(0 < row["ttft_ms"] < row["e2el_ms"] for row in rows)
+
+
+def parity(rows: Rows, metrics: Any) -> None:
+    assert (metrics["n_same"], metrics["n_near_ties"], metrics["n_wrong"], metrics["errors"]) == (40, 0, 0, 0)
+    assert metrics["n_evicted"] > metrics["memory"][4]["n_evicted"] and metrics["hits"]["prefix"] > 5
+    assert metrics["max_bytes"] / 4 < metrics["most_bytes"] <= metrics["max_bytes"] and len(metrics["memory"]) == 10
+
+
+def commands(rows: Rows, metrics: Any) -> None:
+    assert metrics["summary"] == [*rows, {"command": "all", "seconds": sum(row["seconds"] for row in rows)}]
+
+
+CHECKS: dict[str, Callable[[Rows, Any], None]] = {
+    **{name: globals()[name] for name in MEASURES},
+    "set_rates, of repeats": set_rates,
+    "bound, in an order": bound,
+    "serve_load, at a rate": serve_rates,
+    "prefix, of unshared prompts": unshared,
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_requests_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "LEAST", 20)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_measure_runs_and_its_figures_agree(
+    name: str, models: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = name.partition(",")[0]
+    if measure in NEEDS:
+        pytest.importorskip(NEEDS[measure])
+    if measure in SHARED:  # skips the test without Redis
+        with redis_server(tmp_path):
+            pass
+    monkeypatch.setenv("VIRTUAL_ENV", "/of/the/caller")
+    outcome = measured({"measure": measure, **SETTINGS[name]}, models)
+    assert len({tuple(row) for row in outcome.rows}) <= 1
+    CHECKS[name](outcome.rows, json.loads(json.dumps(outcome.metrics, allow_nan=False)))
+
+
+def test_every_measure_is_tried() -> None:
+    assert {name.partition(",")[0] for name in SETTINGS} == set(MEASURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error"),
+    [
+        *(
+            (one, {"max_drops": [0.001]}, "learn=200: 200 requests cannot show")
+            for one in ("trust", "bound", "service")
+        ),
+        ("trust", {"cache": {"delta": 2}}, "cache.delta"),
+        ("trust", {"sources": ["thawed"]}, "sources"),
+        ("trust", {"task": TASK | {"limit": LEARN}}, "learn=200: the stream has 200 requests; learn from fewer"),
+        ("bound", {"arrival": {"name": "repeats", "n": 200}}, "arrival.n=200: nothing would follow"),
+        ("engines", {"ways": ["eager", "int8"]}, "ways: .* with eager and onnxruntime"),
+        ("engines", {"batch": 2}, "ways: the semantic response cache takes one request at a time"),
+        ("engines", {"task": TASK | {"name": "stream"}}, "task.name: the head is fitted here; take held_out"),
+        ("serve_load", {"task": TASK | {"name": "stream"}}, "task.name: .*take held_out"),
+        ("serve_load", {"servers": {"cache": f"{STUB} --fail-every 1"}}, r"cache: none of .* answered with 200.*503"),
+        ("serve_soak", {"task": TASK | {"data": {"path": "a.csv"}}}, "task.data.path: .*a stream without an end"),
+        ("latency", {"kept": ["everything"]}, "kept: 'everything' is not known; known: as the paper"),
+        ("latency", {"batch_sizes": [17]}, "entries: 'as the paper' needs 68 or more"),
+        ("latency", {"dtypes": ["float64"]}, r"dtypes\.0: .*'float32' or 'bfloat16'"),
+        ("latency", {"device": "abacus"}, r"device: .*\(got 'abacus'\)"),
+        ("latency", {"models": ["nowhere"]}, "model: nowhere is none of bert-base, distilbert, gpt2"),
+        ("latency", {"seq_len": 129}, r"seq_len: .*at most 128 tokens \(got 129\)"),
+        ("latency", {"generate": ["bert"]}, ".*bert is no causal language model"),
+        ("decode", {"shared_tokens": 40}, "shared_tokens: fewer than the prompt's 40"),
+        ("parity", {"new_tokens": 500}, "max_length: .* is more than this model's 512 positions"),
+        ("prefix", {"task": SETTINGS["layers"]["task"]}, "task.name: .*give the task prompts"),
+        ("prefix", {"methods": [{"method": "doccache", "treshold": 1}]}, r"methods\[0\]\.treshold"),
+        ("prefix_limit", {"shares": [1.0]}, "shares: 1.0 of 64 tokens are no whole blocks of 16, or all of it"),
+        ("policies", {"policies": ["lruu"]}, "policy: unknown name 'lruu'"),
+        ("second_pass", {"sizes": 101}, "sizes=.*different texts, not .*; ask for fewer"),
+        (
+            "commands",
+            {"commands": {"one": "echo no such thing >&2; exit 3"}},
+            "commands.one: exit status 3\nno such thing",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_told(name: str, changes: Any, error: str, models: Folders) -> None:
+    with pytest.raises(LLMCacheError, match=f"^{error}"):
+        measured({"measure": name, **SETTINGS[name]}, models, **changes)
+
+
+def test_wrong_tokens_are_seen(models: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of prefixes come back multiplied by -10."""
+
+    def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
+        fill(kv_cache, number, keys, [-10 * piece for piece in values])
+
+    monkeypatch.setattr("llmcache.calls.prefix.fill", lie)
+    done = measured({"measure": "prefix", **SETTINGS["prefix"]}, models)
+    figures = done.metrics["methods"]["llmcache"]
+    assert figures["n_same"] == sum(row["is_same"] for row in done.rows[16:]) < 16 and not figures["is_same"]
+    done = measured({"measure": "parity", **SETTINGS["parity"]}, models)
+    assert done.metrics["n_wrong"] == sum(row["is_near_tie"] == 0 for row in done.rows) > 3

@@ -1,1 +1,0 @@
-"""Modules that transformers' common mixins import and its source archive lacks."""
