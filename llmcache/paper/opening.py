@@ -54,10 +54,11 @@ class Opener:
             return look.refusal
         call.mark = look.mark
         opened = self._forms.open(args, kwargs, look)
+        # Layers that are deleted or replaced change what is known of the attention, too.
+        if opened == "other_attention" or not isinstance(opened, str):
+            opened = find_reason_of_layers(self._trunk) or opened
         if isinstance(opened, str):
             return opened
-        if reason := find_reason_of_layers(self._trunk):
-            return reason
         state, form, arguments, mask_4d, autocast = opened
         call.arguments = dict(arguments)
         if state.coupling:

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Final, TypeVar
 
 import torch
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, StrictStr
+from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from llmcache.errors import LLMCacheError
 from llmcache.serving import tei
+from llmcache.serving.bodies import invalid
 from llmcache.serving.fields import Fields
 from llmcache.serving.keys import ANYONE, PUBLIC
 from llmcache.serving.refusals import Refusal
@@ -36,6 +37,14 @@ class Forget(tei.Cut):
     prompt: StrictStr | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     namespace: Annotated[StrictStr, Field(max_length=1024)] | None = None
+
+
+class _Embedded(BaseModel):
+    inputs: tei.Input
+
+
+class _Classified(BaseModel):
+    inputs: tei.Classified
 
 
 class Purged(BaseModel):
@@ -85,9 +94,14 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
         return {"forgotten": await _wait_for(server.forget([inputs], namespace))}
     if asked.inputs is None or server.encoder is None:
         raise Refusal("invalid", "give `inputs`", param="inputs")
-    items, is_list = tei.items_of(asked.inputs), not tei.is_one(asked.inputs)
-    if server.served.kind != "embedding":
-        items, is_list = tei.classified_of(asked.inputs)
+    try:
+        if server.served.kind == "embedding":
+            embedded = _Embedded.model_validate({"inputs": asked.inputs}).inputs
+            items, is_list = tei.items_of(embedded), not tei.is_one(embedded)
+        else:
+            items, is_list = tei.classified_of(_Classified.model_validate({"inputs": asked.inputs}).inputs)
+    except ValidationError as error:
+        raise invalid(error) from error
     tei.check_number(server, len(items))
     items, is_cut = tei.with_prompt(server, items, asked.prompt_name), tei.truncates(server, asked.truncate)
     tokens = await server.encoder.tokens(items, is_cut, asked.truncation_direction)

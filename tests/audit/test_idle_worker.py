@@ -201,7 +201,7 @@ def test_without_a_background_only_draining_does_jobs() -> None:
 def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
     script = """
 import time
-from llmcache.audit.idle_worker import IdleWorker, Job
+from llmcache.reuse.audit.idle_worker import IdleWorker, Job
 class Owner: pass
 owner = Owner()
 worker = IdleWorker(owner, idle_s=0.0)

@@ -13,7 +13,7 @@ def call(n_rows: int, n_hits: int, search_s: float, made: object = None, length:
     """Make a searched call; each miss took 10 ms to compute."""
     return SimpleNamespace(
         arguments={"input_ids": torch.ones(n_rows, length, dtype=torch.long)},
-        made=made,
+        calibration=made,
         n_searched=n_rows,
         hits={i: SimpleNamespace(answer=True, source="key") for i in range(n_hits)},
         search_s=search_s * n_rows,

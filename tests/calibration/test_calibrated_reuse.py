@@ -72,7 +72,7 @@ def test_it_is_computed_on_one_thread_of_numpys_blas(cache: LLMCache, monkeypatc
     def n_threads() -> set[int]:
         return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
 
-    fitter = cache._core.learn().calibrated.fitter
+    fitter = cache._core.learn().reuse.calibrated.fitter
     fit, seen = fitter.fit, []
     monkeypatch.setattr(fitter, "fit", lambda *args: (seen.append(n_threads()), fit(*args))[1])
     with threadpool_limits(limits=2, user_api="blas"):

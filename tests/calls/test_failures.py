@@ -17,10 +17,10 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 BREAKS = {
-    "policy puts": ("policies.lru.LRU", "on_put", "store a call"),
-    "policy hits": ("policies.lru.LRU", "on_hit", "look up a call"),
-    "policy removes": ("policies.lru.LRU", "on_remove", "store a call"),
-    "policy chooses": ("policies.lru.LRU", "victim", "store a call"),
+    "policy puts": ("memory.policies.lru.LRU", "on_put", "store a call"),
+    "policy hits": ("memory.policies.lru.LRU", "on_hit", "look up a call"),
+    "policy removes": ("memory.policies.lru.LRU", "on_remove", "store a call"),
+    "policy chooses": ("memory.policies.lru.LRU", "victim", "store a call"),
     "entries are taken": ("models.packing.Packing", "take", "store a call"),
     "outputs are joined": ("models.packing.Packing", "join", "serve a call"),
     "rows are taken out": ("models.arguments.Arguments", "replace", "serve a call"),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from tests.contract.test_weights import plain
 from torch import Tensor, nn
 
 from llmcache import LLMCache
@@ -16,6 +15,7 @@ from llmcache.errors import BankFileError, StoreError
 from llmcache.models import hashing, weights
 from tests.calls.helpers import X, wrapped
 from tests.contract.judge import ask, check_same
+from tests.contract.judge import plain_answer as plain
 from tests.tiny_models import BARE, CLASSIFIERS, STRANGE_GENERATORS, build, tokens
 
 
@@ -50,7 +50,7 @@ def test_what_takes_turns_finds_its_own_entries_at_no_cost(hashed: list[int], mo
     for norm.eps in (1e-12, 0.5):
         check(cache, n_hits=2)
     hashed.clear()
-    monkeypatch.setattr(cache._core.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
+    monkeypatch.setattr(cache._core.wrapped.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
     for norm.eps in (1e-12, 0.5, 1e-12, 0.5):
         check(cache, n_hits=4)
     assert not hashed
@@ -61,7 +61,7 @@ def test_calls_in_a_row_look_at_nothing_again(family: str, monkeypatch: pytest.M
     inputs = X | ({"decoder_input_ids": tokens(2, 3)} if family == "marian" else {})
     cache = wrapped((CLASSIFIERS | STRANGE_GENERATORS)[family])
     cache(**inputs)  # the first call sees what wrapping changed
-    monkeypatch.setattr(cache._core.weights, "_refresh", lambda: pytest.fail("nothing was edited"))
+    monkeypatch.setattr(cache._core.wrapped.weights, "_refresh", lambda: pytest.fail("nothing was edited"))
     for _ in range(2):
         cache(**inputs)
     assert "weights_changed" not in cache.stats().bypassed and cache.stats().errors == 0
@@ -106,7 +106,7 @@ def steady() -> LLMCache:
     cache = wrapped(BARE["bert"])
     for seed in range(70):
         cache(input_ids=tokens(1, 5, seed))
-    assert cache._core.weights.is_steady and cache.stats().n_stored == 70
+    assert cache._core.wrapped.weights.is_steady and cache.stats().n_stored == 70
     return cache
 
 

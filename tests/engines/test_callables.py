@@ -442,7 +442,7 @@ def test_calibrated_reuse_is_audited_by_the_same_callable_and_saved(tmp_path: Pa
 
 def test_one_column_is_a_score_and_an_embedding_is_what_the_caller_says() -> None:
     cache = Counted(lambda input_ids: answer(input_ids).logits[:, :1]).wrap()
-    assert cache._core.learn().calibrated.fitter.answers.name == "score"
+    assert cache._core.learn().reuse.calibrated.fitter.answers.name == "score"
     cache = Counted(lambda input_ids: answer(input_ids).logits).wrap(answer="embedding", audit=0)
     (case,) = cache.observe([{"input_ids": tokens(1, 5)}])
     logits = answer(tokens(1, 5)).logits[0].detach()
