@@ -33,7 +33,7 @@ from llmcache.reuse.calibration.risk_target import Metric
 from llmcache.reuse.call import Rung
 from llmcache.reuse.observation import Observation
 from llmcache.stats import Stats
-from llmcache.support.context import setting
+from llmcache.support.context import scoped
 
 
 class LLMCache:
@@ -58,21 +58,21 @@ class LLMCache:
         self._tokenizer = tokenizer
         if isinstance(model, CallableModel) and answer_of is read_logits:
             answer_of = model.read
-        self._way: Core | Layerwise
+        self._backend: Core | Layerwise
         self._forward: Any  # the swap on the trunk's forward
         if config.tau is None:
-            self._way = Core(model, config, tokenizer, answer_of, rungs)
-            self._forward = self._way.forward
+            self._backend = Core(model, config, tokenizer, answer_of, rungs)
+            self._forward = self._backend.forward
         elif rungs:
             raise ConfigError(f"rungs with tau={config.tau}: the paper's cache takes no rungs; leave rungs out, or tau")
         else:
-            self._way = self._forward = build_layerwise(model, config, tokenizer)
+            self._backend = self._forward = build_layerwise(model, config, tokenizer)
 
     @property
     def _core(self) -> Core:
-        if isinstance(self._way, Layerwise):
+        if isinstance(self._backend, Layerwise):
             raise ConfigError(f"not with tau={self.config.tau}: the paper's cache decides at each layer; leave tau out")
-        return self._way
+        return self._backend
 
     @property
     def _installed_core(self) -> Core:
@@ -187,7 +187,7 @@ class LLMCache:
                     f"{folder}: its settings do not suit this model: {error}; or give another folder"
                 ) from error
             try:
-                cache._way.restore(saved)
+                cache._backend.restore(saved)
             except BaseException:
                 cache.unwrap()
                 raise
@@ -202,7 +202,7 @@ class LLMCache:
         Raises:
             StoreError: Writing failed, or the folder has another program's `manifest.json`. An earlier save is intact.
         """
-        self._way.save(folder, self.model, self.config, self._tokenizer)
+        self._backend.save(folder, self.model, self.config, self._tokenizer)
 
     def calibrate(
         self,
@@ -265,7 +265,7 @@ class LLMCache:
     @property
     def calibrated(self) -> CalibratedReuse | None:
         """The steps of calibrated reuse, for replays. None before any request was observed or learned from."""
-        return self._way.reuse.calibrated if isinstance(self._way, Core) else None
+        return self._backend.reuse.calibrated if isinstance(self._backend, Core) else None
 
     @property
     def calibration(self) -> Calibration | None:
@@ -327,7 +327,7 @@ class LLMCache:
         Raises:
             WrapError: Another forward was put on top of one of the cache's; remove that, then call this again.
         """
-        self._way.close()
+        self._backend.close()
         return release(self.model)
 
     def drain(self) -> int:
@@ -337,7 +337,7 @@ class LLMCache:
         audits of hits served under other weights, which wait until those are back. This also waits for a calibration
         that `learn` has begun and for writes to a store, and publishes or adopts a shared calibration.
         """
-        return self._way.drain()
+        return self._backend.drain()
 
     def __enter__(self) -> Self:
         return self
@@ -364,24 +364,24 @@ class LLMCache:
         """Return the arguments of a call, with texts tokenised unless the model's forward takes them itself."""
         if not (len(args) == 1 and is_text(args[0]) and takes_tokens(self.model)):
             return args, kwargs
-        inputs = encoded(args[0], self._tokenizer, self._way.trunk)
+        inputs = encoded(args[0], self._tokenizer, self._backend.trunk)
         return ((inputs,), kwargs) if takes_dict(self.model) else ((), {**inputs, **kwargs})
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""
-        return self._way.stats()
+        return self._backend.stats()
 
     def restart_stats(self) -> None:
         """Reset requests, hits and times in `stats`, after a warm-up, say.
 
         Failures stay counted, and so do the counts of the bank, the audit, graphs and a store.
         """
-        self._way.restart_stats()
+        self._backend.restart_stats()
 
     @property
     def payload(self) -> str:
         """The hidden states that an entry keeps: `sequence`, `cls`, `last` or `mean`; `row`: a callable's output."""
-        return self._way.payload.name
+        return self._backend.payload.name
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -402,7 +402,7 @@ class LLMCache:
         Raises:
             StoreError: The store could not be cleared. This cache's memory has been cleared all the same.
         """
-        self._way.clear()
+        self._backend.clear()
 
     def purge(self, *, namespace: str) -> int:
         """Forget all entries of a namespace, and return how many requests were in memory.
@@ -414,7 +414,7 @@ class LLMCache:
             StoreError: The store could not be purged. This cache's memory has been purged all the same.
             ConfigError: `namespace` is not a plain `str`, or is not valid Unicode.
         """
-        return self._way.clear(checked_namespace(namespace))
+        return self._backend.clear(checked_namespace(namespace))
 
     def forget(self, *args: Any, **kwargs: Any) -> int:
         """Forget the entries that serve a call, because its answer is wrong, say. Takes the model's arguments.
@@ -436,7 +436,7 @@ class LLMCache:
 
     def _forget_all(self, calls: Iterable[Callable[[], object]]) -> int:
         """Forget what serves calls of this cache, at once: a store on Redis waits once; see `forget`."""
-        return self._way.forget(calls)
+        return self._backend.forget(calls)
 
     @contextmanager
     def namespace(self, name: str, *, prefixes_from: str | None = None) -> Iterator[Self]:
@@ -456,11 +456,11 @@ class LLMCache:
             ConfigError: A namespace is not a plain `str`, or is not valid Unicode.
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
-        with setting(self._forward.namespace, name):
+        with scoped(self._forward.namespace, name):
             if shared is None:
                 yield self
             else:
-                with setting(self._core.forward.prefixes_from, shared):
+                with scoped(self._core.forward.prefixes_from, shared):
                     yield self
 
     def look_up(self, batch: Mapping[str, Any]) -> Found:
@@ -508,7 +508,7 @@ class LLMCache:
             NotCachedError: In a call, if a request is not in the cache, the call must bypass it, or the audit takes a
                 hit back: after a drift, or while too many hits wait to be recomputed.
         """
-        with setting(self._forward.is_only_if_cached, True):
+        with scoped(self._forward.is_only_if_cached, True):
             yield self
 
     @contextmanager
@@ -529,18 +529,18 @@ class LLMCache:
         """
         if n_tokens < 1:
             raise ConfigError(f"n_tokens={n_tokens}: a chunk has at least 1 token")
-        with setting(self._core.forward.chunks, Chunks(n_tokens, between)):
+        with scoped(self._core.forward.chunks, Chunks(n_tokens, between)):
             yield self
 
     @contextmanager
     def disabled(self) -> Iterator[Self]:
         """Within a `with` block, compute as if the model were not wrapped. Per thread and async task."""
-        with setting(self._forward.is_disabled, True):
+        with scoped(self._forward.is_disabled, True):
             yield self
 
     def __repr__(self) -> str:
         rungs = "paper"
-        if isinstance(self._way, Core):
-            blocks = () if self._way.blocks is None else ("prefix",)
-            rungs = "+".join([*(rung.name for rung in self._way.rungs), *blocks])
+        if isinstance(self._backend, Core):
+            blocks = () if self._backend.blocks is None else ("prefix",)
+            rungs = "+".join([*(rung.name for rung in self._backend.rungs), *blocks])
         return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={rungs!r})"

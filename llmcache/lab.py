@@ -32,7 +32,7 @@ _NAMES = {
     "reuse.calibration.calibrated_reuse": ("CalibratedReuse",),
     "reuse.calibration.observer": ("outputs", "targets"),
     "reuse.calibration.training": ("N_TURNS", "Found"),
-    "reuse.fingerprint": ("Learned",),
+    "reuse.fingerprint": ("LearnedFingerprint",),
     "reuse.calibration.risk_target": ("RiskTarget", "Sources"),
     "reuse.calibration.calibration": (
         *("HoldoutOutcome", "OperatingPoint", "candidate_limits", "check_size", "choose_limit", "n_tested", "split"),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache.lab import Floats, Learned, locate
+from llmcache.lab import Floats, LearnedFingerprint, locate
 
 _MOST_FITS = 40  # of about 5 MB each
 
@@ -78,7 +78,7 @@ class _Turn:
         return forward
 
 
-def recall_fits(fingerprint: Learned, fits: Fits) -> None:
+def recall_fits(fingerprint: LearnedFingerprint, fits: Fits) -> None:
     """Make a fingerprint recall a fit by one of its kind on the same model and the same requests."""
     fit = fingerprint.fit
 

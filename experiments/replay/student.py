@@ -116,12 +116,12 @@ class Student:
     def _look(self, case: Observation) -> tuple[Observation, list[float]]:
         """Return the example of the answer favoured by a request's forecast, and features of its lead (F,)."""
         (forecast,) = self._fingerprint.project([case.tokens])[1]
-        favour = self._answers.favour(forecast, self._signatures)
-        first = int(favour.argmax())
-        rivals = favour - favour[first]
+        closeness = self._answers.closeness(forecast, self._signatures)
+        first = int(closeness.argmax())
+        rivals = closeness - closeness[first]
         rivals[first] = -_FAR
         sums = np.log(np.exp(_SHARPNESS * rivals).sum(axis=1) + _LEAST)
-        told = [favour[first], rivals.max(), *sums, *np.log1p(np.exp(sums)), forecast.std(), case.row.n_valid**0.5]
+        told = [closeness[first], rivals.max(), *sums, *np.log1p(np.exp(sums)), forecast.std(), case.row.n_valid**0.5]
         return self._examples[first], [float(one) for one in told]
 
     def _teach(self, leads: Doubles, is_changed: Sequence[bool]) -> None:

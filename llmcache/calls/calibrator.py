@@ -46,11 +46,11 @@ from llmcache.reuse.content_gate import ContentGate
 from llmcache.reuse.decide import NeighbourChooser, Semantic
 from llmcache.reuse.draft import Draft
 from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model
-from llmcache.reuse.fingerprint import Learned
+from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.reuse.observation import Observation
-from llmcache.reuse.search_cost import Account
+from llmcache.reuse.search_cost import SearchCost
 from llmcache.reuse.sources import Sources
-from llmcache.support.context import setting
+from llmcache.support.context import scoped
 from llmcache.support.threads import forkable
 
 logger = logging.getLogger("llmcache")
@@ -89,8 +89,8 @@ class Calibrator:
                 f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): rename its argument or set audit=0"
             )
         tokens = TokenVectors(trunk, wrapped.payload, partial(run_uncached, trunk.module))
-        fingerprint = Learned(**config.fingerprint_component.options)
-        fingerprint.bind(tokens.embed, tokens.think)
+        fingerprint = LearnedFingerprint(**config.fingerprint_component.options)
+        fingerprint.bind(tokens.embed, tokens.contextual)
         answers = find_answers(
             config.answer, wrapped.head, model, None if config.draft is None else config.draft.min_cosine
         )
@@ -116,8 +116,8 @@ class Calibrator:
             sharing = SharedCalibration(tier, calibrated, audit.alarm, counters, config, special)
         if not (answers.reads_payload and (model is trunk.module or takes_dict(model))):
             self._watch(model, trunk, forward)
-        account = Account() if config.auto_bypass else None
-        self.reuse = Approximate(calibrated, semantic, draft, self._observer, audit, sharing, account)
+        search_cost = SearchCost() if config.auto_bypass else None
+        self.reuse = Approximate(calibrated, semantic, draft, self._observer, audit, sharing, search_cost)
         forward.use(self.reuse)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
@@ -245,7 +245,7 @@ class Calibrator:
             return model(dict(inputs)) if takes_dict(model) else model(**inputs)
 
     def _compute_again(self, namespace: str, engine: str, inputs: Mapping[str, Any], is_eager: bool = False) -> Any:
-        with setting(self._forward.namespace, namespace):
+        with scoped(self._forward.namespace, namespace):
             return self._compute(inputs, self._without_hooks(engine, is_eager))
 
     def _without_hooks(self, engine: str, is_eager: bool) -> nn.Module:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from llmcache.calls.chunks import Chunks
+from llmcache.calls.context_flags import ContextFlags
 from llmcache.calls.prefix import Prefix
 from llmcache.calls.prepared import Prepared, PreparedCalls
 from llmcache.calls.stored_blocks import StoredBlocks
 from llmcache.calls.stored_entries import StoredEntries, entry_name
-from llmcache.calls.switches import Switches
 from llmcache.calls.wrapped import Wrapped
 from llmcache.engines.engine import Eager, Engine
 from llmcache.memory.bank import Bank, Entry
@@ -34,10 +34,10 @@ from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import DECIDING, count_rows
 from llmcache.models.hooks import Swap
-from llmcache.models.kinds import Kinds
+from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing, parts_of
 from llmcache.models.sentences import Compute, deferred
-from llmcache.request.forms import Forms, find_reason_now
+from llmcache.request.call_signatures import CallSignatures, find_reason_now
 from llmcache.request.outcome import Outcome
 from llmcache.request.reading import RequestReader
 from llmcache.request.rows import Row, Scope
@@ -48,7 +48,7 @@ from llmcache.reuse.calibration.observer import Observer
 from llmcache.reuse.call import Bypass, Call, Hit, Path, Rung
 from llmcache.reuse.draft import Draft
 from llmcache.reuse.observation import Observation
-from llmcache.reuse.search_cost import Account
+from llmcache.reuse.search_cost import SearchCost
 
 _MOST_SCOPES = 256  # scopes kept for each state of the trunk
 
@@ -58,7 +58,7 @@ class Off:
 
     rungs: Sequence[Rung] = ()
     draft: Draft | None = None
-    account: Account | None = None
+    search_cost: SearchCost | None = None
     calibrated: CalibratedReuse | None = None
     index_nbytes = 0
     worker: AbstractContextManager[object] = nullcontext()
@@ -137,7 +137,7 @@ class Rows(Path):
         self._forward, self._bank, self._counters = forward, bank, wrapped.counters
         self._payload, self._device, self._depth = wrapped.payload, wrapped.device, wrapped.trunk.depth
         #: How to store and assemble the trunk's output, by kind of call.
-        self.packings = Kinds[Packing](Packing.describe, partial(Packing.read, payload=wrapped.payload))
+        self.packings = OutputFormats[Packing](Packing.describe, partial(Packing.read, payload=wrapped.payload))
         self._stored = None if tier is None else StoredEntries(tier, bank, self.packings)
         self.rungs = (*((Exact(bank, self._stored),) if wrapped.config.serves_exact else ()), *own)  # safest first
 
@@ -155,7 +155,7 @@ class Rows(Path):
                 continue
             if rung.is_lossless or rung is reuse.draft:  # a calibration decides if a draft pays
                 rung.look_up(call, rows)
-            elif reuse.account is None or reuse.account.pays(call):
+            elif reuse.search_cost is None or reuse.search_cost.pays(call):
                 started, call.n_searched = perf_counter(), len(rows)
                 rung.look_up(call, rows)
                 call.search_s += perf_counter() - started
@@ -231,7 +231,7 @@ class Rows(Path):
                 value = call.arguments.get(name)
                 if value is not None and len(value) == len(call.rows):
                     args, kwargs = arguments.replace(args, kwargs, name, value.index_select(0, index))
-        if self._forward.forms.keeps_no_kv:
+        if self._forward.signatures.keeps_no_kv:
             args, kwargs = arguments.replace(args, kwargs, "use_cache", False)
         started = perf_counter()
         call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
@@ -280,7 +280,7 @@ class Rows(Path):
         return Outcome(row.key, hit.rung, layer, source, hit.similarity, hit.risk)
 
 
-class CachedForward(Swap, Switches):
+class CachedForward(Swap, ContextFlags):
     """Replaces the trunk's forward. One per wrapped model. Thread-safe."""
 
     is_of_trunk = True
@@ -308,12 +308,14 @@ class CachedForward(Swap, Switches):
         """
         trunk = wrapped.trunk
         Swap.__init__(self, trunk.module, self)
-        Switches.__init__(self, None if twin_of is None else twin_of.namespace)
+        ContextFlags.__init__(self, None if twin_of is None else twin_of.namespace)
         self._trunk, self._bank, self._tier, self._depth = trunk, bank, tier, trunk.depth
         self._weights, self._counters = wrapped.weights, wrapped.counters
         self._is_pooled = wrapped.head.pooled is not None and not wrapped.keeps_tokens
         self._reader = RequestReader(trunk, wrapped.head, wrapped.payload, wrapped.tokenizer)
-        self.forms = Forms(trunk, self.arguments, wrapped.coupling, self._reader, wrapped.head, wrapped.keeps_tokens)
+        self.signatures = CallSignatures(
+            trunk, self.arguments, wrapped.coupling, self._reader, wrapped.head, wrapped.keeps_tokens
+        )
         self.eager = Eager(self, engine)
         self.engine: Engine = self.eager
         self.reuse: Off | Approximate = Off()
@@ -419,19 +421,19 @@ class CachedForward(Swap, Switches):
         look = self._weights.look(not (is_collected or self._tier or self.prefix) and self.engine is self.eager)
         if look.refusal is not None:
             return look.refusal
-        opened = self.forms.open(args, kwargs, look)
+        opened = self.signatures.open(args, kwargs, look)
         if isinstance(opened, str):
             return opened
-        state, form, arguments, mask_4d, autocast = opened
-        kind = (look.digest, autocast, *form.kind)
+        state, signature, arguments, mask_4d, autocast = opened
+        kind = (look.digest, autocast, *signature.kind)
         if self.rows.packings.get(kind, True) is None:  # known as unpackable; an unknown kind passes
             return "more_output"
         generation, is_coupled = self._bank.purges.generation, bool(state.coupling)
         engine: Engine = self.engine if look.activated is None else self.eager  # a graph has no hooks
         if engine is not self.eager:
-            engine = engine.choose(args, kwargs, look.digest, form.keeps_kv)
+            engine = engine.choose(args, kwargs, look.digest, signature.keeps_kv)
         while True:  # once more if the engine does not cover the rows: another one has other keys
-            named = (namespace, look.digest, autocast, form.attention, engine.name)
+            named = (namespace, look.digest, autocast, signature.attention, engine.name)
             scope = state.scopes.get(named)
             if scope is None:
                 if len(state.scopes) >= _MOST_SCOPES:  # e.g. one namespace per session
@@ -456,7 +458,7 @@ class CachedForward(Swap, Switches):
             arguments,
             mask_4d,
             state,
-            look.mark,
+            look.snapshot,
             scope,
             kind,
             engine,
@@ -476,7 +478,7 @@ class CachedForward(Swap, Switches):
         if known is not None:
             known.resume(call)
             return call
-        return self._keep_kv(call) or call if form.keeps_kv else call
+        return self._keep_kv(call) or call if signature.keeps_kv else call
 
     def _may_serve(self, known: Prepared, arguments: Mapping[str, Any], is_coupled: bool) -> bool:
         """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
@@ -512,7 +514,7 @@ class CachedForward(Swap, Switches):
                 if not cached.is_looked_up:
                     cached.path.look_up(cached)
                 is_current = cached.were_weights_checked or not cached.hits
-                if not (is_current or self._weights.stayed(cached.mark, cached.scope.weights)):
+                if not (is_current or self._weights.stayed(cached.snapshot, cached.scope.weights)):
                     cached.hits.clear()
                     return False
             except Exception as error:
@@ -561,8 +563,8 @@ class CachedForward(Swap, Switches):
             self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
             if call.audited:
                 self.reuse.served(call)
-            if self.reuse.account is not None and call.calibration is not None:
-                self.reuse.account.took(call)
+            if self.reuse.search_cost is not None and call.calibration is not None:
+                self.reuse.search_cost.took(call)
         if call.entries:
             self.reuse.observe(call, None)
 
@@ -574,10 +576,15 @@ class CachedForward(Swap, Switches):
 
     def _store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the bypass reason if output or weights forbid it."""
-        if not (call.engine.holds_weights or self._weights.stayed(call.mark, call.scope.weights)):
+        if not (call.engine.holds_weights or self._weights.stayed(call.snapshot, call.scope.weights)):
             return "weights_changed"
-        if not call.path.keeps_kv and self.prefix and self.forms.returning is not None and CACHE in parts_of(output):
-            self.forms.notice_kv(call.arguments, call.state)
+        if (
+            not call.path.keeps_kv
+            and self.prefix
+            and self.signatures.returning is not None
+            and CACHE in parts_of(output)
+        ):
+            self.signatures.notice_kv(call.arguments, call.state)
             if reason := self._keep_kv(call):
                 return reason
         reason, is_on_cpu = call.path.store(call, output), call.arguments["input_ids"].device.type == "cpu"

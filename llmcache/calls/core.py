@@ -35,7 +35,7 @@ from llmcache.models.callables import CallableTrunk
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import HeadSwap, Installed, Listener, Passed, Swap, find_lm_head, is_wrapped
-from llmcache.models.kinds import Kinds
+from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import PAYLOADS, Payload
 from llmcache.models.sentences import SentenceSwap
 from llmcache.models.weights import Weights
@@ -326,7 +326,7 @@ class Core:
             sections[CALIBRATED] = self.reuse.calibrated
         return sections
 
-    def _kinds(self) -> dict[str, Kinds[Any]]:
+    def _kinds(self) -> dict[str, OutputFormats[Any]]:
         prefix = self.forward.prefix
         return {"packings": self.forward.rows.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
 

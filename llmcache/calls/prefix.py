@@ -33,15 +33,15 @@ from llmcache.memory.blocks.slabs import slab_blocks
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
-from llmcache.models.kinds import Kinds, name_of, type_of
 from llmcache.models.masks import cut
+from llmcache.models.output_formats import OutputFormats, name_of, type_of
 from llmcache.models.packing import STATES, padding_of, parts_of
 from llmcache.request.bypass import find_reason_of_cache
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.call import Call, Path
 from llmcache.support.arrays import Positions
-from llmcache.support.context import setting
+from llmcache.support.context import scoped
 
 #: Runs the trunk with positional and keyword arguments.
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -70,7 +70,7 @@ class Prefix:
         self._chunks = chunks
         #: By kind of call: class and field names of its output, and whether the trunk was seen to make a plain
         #: `DynamicCache`; None if the output is not understood.
-        self.kinds = Kinds[Kind](lambda known: [name_of(known[0]), *known[1:]], _read_kind)
+        self.kinds = OutputFormats[Kind](lambda known: [name_of(known[0]), *known[1:]], _read_kind)
 
     # -- open ----------------------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Prefix:
         chunks = self._chunks.get()
         if chunks is None or call.is_activated or not chunks.fit(self._arguments, args, kwargs):
             return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in prefill.whole])
-        with setting(self._chunks, None):  # `between` may call this model: do not chunk those calls
+        with scoped(self._chunks, None):  # `between` may call this model: do not chunk those calls
             return chunks.run(self._eager, self._arguments, args, kwargs)
 
     def _answer(self, call: Call, prefill: "Prefill", run: Run) -> Any:

@@ -19,7 +19,7 @@ from llmcache.reuse.calibration.calibration import Calibration
 from llmcache.reuse.call import Bypass, Call, Hit
 from llmcache.reuse.sources import Choice
 from llmcache.support.arrays import Floats
-from llmcache.support.context import setting
+from llmcache.support.context import scoped
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class PreparedCalls:
     def look_up(self, run: Callable[[], object]) -> Call | Bypass | None:
         """Return the looked-up trunk call that `run` makes, without running the trunk; None if it makes none."""
         try:
-            with setting(self.is_on, True):
+            with scoped(self.is_on, True):
                 run()
         except _LookedUp as prepared:
             return prepared.call

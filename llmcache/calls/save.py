@@ -58,7 +58,7 @@ class Manifest(BaseModel):
     head: str  # digest of the model's other weights; "" if reuse is exact only
     special_ids: list[int]  # token ids excluded from fingerprints; must be the same when loading
     numbers: dict[str, tuple[int, int]] | None = None  # of namespaces, see `Tier.numbers`; None: there was no store
-    kinds: dict[str, list[Any]]  # descriptions of the trunk's outputs, by component; see `Kinds`
+    kinds: dict[str, list[Any]]  # descriptions of the trunk's outputs, by component; see `OutputFormats`
     files: dict[str, str] = {}  # SHA-256 by file name
 
 

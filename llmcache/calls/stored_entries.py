@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from llmcache.memory.bank import Bank, Entry
 from llmcache.memory.stores.tier import Tier
-from llmcache.models.kinds import Kinds
+from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing
 from llmcache.request.rows import Row
 from llmcache.reuse.call import Call
@@ -13,7 +13,7 @@ from llmcache.reuse.call import Call
 class StoredEntries:
     """Reads and writes the entries of a bank in a store. Thread-safe."""
 
-    def __init__(self, tier: Tier, bank: Bank, packings: Kinds[Packing]) -> None:
+    def __init__(self, tier: Tier, bank: Bank, packings: OutputFormats[Packing]) -> None:
         self.tier, self._bank, self._packings = tier, bank, packings
 
     def recall(self, call: Call, rows: Sequence[Row]) -> None:

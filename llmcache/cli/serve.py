@@ -139,7 +139,7 @@ def command(
         threads = max(1, torch.get_num_threads() - 1)
     if threads is not None:
         torch.set_num_threads(threads)
-    hung = saves.hang_cache(served, cache_config if config else None, **({} if config else computed_by))
+    hung = saves.attach_cache(served, cache_config if config else None, **({} if config else computed_by))
     if hung.config.draft is not None and hung.config.learn is None and hung.calibration is None:
         log.warning("the draft serves nothing without a calibration: --save one, or set learn in --config")
     server = Server(settings, served, hung, saves)

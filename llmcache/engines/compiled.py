@@ -203,7 +203,7 @@ class CompiledTrunk(GraphEngine):
         if super().is_of(digest):
             return True
         with self._lock:
-            if self.twin.attention == self.twin.trunk.attention and self._weights.differs_in_values(self.twin.mark):
+            if self.twin.attention == self.twin.trunk.attention and self._weights.differs_in_values(self.twin.snapshot):
                 self._digest = digest
                 return True
             if self._graphs:

@@ -24,7 +24,7 @@ from llmcache.models.model_config import setting
 from llmcache.models.packing import make_output
 from llmcache.models.rope import changes_with_length
 from llmcache.models.twin import make_twin
-from llmcache.models.weights import Mark, Weights
+from llmcache.models.weights import Snapshot, Weights
 from llmcache.request.bypass import CURES
 from llmcache.request.reading import Requests
 from llmcache.request.rows import Row
@@ -54,13 +54,13 @@ class GraphTwin:
         self.trunk, self.attention = trunk, trunk.attention
         self.module = make_twin(trunk.module)
         self.digest = weights.digest()
-        mark = weights.mark_of(self.digest)
-        if weights.refusal is not None or mark is None:
+        snapshot = weights.snapshot_of(self.digest)
+        if weights.refusal is not None or snapshot is None:
             why = "weights change" if weights.refusal is None else CURES[weights.refusal]
             raise ConfigError(f"no graph can be made: {why}")
         if reason := coupling.reason(self.digest):
             raise ConfigError(f"no graph can be made: rows of a call affect each other: {reason}")
-        self.mark: Mark = mark
+        self.snapshot: Snapshot = snapshot
         names = Arguments(self.module.forward).names
         self._fixed = {"return_dict": True, **({"use_cache": False} if "use_cache" in names else {})}
         with torch.inference_mode(False), torch.no_grad():

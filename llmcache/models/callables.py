@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.arguments import DECIDING
-from llmcache.models.kinds import name_of
+from llmcache.models.output_formats import name_of
 from llmcache.models.structure import Structure, fields_of, tensor_of
 from llmcache.support.arrays import Floats, Ids
 

@@ -19,7 +19,7 @@ from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_s
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
 from llmcache.models.twin import make_trial, untouched
-from llmcache.models.weights import Mark, Weights
+from llmcache.models.weights import Snapshot, Weights
 from llmcache.support.threads import forkable
 
 logger = logging.getLogger("llmcache")
@@ -44,7 +44,7 @@ class Coupling:
         self._trunk = trunk
         self._weights = weights
         self._known: OrderedDict[str, str] = OrderedDict()  # by digest
-        self._latest: tuple[str, Mark | None, str] = ("", None, "")
+        self._latest: tuple[str, Snapshot | None, str] = ("", None, "")
         self._lock = forkable(threading.Lock(), is_waited_for=False)
 
     def reason(self, digest: str) -> str:
@@ -64,7 +64,7 @@ class Coupling:
             self._known[digest] = reason
             if len(self._known) > _MAX_STATES:
                 self._known.popitem(last=False)
-            self._latest = digest, self._weights.mark_of(digest), reason
+            self._latest = digest, self._weights.snapshot_of(digest), reason
             return reason
 
 

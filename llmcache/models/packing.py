@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from llmcache.models.kinds import name_of, type_of
+from llmcache.models.output_formats import name_of, type_of
 from llmcache.support.arrays import Positions
 
 #: The kept tensors of one row, one for each field of the output, in order.

@@ -55,7 +55,7 @@ _STEADY = 64  # checks without an edit, after which a call may be opened without
 MAX_HELD_BYTES = 16 << 20  # of tensors that hold gradients and are hashed in each call: some 10 ms
 
 
-class Mark:
+class Snapshot:
     """A snapshot of a module that differs after any edit. Values of any type are compared by identity."""
 
     __slots__ = ("contents", "edits", "held", "numbers", "settings")
@@ -75,12 +75,12 @@ class Mark:
             0  # edits seen so far, even momentary ones: two snapshots with the same number have nothing in between
         )
 
-    def has_structure_of(self, other: "Mark") -> bool:
+    def has_structure_of(self, other: "Snapshot") -> bool:
         """Whether all but settings and contents are equal."""
         return self.numbers == other.numbers and all(map(is_, self.held, other.held))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mark):
+        if not isinstance(other, Snapshot):
             return NotImplemented
         is_like = self.has_structure_of(other) and all(map(is_, self.settings, other.settings))
         return is_like and self.contents == other.contents
@@ -94,7 +94,7 @@ class Look(NamedTuple):
 
     Attributes:
         digest: See `Weights.digest`.
-        mark: The mark of the digest; None if the digest is no longer the latest.
+        snapshot: The snapshot of the digest; None if the digest is no longer the latest.
         refusal: See `Weights.refusal`.
         activated: See `Weights.activated`.
         modules: The watched modules; another list whenever one of them is replaced.
@@ -102,7 +102,7 @@ class Look(NamedTuple):
     """
 
     digest: str
-    mark: Mark | None
+    snapshot: Snapshot | None
     refusal: str | None
     activated: Sequence[int | None] | None
     modules: Sequence[nn.Module] = ()
@@ -142,9 +142,9 @@ class Weights:
         self._samples = Samples()
         self._suspects: set[int] = set()
         self._trained: list[Tensor] = []  # they hold gradients: an optimizer step may follow at any time
-        self._known: OrderedDict[Mark, tuple[str, str | None]] = OrderedDict()  # digest and refusal
-        self._state: tuple[Mark | None, str] = (None, "")
-        self._surveyed: Mark | None = None  # the mark of the latest survey; a known state needs none
+        self._known: OrderedDict[Snapshot, tuple[str, str | None]] = OrderedDict()  # digest and refusal
+        self._state: tuple[Snapshot | None, str] = (None, "")
+        self._surveyed: Snapshot | None = None  # the snapshot of the latest survey; a known state needs none
         self._refusal: str | None = None
         self._rewritten: set[int] = set()
         self._is_doubted = False  # until all tensors were hashed again: other threads wait for that
@@ -174,39 +174,39 @@ class Weights:
             return Look("", None, "gradients_held", None)
         is_skipped = may_skip_check and self.is_steady
         digest = self._state[1] if is_skipped else self.digest()
-        mark, latest = self._state
+        snapshot, latest = self._state
         refusal, offsets = self._refusal, None
         if refusal is None and any(map(_TRAINING, self._dropouts)):  # even if the model is not (Monte Carlo dropout)
             refusal = "training"
         if any(self._hooks):
             refusal = refusal or ("adapter_names" if are_by_row(self._hooks) else None)
             offsets = activated(self._hooks)
-        return Look(digest, mark if latest == digest else None, refusal, offsets, self._modules, not is_skipped)
+        return Look(digest, snapshot if latest == digest else None, refusal, offsets, self._modules, not is_skipped)
 
     @property
     def latest(self) -> str:
         """The latest digest, without a check for later edits; "" before the first."""
         return self._state[1]
 
-    def mark_of(self, digest: str) -> Mark | None:
-        """Return the mark of a digest; None if the digest is no longer the latest."""
-        mark, latest = self._state
-        return mark if latest == digest else None
+    def snapshot_of(self, digest: str) -> Snapshot | None:
+        """Return the snapshot of a digest; None if the digest is no longer the latest."""
+        snapshot, latest = self._state
+        return snapshot if latest == digest else None
 
-    def stayed(self, mark: Mark | None, digest: str) -> bool:
-        """Whether nothing was edited since the mark of a digest was taken (`mark_of`), not even for a moment."""
+    def stayed(self, snapshot: Snapshot | None, digest: str) -> bool:
+        """Whether nothing was edited, not even for a moment, since a snapshot was taken (`snapshot_of`)."""
         latest = self._state[0]
-        if mark is None or latest is None or mark.edits != latest.edits:  # other weights were seen meanwhile
+        if snapshot is None or latest is None or snapshot.edits != latest.edits:  # other weights were seen meanwhile
             return False
         doubts = self._suspects or self._trained or self._is_doubted
-        if self._matches(mark) and not (doubts or self._samples.differ()):
+        if self._matches(snapshot) and not (doubts or self._samples.differ()):
             return True
-        self._n_unchanged, now = 0, self.mark()
-        return (now == mark or self._may_share_digest(mark, now)) and self.digest() == digest
+        self._n_unchanged, now = 0, self.snapshot()
+        return (now == snapshot or self._may_share_digest(snapshot, now)) and self.digest() == digest
 
-    def differs_in_values(self, before: Mark) -> bool:
-        """Whether nothing but tensor values, in place, was edited since a mark was taken."""
-        after, n = self.mark(), len(self._tensors)
+    def differs_in_values(self, before: Snapshot) -> bool:
+        """Whether nothing but tensor values, in place, was edited since a snapshot was taken."""
+        after, n = self.snapshot(), len(self._tensors)
         rest = 2 * n + len(self._pointers) + len(self._modules)
         before_numbers, after_numbers = before.numbers, after.numbers
         if len(before_numbers) != len(after_numbers):
@@ -214,7 +214,7 @@ class Weights:
         is_alike = (
             before_numbers[:n] == after_numbers[:n] and before_numbers[2 * n : rest] == after_numbers[2 * n : rest]
         )
-        return is_alike and Mark(after_numbers, before.held, before.settings, before.contents) == after
+        return is_alike and Snapshot(after_numbers, before.held, before.settings, before.contents) == after
 
     def suspect(self) -> None:
         """Note that a forward with gradients ran, so that an optimizer may write the weights from now on."""
@@ -274,29 +274,29 @@ class Weights:
             return True
         return not self._matches(before) or self._samples.differ() or bool(is_kept and self._samples.edited())
 
-    def mark(self) -> Mark:
-        """Return a mark, which differs after any edit, even an undone one; no weight is read."""
+    def snapshot(self) -> Snapshot:
+        """Return a snapshot, which differs after any edit, even an undone one; no weight is read."""
         try:
             numbers, held, settings, contents = self._current()
-            return Mark(numbers, tuple(held), tuple(settings), contents)
+            return Snapshot(numbers, tuple(held), tuple(settings), contents)
         except _CHANGED:
-            return Mark((), (object(),), (), ())
+            return Snapshot((), (object(),), (), ())
 
-    def _matches(self, mark: Mark) -> bool:
-        """Whether `mark()` would equal this mark; it builds nothing, since it runs in each call."""
+    def _matches(self, snapshot: Snapshot) -> bool:
+        """Whether `snapshot()` would equal this snapshot; it builds nothing, since it runs in each call."""
         try:
             numbers, held, settings, contents = self._current()
             return (
-                numbers == mark.numbers
-                and all(map(is_, held, mark.held))
-                and all(map(is_, settings, mark.settings))
-                and contents == mark.contents
+                numbers == snapshot.numbers
+                and all(map(is_, held, snapshot.held))
+                and all(map(is_, settings, snapshot.settings))
+                and contents == snapshot.contents
             )
         except _CHANGED:
             return False
 
     def _current(self) -> tuple[tuple[Any, ...], Iterator[Any], Iterator[Any], tuple[Any, ...]]:
-        """Return the parts of a mark as of now; both iterators end with `_END`, see `Mark`."""
+        """Return the parts of a snapshot as of now; both iterators end with `_END`, see `Snapshot`."""
         found, tensors = self._found, self._tensors
         numbers = (
             *map(Tensor.data_ptr, tensors),
@@ -312,7 +312,7 @@ class Weights:
         held = chain(*self._holders, map(_FORWARD, found.kinds), within, _END)
         return numbers, held, chain(settings, _END), contents
 
-    def _may_share_digest(self, before: Mark, after: Mark) -> bool:
+    def _may_share_digest(self, before: Snapshot, after: Snapshot) -> bool:
         """Whether all changes are of a kind that may leave the digest as it was.
 
         These are frequencies, which `longrope` rewrites in each call, mostly with the same values, and attributes that
@@ -324,7 +324,7 @@ class Weights:
         spaces = 2 * n + len(self._pointers) + len(self._modules) + len(self._outer)  # index of the first size
         changed = (i for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b)
         is_known = all(i >= spaces or (n <= i < 2 * n and id(self._tensors[i - n]) in self._rewritten) for i in changed)
-        return is_known and Mark(after.numbers, before.held, before.settings, before.contents) == after
+        return is_known and Snapshot(after.numbers, before.held, before.settings, before.contents) == after
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -338,47 +338,47 @@ class Weights:
             self._hashed.clear()
             self._known.clear()
         if (known := self._find_known()) is not None and not (suspects or self._samples.differ()):
-            mark, (digest, self._refusal) = known
-            self._set_state(mark, digest)
+            snapshot, (digest, self._refusal) = known
+            self._set_state(snapshot, digest)
             return
         edited = self._samples.edited()
-        if self._state[0] is None or self.mark() != self._surveyed:
+        if self._state[0] is None or self.snapshot() != self._surveyed:
             self._survey()
         # Before the tensors are hashed, so that a write during hashing differs from the samples.
         self._samples.take()
         if any(self._is_hashed(tensor) and id(tensor) not in suspects for tensor in edited):
             self._hashed.clear()  # written without a trace: others may have been, too
             self._known.clear()
-        mark = self.mark()
-        if self._state[0] is None or not mark.has_structure_of(self._state[0]):
+        snapshot = self.snapshot()
+        if self._state[0] is None or not snapshot.has_structure_of(self._state[0]):
             self._known.clear()
         self._refusal = self._find_refusal()
         digest = self._no_digest() if self._refusal in _UNREADABLE else self._hash_what_changed(suspects)
-        self._known[mark], self._surveyed = (digest, self._refusal), mark
+        self._known[snapshot], self._surveyed = (digest, self._refusal), snapshot
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
         if self._state[0] is not None:
             torch.clear_autocast_cache()  # it keeps casts of edited tensors until the outermost autocast ends
-        self._set_state(mark, digest)
+        self._set_state(snapshot, digest)
         self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
 
-    def _set_state(self, mark: Mark, digest: str) -> None:
-        """Set the latest mark and digest; its number of edits stays if nothing that decides states changed.
+    def _set_state(self, snapshot: Snapshot, digest: str) -> None:
+        """Set the latest snapshot and digest; its number of edits stays if nothing that decides states changed.
 
         A rewrite of frequencies, before layer 0 in the middle of a call, keeps it.
         """
         before, known = self._state
         if before is not None:
-            has_stayed = known == digest and self._may_share_digest(before, mark)
-            mark.edits = before.edits + (not has_stayed)
-        self._state = (mark, digest)
+            has_stayed = known == digest and self._may_share_digest(before, snapshot)
+            snapshot.edits = before.edits + (not has_stayed)
+        self._state = (snapshot, digest)
         self._is_doubted = bool(self._suspects)
 
-    def _find_known(self) -> tuple[Mark, tuple[str, str | None]] | None:
-        """Return the present mark with its known digest and refusal; None for a new state."""
-        mark = self.mark()
-        known = self._known.get(mark)
-        return None if known is None else (mark, known)
+    def _find_known(self) -> tuple[Snapshot, tuple[str, str | None]] | None:
+        """Return the present snapshot with its known digest and refusal; None for a new state."""
+        snapshot = self.snapshot()
+        known = self._known.get(snapshot)
+        return None if known is None else (snapshot, known)
 
     def _survey(self) -> None:
         """Collect the modules, dicts, settings and tensors to watch."""

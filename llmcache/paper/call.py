@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llmcache.models.weights import Mark
+from llmcache.models.weights import Snapshot
 from llmcache.paper.bank import Entry, State
 from llmcache.request.rows import Row, Scope
 from llmcache.support.arrays import Floats
@@ -41,7 +41,7 @@ class Call:
     turn: int = 0  # number of the next layer, or one of the two constants above
     # Set by `Opener.open`.
     scope: Scope | None = None
-    mark: Mark | None = None  # state of the weights
+    snapshot: Snapshot | None = None  # state of the weights
     generation: int = 0  # when opened: `Purges.generation`
     rows: Sequence[Row] = ()
     content: Tensor | None = None  # which tokens are neither special nor padding, bool (B, T)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmcache.calls.context_flags import ContextFlags
 from llmcache.calls.save import Saved, save
-from llmcache.calls.switches import Switches
 from llmcache.config import CacheConfig
 from llmcache.errors import NotCachedError
 from llmcache.models.adapters import CACHE, Trunk, first_attention, repack, unpack
@@ -41,7 +41,7 @@ from llmcache.support.threads import forkable
 RUNG = "paper"
 
 
-class Layerwise(Switches):
+class Layerwise(ContextFlags):
     """The layer-wise cache of one model. Thread-safe."""
 
     def __init__(
@@ -232,7 +232,7 @@ class Layerwise(Switches):
         assert call.scope is not None
         if self._runner.cannot_skip:  # found when the first layer ran
             call.reason = "unknown_output"
-        elif not self._weights.stayed(call.mark, call.scope.weights):
+        elif not self._weights.stayed(call.snapshot, call.scope.weights):
             call.reason = "weights_changed"
         if call.reason is not None:
             return

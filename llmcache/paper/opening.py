@@ -20,7 +20,7 @@ from llmcache.paper.bank import Kind
 from llmcache.paper.call import Call
 from llmcache.paper.fingerprints import Fingerprint, View
 from llmcache.request.bypass import find_reason_of_cache
-from llmcache.request.forms import Forms, find_reason_now
+from llmcache.request.call_signatures import CallSignatures, find_reason_now
 from llmcache.request.reading import RequestReader, to_host
 from llmcache.request.rows import Row, Scope
 
@@ -41,9 +41,9 @@ class Opener:
         self._trunk, self._payload, self._reader = trunk, payload, reader
         self._fingerprint, self._weights = fingerprint, weights
         arguments = Arguments(getattr(trunk.module, "_orig_mod", trunk.module).forward)  # as `Swap.arguments`
-        self._forms = Forms(trunk, arguments, coupling, reader, head, not payload.fits_any_length)
+        self._signatures = CallSignatures(trunk, arguments, coupling, reader, head, not payload.fits_any_length)
         #: Whether the model would make K/V that its head never reads and entries do not hold.
-        self.keeps_no_kv = self._forms.keeps_no_kv
+        self.keeps_no_kv = self._signatures.keeps_no_kv
 
     def open(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Read a call before the trunk runs; return the reason for a bypass, or None."""
@@ -52,18 +52,18 @@ class Opener:
         look = self._weights.look()
         if look.refusal is not None:
             return look.refusal
-        call.mark = look.mark
-        opened = self._forms.open(args, kwargs, look)
+        call.snapshot = look.snapshot
+        opened = self._signatures.open(args, kwargs, look)
         # Layers that are deleted or replaced change what is known of the attention, too.
         if opened == "other_attention" or not isinstance(opened, str):
             opened = find_reason_of_layers(self._trunk) or opened
         if isinstance(opened, str):
             return opened
-        state, form, arguments, mask_4d, autocast = opened
+        state, signature, arguments, mask_4d, autocast = opened
         call.arguments = dict(arguments)
         if state.coupling:
             return "coupled_rows"
-        call.scope = Scope(call.namespace, look.digest, autocast, form.attention)
+        call.scope = Scope(call.namespace, look.digest, autocast, signature.attention)
         requests = self._reader.read(
             call.arguments, mask_4d, call.scope, state.tables, look.activated, is_coupled=False
         )

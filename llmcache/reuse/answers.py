@@ -49,10 +49,10 @@ class Answers(ABC):
         """Whether signatures (..., S) are the same answer, elementwise, bool (...); NaN agrees with nothing."""
 
     @abstractmethod
-    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return how well answers (n, S) fit the forecast of an output (C,), float32 (n,); larger is better.
 
-        If answers are made from payloads, the forecast is of the payload. The favour of the forecast class is over 0.
+        If answers are made from payloads, the forecast is of the payload. That of the forecast class is over 0.
         """
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Classes(Answers):
         same: Bools = one[..., 0] == other[..., 0]
         return same
 
-    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return each class's logit minus the largest of the others."""
         known = signatures[:, 0]
         classes = np.where(known == known, known, 0).astype(np.int64)  # any class if the answer is unknown (NaN)
@@ -100,7 +100,7 @@ class Labels(Answers):
         same: Bools = (one == other).all(axis=-1)
         return same
 
-    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return the smallest margin among the labels, negative if a label is on the wrong side."""
         least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
         return least
@@ -135,7 +135,7 @@ class Scores(Answers):
         same: Bools = (np.abs(one - other) <= self._most).all(axis=-1)
         return same
 
-    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return the largest difference of a score, negated."""
         nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
         return nearness
@@ -159,7 +159,7 @@ class Embeddings(Answers):
         same: Bools = np.einsum("...s,...s->...", one, other) >= self.least
         return same
 
-    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return the cosine."""
         cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
         return cosine

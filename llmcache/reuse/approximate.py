@@ -13,7 +13,7 @@ from llmcache.reuse.calibration.sharing import SharedCalibration
 from llmcache.reuse.call import Call, Rung
 from llmcache.reuse.decide import Semantic
 from llmcache.reuse.draft import Draft
-from llmcache.reuse.search_cost import Account
+from llmcache.reuse.search_cost import SearchCost
 from llmcache.stats import AuditStats
 
 logger = logging.getLogger("llmcache")
@@ -30,11 +30,11 @@ class Approximate:
         observer: Observer,
         audit: Audit,
         sharing: SharedCalibration | None,
-        account: Account | None,
+        search_cost: SearchCost | None,
     ) -> None:
-        """Join the parts. `account`: None: search in every call."""
+        """Join the parts. `search_cost`: None: search in every call."""
         self.calibrated, self.semantic, self.draft, self.audit = calibrated, semantic, draft, audit
-        self.sharing, self.account, self.collected = sharing, account, observer.collected
+        self.sharing, self.search_cost, self.collected = sharing, search_cost, observer.collected
         self.rungs: Sequence[Rung] = (semantic,) if draft is None else (semantic, draft)
         self.worker: AbstractContextManager[object] = audit.worker if audit.is_on else nullcontext()
         # Bound here, so that a call enters no function in between.

@@ -1,4 +1,4 @@
-"""The data of one call of the trunk. `State` and `Form` are shared between calls; the rest belongs to one call.
+"""The data of one call of the trunk, which the steps of the call fill, and what a rung and a path are.
 
 Sizes: B rows, T tokens, F fingerprint width, C outputs, S width of a signature.
 """
@@ -14,8 +14,8 @@ from llmcache.engines.engine import Engine
 from llmcache.memory.bank import Entry
 from llmcache.models.arguments import Arguments
 from llmcache.models.packing import Fields
-from llmcache.models.weights import Mark
-from llmcache.request.forms import State
+from llmcache.models.weights import Snapshot
+from llmcache.request.call_signatures import TrunkState
 from llmcache.request.outcome import Outcome
 from llmcache.request.reading import Requests
 from llmcache.request.rows import Row, Scope
@@ -51,10 +51,10 @@ class Call:
     kwargs: dict[str, Any]
     arguments: Mapping[str, Any]  # the same, by name
     mask_4d: Tensor | None  # the mask as passed, if 4-D; `arguments` holds the equivalent 2-D mask
-    state: State  # of the trunk
-    mark: Mark | None  # of the weights; None: they were not looked at
+    state: TrunkState  # of the trunk
+    snapshot: Snapshot | None  # of the weights; None: they were not looked at
     scope: Scope
-    kind: tuple[Any, ...]  # digest of the weights, autocast dtype and `Form.kind`: decides the output's layout
+    kind: tuple[Any, ...]  # digest of the weights, autocast dtype and `CallSignature.kind`: decides the output's layout
     engine: Engine  # computes the rows without a hit
     requests: Requests
     rows: Sequence[Row]  # one per request

@@ -25,7 +25,7 @@ from llmcache.reuse.answers import Answers
 from llmcache.reuse.calibration.calibration import Calibration, InForce
 from llmcache.reuse.call import Call, Hit
 from llmcache.reuse.content_gate import ContentGate
-from llmcache.reuse.fingerprint import Learned
+from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.sources import Choice, Near, Sources
 from llmcache.support.arrays import Bools, Doubles, Floats, below
@@ -43,12 +43,12 @@ class Evidence(NamedTuple):
     Attributes:
         similarity: Similarity of each neighbour, best first (n,).
         agree: Whether two neighbours have the same answer (n, n).
-        favour: How well each neighbour's answer fits the request's forecast (n,); larger is better.
+        closeness: How well each neighbour's answer fits the request's forecast (n,); larger is better.
     """
 
     similarity: Sequence[float]
     agree: Sequence[Sequence[bool]] = ()
-    favour: Sequence[float] = ()
+    closeness: Sequence[float] = ()
 
 
 class Risk:
@@ -150,10 +150,10 @@ class NeighbourChooser:
     def _see(self, near: Near, forecast: Floats) -> Evidence:
         signatures = np.concatenate(list(map(_ANSWER, near.sources))).reshape(len(near.sources), -1)
         agree = self._answers.agree(signatures[:, None], signatures).tolist()
-        favour = self._answers.favour(forecast, signatures).tolist()
-        if isnan(sum(favour)):
-            favour = [0.0 if isnan(one) else one for one in favour]
-        return Evidence(near.similarity, agree, favour)
+        closeness = self._answers.closeness(forecast, signatures).tolist()
+        if isnan(sum(closeness)):
+            closeness = [0.0 if isnan(one) else one for one in closeness]
+        return Evidence(near.similarity, agree, closeness)
 
 
 class Semantic:
@@ -166,7 +166,7 @@ class Semantic:
         self,
         bank: Bank,
         sources: Sources,
-        fingerprint: Learned,
+        fingerprint: LearnedFingerprint,
         chooser: NeighbourChooser,
         in_force: InForce,
         head: Weights,
@@ -254,7 +254,7 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
                 mean,
                 all(agrees[:3]),
                 own == nearest,
-                seen.favour[number],
+                seen.closeness[number],
             ),
         )
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from llmcache.models.arguments import DECIDING, take_row
-from llmcache.models.kinds import Kinds
+from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing, parts_of
 from llmcache.request.counters import Counters
 from llmcache.request.rows import Row
@@ -60,7 +60,7 @@ class Draft:
         self,
         answers: Answers,
         read: Reading,
-        packings: Kinds[Packing],
+        packings: OutputFormats[Packing],
         serving: "Callable[[str], Calibration | None]",
         make: Callable[[Drafter | None], Drafter],
         device: torch.device,

@@ -30,7 +30,7 @@ _EXACT = 1e-6  # ridge penalty of the map to outputs: nearly none, since outputs
 _N_AXES = 64  # R at most
 
 
-class Learned:
+class LearnedFingerprint:
     """Pooled token vectors through a fitted linear map. Usable once a calibration has fitted it. Thread-safe."""
 
     def __init__(self, dim: int = 128, ridge: float = 1.0) -> None:
@@ -105,7 +105,7 @@ class _Fitted:
     """The fitted maps. The map of a mean of token vectors is the mean of mapped vectors, which are kept per token."""
 
     def __init__(self, learned: dict[str, Floats], embed: Lookup) -> None:
-        """Prepare the arrays that `Learned.fit` made."""
+        """Prepare the arrays that `LearnedFingerprint.fit` made."""
         self.learned = learned
         weights = np.ascontiguousarray(learned["map"].T)
         width = len(learned["guess"])
@@ -140,8 +140,8 @@ class _Pool:
         """Start with an empty table.
 
         Args:
-            learned: The arrays that `Learned.fit` made.
-            embed: As for `Learned.bind`.
+            learned: The arrays that `LearnedFingerprint.fit` made.
+            embed: As for `LearnedFingerprint.bind`.
             maps: Linear maps of the mean of embeddings and the weighted mean of static vectors, (D, A) each; None:
                 identity, A = D.
         """

@@ -19,7 +19,7 @@ _WINDOW = 4096  # requests; older ones fade
 _SELDOM = 64  # one call in 64 is searched while searching does not pay
 
 
-class Account:
+class SearchCost:
     """Times of searching and computing of one wrapped model. Thread-safe."""
 
     def __init__(self) -> None:

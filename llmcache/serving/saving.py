@@ -32,7 +32,7 @@ class Saves:
     def is_saving(self) -> bool:
         return self.folder is not None and not self.is_kept
 
-    def hang_cache(self, served: Served, config: CacheConfig | None, **settings: Any) -> LLMCache:
+    def attach_cache(self, served: Served, config: CacheConfig | None, **settings: Any) -> LLMCache:
         """Wrap the model in the saved cache if it fits, else in a new one, and return the cache.
 
         With `config` None, the settings are those of the save, or the defaults, with the single `settings` replaced.

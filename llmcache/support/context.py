@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 logger = logging.getLogger("llmcache")
-#: The open `setting` blocks of this context, oldest first, each as (variable, value).
+#: The open `scoped` blocks of this context, oldest first, each as (variable, value).
 _OPEN: ContextVar[tuple[tuple[ContextVar[Any], Any], ...]] = ContextVar("llmcache_open", default=())
 
 
 @contextmanager
-def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+def scoped(variable: ContextVar[T], value: T) -> Iterator[None]:
     """Set a variable within a block. Afterwards it has the value of the newest block still open, or its default.
 
     A block does not restore the value it found: interleaved generators may end their blocks in any order.

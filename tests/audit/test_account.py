@@ -46,13 +46,13 @@ def test_limits_hold_where_probabilities_are_lowered_for_a_while() -> None:
     for _ in range(300):
         rate, n_waiting = Rate(0.2), 0
         for _ in range(400):
-            ease = 0.25 if n_waiting > 5 else 1.0
-            rate.see(ease)
+            scale = 0.25 if n_waiting > 5 else 1.0
+            rate.see(scale)
             n_waiting = max(0, n_waiting - (rng.random() < 0.1))
-            if rng.random() < 0.2 * ease:
+            if rng.random() < 0.2 * scale:
                 n_waiting += 1
-                rate.draw(1 / (0.2 * ease), ease)
-                rate.settle(1 / (0.2 * ease), bool(rng.random() < 0.05), ease)
+                rate.draw(1 / (0.2 * scale), scale)
+                rate.settle(1 / (0.2 * scale), bool(rng.random() < 0.05), scale)
         wrong += (rate.lower(0.1) > 0.05, rate.upper(0.1) < 0.05)
     assert (wrong / 300 <= 0.1).all()
     assert rate.upper(0.1) < 0.5

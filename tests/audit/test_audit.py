@@ -18,7 +18,7 @@ from llmcache import LLMCache
 from llmcache.errors import ConfigError
 from llmcache.models.packing import Packing
 from llmcache.reuse.audit.account import AuditAccount
-from llmcache.reuse.audit.idle_worker import GaveWay
+from llmcache.reuse.audit.idle_worker import Preempted
 from llmcache.reuse.audit.recomputer import Recomputer
 from tests import inside
 from tests.contract.streams import calibrated, classifier
@@ -262,7 +262,7 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
         if len(inputs["input_ids"]) > 1:
             raise RuntimeError("not together")
         if n_runs == 14:
-            raise GaveWay
+            raise Preempted
         return run(self, look, inputs)
 
     def settle_once(self: AuditAccount, sample: Any, is_changed: bool) -> bool:

@@ -145,10 +145,10 @@ def test_the_more_waits_the_less_is_to_be_added() -> None:
     owner = Owner(idle_s=1e6, max_jobs=40)
     eases = []
     for _ in range(40):
-        eases.append(owner.worker.ease)
+        eases.append(owner.worker.scale)
         owner.add()
     assert eases[:20] == [1.0] * 20 and eases[20:26] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
-    assert owner.worker.ease == 0.5**10
+    assert owner.worker.scale == 0.5**10
 
 
 def test_draining_does_what_waits_here_and_in_order() -> None:
@@ -194,7 +194,7 @@ def test_without_a_background_only_draining_does_jobs() -> None:
     owner.add(1)
     time.sleep(0.05)
     assert owner.worker._thread is None and not owner.done
-    assert owner.worker.ease == 1.0 and owner.worker.drain() == 1  # draining does all of them
+    assert owner.worker.scale == 1.0 and owner.worker.drain() == 1  # draining does all of them
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.reuse.search_cost import Account
+from llmcache.reuse.search_cost import SearchCost
 
 
 def call(n_rows: int, n_hits: int, search_s: float, made: object = None, length: int = 12) -> Any:
@@ -30,7 +30,7 @@ def call(n_rows: int, n_hits: int, search_s: float, made: object = None, length:
 def test_searches_stop_where_they_cost_more_than_they_save(
     n_hits: int, search_s: float, is_off: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    account = Account()
+    account = SearchCost()
     for n_seen in range(32, 2049, 32):
         account.took(call(32, n_hits, search_s))
         assert n_seen >= 512 or account.pays(call(32, 0, 0))  # fewer rows decide nothing
@@ -42,7 +42,7 @@ def test_searches_stop_where_they_cost_more_than_they_save(
 
 
 def test_searches_come_back_once_they_pay_or_sources_are_others(caplog: pytest.LogCaptureFixture) -> None:
-    account, made = Account(), object()
+    account, made = SearchCost(), object()
     for _ in range(40):
         account.took(call(32, 0, 0.001, made))
     assert not account.pays(call(1, 0, 0))

@@ -14,10 +14,10 @@ from llmcache.reuse.decide import Evidence, K, Risk
 from llmcache.reuse.sources import Source, Sources
 
 
-def seen(similarity: Sequence[float], answers: Sequence[int], favour: Sequence[float] | None = None) -> Evidence:
+def seen(similarity: Sequence[float], answers: Sequence[int], closeness: Sequence[float] | None = None) -> Evidence:
     """Evidence of neighbours with these answers, without a forecast unless one is given."""
     agree = [[one == other for other in answers] for one in answers]
-    return Evidence(similarity, agree, [0.0] * len(answers) if favour is None else favour)
+    return Evidence(similarity, agree, [0.0] * len(answers) if closeness is None else closeness)
 
 
 def made(n: int, seed: int = 0) -> tuple[list[Evidence], list[list[bool]]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.reuse.search_cost import Account
+from llmcache.reuse.search_cost import SearchCost
 from tests import inside
 from tests.calibration.drafting import BOTH, MAX_DROP, drafted_rows, only_copy, only_model
 from tests.contract.streams import ask, classifier, requests
@@ -223,7 +223,7 @@ def test_searches_that_are_turned_off_leave_nothing_to_the_draft(
 ) -> None:
     with LLMCache.load(classifier(), saved, auto_bypass=True) as cache:
         assert "draft" in ask(cache, requests(40, seed=7)[0])
-        monkeypatch.setattr(Account, "pays", lambda account, call: False)
+        monkeypatch.setattr(SearchCost, "pays", lambda account, call: False)
         assert set(ask(cache, requests(40, seed=8)[0])) == {None}
 
 

@@ -8,36 +8,38 @@ import pytest
 
 from llmcache import LLMCache
 from llmcache.config import AuditOptions
-from llmcache.reuse.calibration.drift import BATCH, DriftDetector, Marks, Profile, profile
+from llmcache.reuse.calibration.drift import BATCH, DriftDetector, Features, Profile, profile
 from tests import inside, topics
 from tests.contract.streams import calibrated, classifier
 from tests.topics import N_CALIBRATED, Inputs, batched, known, requests
 
 N = 800  # requests in C
-REPEAT = Marks(-inf, 1.0, 0)  # a repeat of a source
+REPEAT = Features(-inf, 1.0, 0)  # a repeat of a source
 
 
-def draw(rng: np.random.Generator, n: int, risk: float = 0.2, classes: int = 20, repeats: float = 0.05) -> list[Marks]:
-    """Draw marks of requests: some repeats of sources, some that no source may serve, the others in between."""
+def draw(
+    rng: np.random.Generator, n: int, risk: float = 0.2, classes: int = 20, repeats: float = 0.05
+) -> list[Features]:
+    """Draw features of requests: some repeats of sources, some that no source may serve, the others in between."""
     risks = np.where(rng.random(n) < 0.05, inf, rng.beta(1, 1 / risk, n)).tolist()
     others = zip(risks, rng.beta(8, 2, n).tolist(), rng.integers(0, classes, n).tolist(), strict=True)
     return [
-        REPEAT if is_repeat else Marks(*one) for is_repeat, one in zip(rng.random(n) < repeats, others, strict=True)
+        REPEAT if is_repeat else Features(*one) for is_repeat, one in zip(rng.random(n) < repeats, others, strict=True)
     ]
 
 
 def compared(seed: int, repeats: float = 0.05) -> Profile:
     rng = np.random.default_rng(seed)
-    marks = draw(rng, N, repeats=repeats)
-    return profile(dict(zip(map(str, range(N)), marks, strict=True)), rng.integers(0, 20, N).tolist(), 0.1)
+    features = draw(rng, N, repeats=repeats)
+    return profile(dict(zip(map(str, range(N)), features, strict=True)), rng.integers(0, 20, N).tolist(), 0.1)
 
 
-def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | None = None) -> int | None:
+def told_after(likeness: DriftDetector, asked: list[Features], keys: list[str] | None = None) -> int | None:
     """Return the number of requests after which they are detected as unlike."""
-    batch: dict[str, Marks] = {}
-    for n, (key, marks) in enumerate(zip(keys or map(str, range(len(asked))), asked, strict=False), start=1):
+    batch: dict[str, Features] = {}
+    for n, (key, features) in enumerate(zip(keys or map(str, range(len(asked))), asked, strict=False), start=1):
         if key not in likeness.seen:
-            batch.setdefault(key, marks)
+            batch.setdefault(key, features)
         if len(batch) == BATCH:
             if likeness.see(batch):
                 return n
@@ -72,7 +74,7 @@ def test_each_kind_of_change_is_told_soon_also_late(moved: str, before: int) -> 
 
 def test_a_request_that_comes_again_and_again_counts_once() -> None:
     rng = np.random.default_rng(5)
-    odd, likeness = Marks(inf, -1.0, 99), DriftDetector(compared(2))
+    odd, likeness = Features(inf, -1.0, 99), DriftDetector(compared(2))
     asked = [one if i % 50 == 0 else odd for i, one in enumerate(draw(rng, 5000))]
     keys = [str(i) if i % 50 == 0 else "odd" for i in range(5000)]
     assert told_after(likeness, asked, keys) is None

@@ -9,7 +9,7 @@ from llmcache.models.adapters import locate
 from llmcache.models.packing import PAYLOADS
 from llmcache.request.rows import Row
 from llmcache.reuse.calibration.token_vectors import TokenVectors
-from llmcache.reuse.fingerprint import Learned
+from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.support.arrays import Floats
 from tests.tiny_models import BARE, STRANGERS, VOCABULARY, build
 
@@ -20,7 +20,7 @@ MEANING = RNG.standard_normal((D, D)).astype(np.float32)
 OUT = RNG.standard_normal((D, 3)).astype(np.float32)
 
 
-def think(ids: np.ndarray) -> Floats:
+def contextual(ids: np.ndarray) -> Floats:
     return np.tanh(TABLE[ids] @ MEANING)
 
 
@@ -28,12 +28,12 @@ def made(n: int, seed: int = 0) -> tuple[list[list[int]], Floats]:
     """Return content tokens of requests, and the outputs of a model that averages meanings."""
     rng = np.random.default_rng(seed)
     requests = [rng.integers(5, VOCABULARY, rng.integers(3, 9)) for _ in range(n)]
-    return [ids.tolist() for ids in requests], np.stack([think(ids).mean(axis=0) for ids in requests])
+    return [ids.tolist() for ids in requests], np.stack([contextual(ids).mean(axis=0) for ids in requests])
 
 
-def fitted(dim: int = 8, n: int = 300) -> Learned:
-    learned = Learned(dim=dim)
-    learned.bind(lambda ids: TABLE[ids], think)
+def fitted(dim: int = 8, n: int = 300) -> LearnedFingerprint:
+    learned = LearnedFingerprint(dim=dim)
+    learned.bind(lambda ids: TABLE[ids], contextual)
     requests, targets = made(n)
     learned.fit(requests, targets, targets @ OUT)
     return learned
@@ -49,20 +49,22 @@ def test_a_request_without_content_is_like_nothing() -> None:
 @pytest.mark.parametrize("first", [50, 0])
 def test_a_token_that_alone_comes_to_no_number_is_guessed(first: int) -> None:
     """Tokens from `first` on have no finite vector: some, or all."""
-    learned, (requests, targets) = Learned(dim=8), made(200)
-    learned.bind(lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), think(ids)))
+    learned, (requests, targets) = LearnedFingerprint(dim=8), made(200)
+    learned.bind(
+        lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), contextual(ids))
+    )
     learned.fit(requests, targets, targets @ OUT)
     vectors, forecasts = learned.project([[20, 55, 70], [51, 52, 53]])
     assert np.isfinite(vectors).all() and np.isfinite(forecasts).all()
 
 
 def test_tokens_that_were_not_learned_from_are_guessed() -> None:
-    learned = Learned(dim=8)
+    learned = LearnedFingerprint(dim=8)
     asked: list[int] = []
 
     def counted(ids: np.ndarray) -> Floats:
         asked.extend(ids.tolist())
-        return think(ids)
+        return contextual(ids)
 
     learned.bind(lambda ids: TABLE[ids], counted)
     requests, targets = made(200)
@@ -82,7 +84,7 @@ def test_vectors_of_tokens_are_what_the_model_makes_of_each_alone(family: str) -
     vectors = TokenVectors(trunk, PAYLOADS["mean"](), trunk.module.forward)
     row = Row(0, "", np.array([1, 40, 41, 2], np.uint16).tobytes(), slice(0, 4), 4)
     vectors.frame(row, [40, 41])
-    thought = vectors.think(np.array([40, 50]))
+    thought = vectors.contextual(np.array([40, 50]))
     with torch.inference_mode():
         own = trunk.module(input_ids=torch.tensor([[1, 50, 2]]), return_dict=True).last_hidden_state[0].mean(dim=0)
     np.testing.assert_allclose(thought[1], own.numpy(), atol=1e-5)

@@ -107,5 +107,5 @@ def test_namespaces_that_come_and_go_leave_nothing(cache: LLMCache, monkeypatch:
         with cache.namespace(str(number)):
             cache(**ONE)
         cache.purge(namespace=str(number))
-    (state,) = cache._way.forward.forms._states.values()
+    (state,) = cache._backend.forward.signatures._states.values()
     assert 0 < len(state.scopes) <= 4

@@ -23,7 +23,7 @@ from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from llmcache import POLICIES, ConfigError
-from llmcache.lab import Learned, RiskTarget, locate, outputs, split, targets
+from llmcache.lab import LearnedFingerprint, RiskTarget, locate, outputs, split, targets
 from tests.experiments.measuring import LEARN, TASK, N
 from tests.tiny_prompts import TRACE
 
@@ -88,14 +88,14 @@ def test_recalled_layers_and_fits_equal_computed_ones(rehearsal: Rehearsal) -> N
         assert torch.equal(copies[0](**batch), copies[0](**batch))
     assert rows == [[1] * 5 + [2] * 2, []]  # a batch is computed each time
     fitter: Any = rehearsal.calibrated.fitter
-    fits, first, second = Fits(), Learned(), Learned()
+    fits, first, second = Fits(), LearnedFingerprint(), LearnedFingerprint()
 
-    def fit(fingerprint: Learned, cases: Sequence[Any]) -> None:
+    def fit(fingerprint: LearnedFingerprint, cases: Sequence[Any]) -> None:
         tokens = [case.tokens for case in cases]
         fingerprint.fit(tokens, targets(cases, fitter.answers), outputs(cases, fitter.answers))
 
     for fingerprint in (first, second):
-        fingerprint.bind(fitter.tokens.embed, fitter.tokens.think)
+        fingerprint.bind(fitter.tokens.embed, fitter.tokens.contextual)
         recall_fits(fingerprint, fits)
         fit(fingerprint, rehearsal.observed[:120])
     assert len(fits.known) == 1 and fits.saved_s > 0

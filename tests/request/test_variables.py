@@ -1,20 +1,20 @@
-"""`setting` holds a context variable's value for a block; overlapping blocks are logged once."""
+"""`scoped` holds a context variable's value for a block; overlapping blocks are logged once."""
 
 import logging
 from contextvars import ContextVar
 
 import pytest
 
-from llmcache.support.context import setting
+from llmcache.support.context import scoped
 
 
 def test_it_is_said_once_that_blocks_overlapped(caplog: pytest.LogCaptureFixture) -> None:
     variable: ContextVar[int] = ContextVar("overlapping", default=0)
     with caplog.at_level(logging.WARNING):
-        with setting(variable, 1), setting(variable, 2):
+        with scoped(variable, 1), scoped(variable, 2):
             assert not caplog.messages
         for _ in range(2):
-            first, second = setting(variable, 1), setting(variable, 2)
+            first, second = scoped(variable, 1), scoped(variable, 2)
             first.__enter__()
             second.__enter__()
             first.__exit__(None, None, None)

@@ -92,7 +92,7 @@ def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: A
     made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, **settings})
     served = load_served(str(folder))
     saves = Saves(made.save)
-    return Server(made, served, saves.hang_cache(served, None if cache is None else CacheConfig.make(cache)), saves)
+    return Server(made, served, saves.attach_cache(served, None if cache is None else CacheConfig.make(cache)), saves)
 
 
 class Client(TestClient):

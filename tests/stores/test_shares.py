@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmcache import LLMCache
-from llmcache.calls.switches import DISABLE
+from llmcache.calls.context_flags import DISABLE
 from llmcache.memory.policies import LRU
 from llmcache.memory.policies.shares import Shares
 from tests.contract.judge import check_same

@@ -127,7 +127,7 @@ def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: 
     write_classifier(experiment, folders, made)
     served = made.classifier()
     config = CacheConfig.make({"answer": "class", **experiment.cache, "max_drop": experiment.max_drops[0]})
-    cache = Saves(None).hang_cache(served, config)
+    cache = Saves(None).attach_cache(served, config)
     inputs = [encode(served.tokenizer, text, served.max_length) for text in experiment.learned_texts(learned)]
     found = cache.calibrate(tracked(inputs, "Calibrating"), seed=experiment.seed)
     if found.chosen is None:

@@ -29,7 +29,7 @@ class AuditSample:
     account: "AuditAccount"  # that drew it and counts its verdict
     number: int  # of the request
     weight: float  # inverse of the probability with which it was drawn
-    ease: float = 1.0  # factor on the least probability
+    scale: float = 1.0  # factor on the least probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,16 @@ class AuditAccount:
         self._random = random.Random(seed)
         self._open: dict[int, AuditSample] = {}  # without a verdict, by number, oldest first
 
-    def see(self, share: float | None, ease: float = 1.0) -> AuditSample | None:
+    def see(self, share: float | None, scale: float = 1.0) -> AuditSample | None:
         """Count a request; return a sample if it is drawn for the audit.
 
         `share` is the risk of an approximate hit divided by the largest allowed risk, 0 to 1. It is None for all other
-        requests, whose answers cannot have changed. `ease`, over 0 and at most 1, multiplies all probabilities: it may
+        requests, whose answers cannot have changed. `scale`, over 0 and at most 1, multiplies all probabilities: it may
         depend on everything before this request, but not on the request.
         """
         floor = min(1.0, _FIRST_FACTOR * self._floor) if self.rate.n < N_FIRST else self._floor
-        floor *= ease
-        self.rate.see(ease)
+        floor *= scale
+        self.rate.see(scale)
         number = self.alarm.see()
         if share is None:
             return None
@@ -75,8 +75,8 @@ class AuditAccount:
         if not self.toss(chance):
             return None
         self.counts["n_drawn"] += 1
-        sample = AuditSample(self, number, 1 / chance, ease)
-        self.rate.draw(sample.weight, ease)
+        sample = AuditSample(self, number, 1 / chance, scale)
+        self.rate.draw(sample.weight, scale)
         self._open[number] = sample
         return sample
 
@@ -87,7 +87,7 @@ class AuditAccount:
         """Add the verdict on a sample; return whether the alarm rings now. It rings once."""
         self.counts["n_recomputed"] += 1
         self.counts["n_changed"] += is_changed
-        self.rate.settle(sample.weight, is_changed, sample.ease)
+        self.rate.settle(sample.weight, is_changed, sample.scale)
         was_open = self._open.pop(sample.number, None) is not None  # else `lose` has counted it as changed
         return is_changed and was_open and self._count_changed(sample)
 
@@ -109,7 +109,7 @@ class AuditAccount:
         """Cancel a sample whose hit was not served; its request counts as unchanged."""
         self._open.pop(sample.number, None)
         self.counts["n_drawn"] -= 1
-        self.rate.settle(sample.weight, has_event=False, ease=sample.ease)
+        self.rate.settle(sample.weight, has_event=False, scale=sample.scale)
 
     def _count_changed(self, sample: AuditSample) -> bool:
         """Count a changed answer; return whether the alarm rings for the first time."""

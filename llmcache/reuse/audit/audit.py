@@ -17,11 +17,11 @@ from typing import get_args
 from llmcache.config import CacheConfig
 from llmcache.reuse.audit.account import MOST_WAITING, AuditAccount, Audited
 from llmcache.reuse.audit.idle_worker import IdleWorker, Job
-from llmcache.reuse.audit.marking import Marking
+from llmcache.reuse.audit.known_features import KnownFeatures
 from llmcache.reuse.audit.recomputer import Recomputer
 from llmcache.reuse.audit.renewal import RenewalBuffer
 from llmcache.reuse.calibration.calibration import SEMANTIC, Calibration
-from llmcache.reuse.calibration.drift import BATCH, DriftDetector, Marks, marks_of
+from llmcache.reuse.calibration.drift import BATCH, DriftDetector, Features, features_of
 from llmcache.reuse.calibration.risk_target import MetricName
 from llmcache.reuse.call import Call, Hit
 from llmcache.reuse.decide import Semantic
@@ -47,8 +47,8 @@ class Audit:
         self._made: Calibration | None = None  # that `_account` and `_detector` belong to
         self._account: AuditAccount | None = None
         self._detector: DriftDetector | None = None  # while `_made` is certified
-        self._marking = Marking(semantic)
-        self._batch: dict[str, Marks] = {}  # not compared yet, by key
+        self._known_features = KnownFeatures(semantic)
+        self._batch: dict[str, Features] = {}  # not compared yet, by key
         self._is_renewing = False
         self._n_accounts = 0
         self._process = os.getpid()
@@ -76,8 +76,8 @@ class Audit:
                 taken_back = set() if is_alike else set(hits)
                 if account is not None:
                     is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
-                    # A long queue lowers the draw probabilities; `ease` is fixed before these requests are seen.
-                    self._draw(account, call, hits if is_alike else {}, self.worker.ease)
+                    # A long queue lowers the draw probabilities; `scale` is fixed before these requests are seen.
+                    self._draw(account, call, hits if is_alike else {}, self.worker.scale)
                     taken_back |= hits.keys() & call.audited.keys() if is_full else set()
             for number in taken_back:
                 del call.hits[number]
@@ -89,18 +89,18 @@ class Audit:
             call.hits.clear()
             self.withdraw(call)
 
-    def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Hit], ease: float) -> None:
+    def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Hit], scale: float) -> None:
         """Draw from the rows of a call; `hits` are its approximate hits by row number."""
         for row in call.rows:
             if row.bypass_reason:
                 continue
             hit = hits.get(row.number)
-            sample = account.see(None if hit is None else hit.share, ease)
+            sample = account.see(None if hit is None else hit.share, scale)
             if sample is not None and hit is not None:
                 # Hits drawn more often, for their risk or early, are thinned out to the probability of all rows.
-                stands_for_all = account.toss(ease * self._floor * sample.weight)
+                stands_for_all = account.toss(scale * self._floor * sample.weight)
                 call.audited[row.number] = Audited(sample, hit.source, hit.answer, stands_for_all)
-            elif row.number not in call.hits and account.toss(ease * self._floor):
+            elif row.number not in call.hits and account.toss(scale * self._floor):
                 call.audited[row.number] = Audited(None, "", None, True)
         self._on_alarm(account, account.lose_overdue())
 
@@ -160,7 +160,7 @@ class Audit:
             self._recomputer.queue.drop(namespace)
         with self._lock:
             self._renewal.forget(namespace)
-            self._marking.forget()  # of all namespaces: repeats are searched again
+            self._known_features.forget()  # of all namespaces: repeats are searched again
             self._batch = {}
             if self._detector is not None:
                 self._detector.forget()
@@ -261,19 +261,19 @@ class Audit:
             return True
         if (
             call.calibration is None and self._semantic.serving(scope.weights) is None
-        ):  # rows not searched have no marks
+        ):  # rows not searched have no features
             return True
         for row in call.rows:
             if row.bypass_reason or row.key in self._batch or row.key in detector.seen:  # a request counts once
                 continue
             choice = call.choices.get(row.number)
             if choice is not None and not self._semantic.bank.is_pinned(row.key):
-                self._batch[row.key] = marks_of(choice, call.forecasts[row.number])
-            elif (marks := self._marking.find(call, row, SEMANTIC in made.shares)) is not None:
-                self._batch[row.key] = marks
+                self._batch[row.key] = features_of(choice, call.forecasts[row.number])
+            elif (features := self._known_features.find(call, row, SEMANTIC in made.shares)) is not None:
+                self._batch[row.key] = features
             if len(self._batch) < BATCH:
                 continue
-            self._marking.keep(self._batch)
+            self._known_features.keep(self._batch)
             batch, self._batch = self._batch, {}
             if detector.see(batch):
                 self._made, self._detector = self._calibrated.drifted(made), None
@@ -297,6 +297,6 @@ class Audit:
                 self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, self._n_accounts)
             if made.is_certified and made.watch.profile is not None:
                 self._detector = DriftDetector(made.watch.profile)
-            self._marking.forget()
+            self._known_features.forget()
             self._renewal.begin(made)
         return True

@@ -16,10 +16,10 @@ Owner = TypeVar("Owner")
 
 _MIN_WAIT_S = 0.001  # least time between two checks of the thread during a call
 _MAX_CREDIT_S = 0.1  # saved up while no job waits: later calls must not pay for it all at once
-_STEPS = 20  # of the queue's length; each step reached in its second half halves `ease`
+_STEPS = 20  # of the queue's length; each step reached in its second half halves `scale`
 
 
-class GaveWay(BaseException):
+class Preempted(BaseException):
     """A job stopped midway because a call began. Not an `Exception`, so that no handler takes it for a failure."""
 
 
@@ -92,7 +92,7 @@ class IdleWorker(Generic[Owner]):
         return len(self._jobs) >= self._max_jobs
 
     @property
-    def ease(self) -> float:
+    def scale(self) -> float:
         """The share of the usual work to add now, a power of one half: the longer the queue, the smaller."""
         n_full = len(self._jobs) * _STEPS // max(self._max_jobs, 1) if self._in_background else 0
         return float(0.5 ** min(max(n_full - _STEPS // 2 + 1, 0), _STEPS // 2))
@@ -155,9 +155,9 @@ class IdleWorker(Generic[Owner]):
         return threading.current_thread() is self._thread
 
     def give_way(self) -> None:
-        """Raise `GaveWay` if a call has begun, so that the job is done again later, or if the worker was closed."""
+        """Raise `Preempted` if a call has begun, so that the job is done again later, or if the worker was closed."""
         if self._n_calls or self._is_closed:
-            raise GaveWay
+            raise Preempted
 
     def drain(self) -> int:
         """Wait for the job under way, then do all waiting jobs; return how many this thread did."""
@@ -215,7 +215,7 @@ class IdleWorker(Generic[Owner]):
             self._is_working = True
             try:
                 Context().run(job.do, owner)  # without the caller's context variables: its namespace, `disabled`
-            except GaveWay:
+            except Preempted:
                 with self._condition:
                     if not self._is_closed:
                         self._jobs.appendleft(job)

@@ -24,9 +24,9 @@ class Rate:
     A request counts 0, or, if an event was found, the inverse of the probability with which it was checked. So the mean
     estimates the rate of all events, found or not. The limits bound the mean rate so far, also of a rate that changes.
 
-    A stake may be as large as the least probability of being checked (the floor) allows. `ease`, over 0 and at most 1,
+    A stake may be as large as the least probability of being checked (the floor) allows. `scale`, over 0 and at most 1,
     lowers the floor for some requests; it must be fixed before the request, so that each bet is fair, given the past.
-    The limits then bound a mean in which such requests count less, about in proportion to `ease`; the estimate counts
+    The limits then bound a mean in which such requests count less, about in proportion to `scale`; the estimate counts
     all requests alike.
 
     The stakes are fixed, so limits depend on counts alone.
@@ -38,14 +38,14 @@ class Rate:
     def __init__(self, floor: float) -> None:
         """Begin without requests; `floor`, over 0, is the least probability with which a request is checked."""
         self._floor = floor
-        self._by_ease: Counter[float] = Counter()  # requests, by the factor on their least probability
-        self._open: Counter[tuple[float, float]] = Counter()  # samples without a verdict, by weight and ease
-        self._found: Counter[tuple[float, float]] = Counter()  # samples with an event, by weight and ease
+        self._by_scale: Counter[float] = Counter()  # requests, by the factor on their least probability
+        self._open: Counter[tuple[float, float]] = Counter()  # samples without a verdict, by weight and scale
+        self._found: Counter[tuple[float, float]] = Counter()  # samples with an event, by weight and scale
 
     @property
     def n(self) -> int:
         """Number of requests."""
-        return self._by_ease.total()
+        return self._by_scale.total()
 
     @property
     def mean(self) -> float | None:
@@ -53,29 +53,29 @@ class Rate:
         found = sum(weight * n for (weight, _), n in self._found.items())
         return found / self.n if self.n else None
 
-    def see(self, ease: float = 1.0) -> None:
-        """Add a request, whose least draw probability is the floor times `ease`, over 0 and at most 1."""
-        self._by_ease[ease] += 1
+    def see(self, scale: float = 1.0) -> None:
+        """Add a request, whose least draw probability is the floor times `scale`, over 0 and at most 1."""
+        self._by_scale[scale] += 1
 
-    def draw(self, weight: float, ease: float = 1.0) -> None:
+    def draw(self, weight: float, scale: float = 1.0) -> None:
         """Note that the last request was drawn, with probability 1 / `weight`."""
-        self._open[weight, ease] += 1
+        self._open[weight, scale] += 1
 
-    def settle(self, weight: float, has_event: bool, ease: float = 1.0) -> None:
-        """Add the verdict on a request that was drawn with this weight and ease."""
-        self._open[weight, ease] -= 1
-        self._found[weight, ease] += has_event
+    def settle(self, weight: float, has_event: bool, scale: float = 1.0) -> None:
+        """Add the verdict on a request that was drawn with this weight and scale."""
+        self._open[weight, scale] -= 1
+        self._found[weight, scale] += has_event
 
     def lower(self, alpha: float) -> float:
         """Return a lower limit of the rate; all lower limits over time hold with probability 1 - `alpha`."""
         weights, eases, counts = _columns(self._found)
 
-        def lost(ease: float | Doubles) -> Doubles:
+        def lost(scale: float | Doubles) -> Doubles:
             """Return the log factors (J,) of a request without an event."""
-            left: Doubles = np.log1p(-_STAKES * self._floor * ease)
+            left: Doubles = np.log1p(-_STAKES * self._floor * scale)
             return left
 
-        idle = sum((n * lost(ease) for ease, n in self._by_ease.items()), np.zeros(len(_STAKES)))
+        idle = sum((n * lost(scale) for scale, n in self._by_scale.items()), np.zeros(len(_STAKES)))
 
         def is_possible(rate: float) -> bool:
             """Whether bets that the true rate is larger stay below 1 / alpha."""
@@ -90,15 +90,18 @@ class Rate:
 
         def is_refuted(rate: float) -> bool:
             """Whether bets that the true rate is smaller reach 1 / alpha."""
-            wealth = sum((n * self._kept(rate, 0.0, ease) for ease, n in self._by_ease.items()), np.zeros(len(_STAKES)))
+            wealth = sum(
+                (n * self._kept(rate, 0.0, scale) for scale, n in self._by_scale.items()),
+                np.zeros(len(_STAKES)),
+            )
             kept = self._kept(rate, weights, eases) - self._kept(rate, 0.0, eases)
             return mixed(wealth + (counts * kept).sum(axis=0)) >= log(1 / alpha)
 
         return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
 
-    def _kept(self, rate: float, weight: float | Doubles, ease: float | Doubles) -> Doubles:
+    def _kept(self, rate: float, weight: float | Doubles, scale: float | Doubles) -> Doubles:
         """Return the log factors (J,) of bets on a rate below `rate`, for a request that counts `weight`."""
-        change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * ease) - rate))
+        change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * scale) - rate))
         return change
 
 

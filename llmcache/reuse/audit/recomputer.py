@@ -19,7 +19,7 @@ from llmcache.models.weights import Weights
 from llmcache.request.counters import Counters
 from llmcache.request.rows import Row
 from llmcache.reuse.audit.account import Audited
-from llmcache.reuse.audit.idle_worker import GaveWay
+from llmcache.reuse.audit.idle_worker import Preempted
 from llmcache.reuse.audit.recompute import Origin, Recompute, RecomputeQueue, copy_row
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.reuse.calibration.observer import Observer, collect
@@ -64,7 +64,7 @@ class Recomputer:
         left = list(tasks)
         try:
             yield from self._run_all(tasks, left)
-        except GaveWay:
+        except Preempted:
             self.queue.put_back(left)
             raise
 
@@ -104,13 +104,13 @@ class Recomputer:
     def _recompute(self, tasks: Sequence[Recompute]) -> list[Observation]:
         """Compute requests; return none of them if the model was edited meanwhile."""
         origin = self._origin()
-        mark = self.weights.mark_of(origin.weights)
+        snapshot = self.weights.snapshot_of(origin.weights)
         if self.queue.may_batch(tasks):
             cases = self._run(tasks[0], self.queue.inputs(tasks))
         else:
             cases = [case for task in tasks for case in self._run(task, self.queue.inputs([task]))]
             self.queue.note_trial(tasks, self._match_alone(tasks, cases))
-        return cases if self.weights.stayed(mark, origin.weights) and self._origin() == origin else []
+        return cases if self.weights.stayed(snapshot, origin.weights) and self._origin() == origin else []
 
     def _run(self, task: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
         device, dtype, is_on = task.autocast

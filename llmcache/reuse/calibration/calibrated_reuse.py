@@ -229,7 +229,7 @@ class CalibratedReuse:
         logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
     def drifted(self, made: Calibration) -> Calibration:
-        """Mark a calibration as void because requests are unlike those it was made with; return it.
+        """Declare a calibration as void because requests are unlike those it was made with; return it.
 
         The rate of changed answers is then unknown, and with `audit=0` not measured. So approximate reuse stops until
         the next calibration: by `calibrate`, a renewal, or `learn`.

@@ -45,7 +45,7 @@ _BETWEEN_FALSE_ALARMS = 2_000_000  # requests, at least, on average: 1 % in 20,0
 BATCH = 20  # requests after which bets are settled
 
 
-class Marks(NamedTuple):
+class Features(NamedTuple):
     """The quantities of a request that are compared."""
 
     risk: float  # of its chosen source; infinite if no source may serve, -infinite for a repeat of a source
@@ -54,53 +54,53 @@ class Marks(NamedTuple):
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the request is a repeat of a source; then no other mark is compared."""
+        """Whether the request is a repeat of a source; then no other feature is compared."""
         return self.risk == -inf
 
 
-def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
-    """Return the marks of a request that repeats no source, from its choice and the forecast of its output (C,)."""
+def features_of(choice: Choice | None, forecast: Floats | None) -> Features:
+    """Return the features of a request that repeats no source, from its choice and the forecast of its output (C,)."""
     expected = -1 if forecast is None else int(forecast.argmax())
     if choice is None:
-        return Marks(inf, -1.0, expected)
+        return Features(inf, -1.0, expected)
     similarity = -1.0 if choice.similarity is None else choice.similarity
-    return Marks(choice.risk_unquarantined, similarity, expected)
+    return Features(choice.risk_unquarantined, similarity, expected)
 
 
-def marks_of_source(forecast: Floats | None) -> Marks:
-    return Marks(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))
+def features_of_source(forecast: Floats | None) -> Features:
+    return Features(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The distribution of marks on C."""
+    """The distribution of features on C."""
 
     n: int  # distinct requests, without repeats of sources
     classes: tuple[int, ...]  # forecast classes, rarest first; empty without forecasts
-    edges: tuple[tuple[float, ...], ...]  # by kind of mark: risks, similarities, places of the class in each order
-    counts: tuple[tuple[int, ...], ...]  # how many marks are at most each edge
+    edges: tuple[tuple[float, ...], ...]  # by kind of feature: risks, similarities, places of the class in each order
+    counts: tuple[tuple[int, ...], ...]  # how many features are at most each edge
     n_repeats: int  # distinct sources that were repeated
 
 
-def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) -> Profile:
-    """Return the profile of the marks of C, given by key.
+def profile(features: Mapping[str, Features], learned: Sequence[int], limit: float) -> Profile:
+    """Return the profile of the features of C, given by key.
 
     `learned` are the forecasts of the requests learned from; `limit`, the largest allowed risk, is one more edge.
     """
     # From `learned`: the order of classes must not depend on C.
     classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
-    to_numbers = _MarkNumbers(classes)
-    new = [to_numbers(one) for one in marks.values() if not one.is_repeat]
+    to_numbers = _FeatureNumbers(classes)
+    new = [to_numbers(one) for one in features.values() if not one.is_repeat]
     kinds = list(zip(*new, strict=True)) if new else [()] * to_numbers.n_kinds
     edges = tuple(_edges(kind, *((limit,) if i == 0 else ())) for i, kind in enumerate(kinds))
     counts = _Counts(edges)
     for numbers in new:
         counts.add(numbers)
-    return Profile(len(new), classes, edges, tuple(map(tuple, counts.take())), len(marks) - len(new))
+    return Profile(len(new), classes, edges, tuple(map(tuple, counts.take())), len(features) - len(new))
 
 
-class _MarkNumbers:
-    """Turns the marks of a request into numbers, one of each kind."""
+class _FeatureNumbers:
+    """Turns the features of a request into numbers, one of each kind."""
 
     def __init__(self, classes: Sequence[int]) -> None:
         self._none = (-1.0,) * (1 + len(_ORDERS) if classes else 0)  # the places of an unknown class
@@ -108,9 +108,9 @@ class _MarkNumbers:
             name: (float(rank), *(rank * order % 1 for order in _ORDERS)) for rank, name in enumerate(classes, start=1)
         }
 
-    def __call__(self, marks: Marks) -> tuple[float, ...]:
+    def __call__(self, features: Features) -> tuple[float, ...]:
         """Return risk, similarity, and the places of the class."""
-        return marks.risk, marks.similarity, *self._places.get(marks.forecast, self._none)
+        return features.risk, features.similarity, *self._places.get(features.forecast, self._none)
 
     @property
     def n_kinds(self) -> int:
@@ -142,33 +142,33 @@ class DriftDetector:
         """Begin without requests."""
         n, n_repeats = profile.n, profile.n_repeats
         at_most = np.concatenate([np.array(counts, np.int64) for counts in profile.counts])
-        shown = np.concatenate([at_most, n - at_most])  # a mark is at most an edge, or beyond it
+        shown = np.concatenate([at_most, n - at_most])  # a feature is at most an edge, or beyond it
         delta = _ERROR / (len(shown) + 1)
         limits = np.array([share_upper(int(k), n, delta) for k in shown] + [share_upper(n, n + n_repeats, delta)])
         stakes = np.array(_STAKES)
         self._lost = np.log1p(-stakes)  # (S,)
         self._gained = np.log1p(stakes * (1 / limits[:, None] - 1)) - self._lost  # (J, S), beyond `_lost`
         self._wealth = np.zeros_like(self._gained)
-        self._to_numbers = _MarkNumbers(profile.classes)
+        self._to_numbers = _FeatureNumbers(profile.classes)
         self._counts = _Counts(profile.edges)
         self._block = n, n + n_repeats
         #: Keys of the current block, which do not count again.
         self.seen: set[str] = set()
         self._n_new = 0  # of these, not repeats of sources
 
-    def see(self, batch: Mapping[str, Marks]) -> bool:
+    def see(self, batch: Mapping[str, Features]) -> bool:
         """Settle the bets on `BATCH` requests, given by key; return whether requests are found to be unlike those of C.
 
         They are once the bets' total wealth is implausible for requests like those of C.
         """
         if self._n_new >= self._block[0] and len(self.seen) >= self._block[1]:
             self.forget()
-        new = [marks for marks in batch.values() if not marks.is_repeat]
+        new = [features for features in batch.values() if not features.is_repeat]
         n_new, n_all = len(new), len(batch)
         self.seen.update(batch)
         self._n_new += n_new
-        for marks in new:
-            self._counts.add(self._to_numbers(marks))
+        for features in new:
+            self._counts.add(self._to_numbers(features))
         at_most = np.array([count for counts in self._counts.take() for count in counts], np.int64)
         events = np.concatenate([at_most, n_new - at_most, [n_new]])[:, None]
         n_bets = np.full_like(events, n_new)
@@ -183,8 +183,8 @@ class DriftDetector:
         self._n_new = 0
 
 
-def _edges(marks: Sequence[float], *others: float) -> tuple[float, ...]:
-    """Return edges at quantiles of the marks, and `others`, ascending; only finite ones."""
-    finite = sorted(mark for mark in marks if isfinite(mark))
+def _edges(features: Sequence[float], *others: float) -> tuple[float, ...]:
+    """Return edges at quantiles of the features, and `others`, ascending; only finite ones."""
+    finite = sorted(feature for feature in features if isfinite(feature))
     among = [finite[int(share * (len(finite) - 1))] for share in _QUANTILES] if finite else []
     return tuple(sorted({float(edge) for edge in (*among, *others) if -inf < edge < inf}))

@@ -23,7 +23,7 @@ from llmcache.reuse.call import Call
 from llmcache.reuse.draft import Draft
 from llmcache.reuse.observation import Observation
 from llmcache.support.arrays import Floats
-from llmcache.support.context import setting
+from llmcache.support.context import scoped
 
 _MOST = 1e18  # the square of a larger value overflows float32
 
@@ -141,8 +141,8 @@ def collect(
         n_seen = len(seen)
         try:
             with (
-                setting(observer.collected, seen),
-                setting(observer.is_learned_from, is_learned_from or observer.learner_wants()),
+                scoped(observer.collected, seen),
+                scoped(observer.is_learned_from, is_learned_from or observer.learner_wants()),
             ):  # not while `requests` makes the next one: it may call the model
                 compute(inputs)
         except Exception as error:

@@ -57,7 +57,7 @@ class TokenVectors:
             chosen = self._table.weight[torch.from_numpy(ids).to(self._table.weight.device)]
             return np.asarray(chosen.float().cpu().numpy())
 
-    def think(self, ids: Ids) -> Floats:
+    def contextual(self, ids: Ids) -> Floats:
         """Return the payloads of requests of one token each, averaged over their rows, float32 (m, D)."""
         names = ids.tolist()
         new = [name for name in names if name not in self._contextual]

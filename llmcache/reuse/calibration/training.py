@@ -29,13 +29,13 @@ from llmcache.reuse.calibration.calibration import (
     losses,
     try_limits,
 )
-from llmcache.reuse.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
+from llmcache.reuse.calibration.drift import Features, Profile, features_of, features_of_source, profile
 from llmcache.reuse.calibration.observer import outputs, targets
 from llmcache.reuse.calibration.risk_target import Metric, MetricName, RiskTarget
 from llmcache.reuse.calibration.token_vectors import TokenVectors
 from llmcache.reuse.decide import MAX_RISK, NeighbourChooser
 from llmcache.reuse.draft import Draft
-from llmcache.reuse.fingerprint import Learned
+from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.sources import Choice, Source, Sources
 from llmcache.support.arrays import Doubles, Floats
@@ -59,7 +59,7 @@ class CalibrationFitter:
 
     bank: Bank
     sources: Sources
-    fingerprint: Learned
+    fingerprint: LearnedFingerprint
     tokens: TokenVectors  # for the fingerprint
     chooser: NeighbourChooser
     answers: Answers
@@ -164,21 +164,21 @@ class CalibrationFitter:
 
     def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
         """Return the profile of requests of C, with which later requests are compared."""
-        learned = [marks_of_source(self._forecast(case)[1]).forecast for case in sources.values()]
-        return profile(self.marks(cases, sources), learned, limit)
+        learned = [features_of_source(self._forecast(case)[1]).forecast for case in sources.values()]
+        return profile(self.features(cases, sources), learned, limit)
 
-    def marks(self, cases: Sequence[Observation], repeated: Collection[str]) -> dict[str, Marks]:
-        """Return the marks of each request by key; keys in `repeated` are sources."""
-        marks = {}
+    def features(self, cases: Sequence[Observation], repeated: Collection[str]) -> dict[str, Features]:
+        """Return the features of each request by key; keys in `repeated` are sources."""
+        features = {}
         for case in cases:
             forecast = self._forecast(case)[1]
             if case.row.key in repeated:
-                marks[case.row.key] = marks_of_source(forecast)
+                features[case.row.key] = features_of_source(forecast)
             elif SEMANTIC in self.shares:
-                marks[case.row.key] = marks_of(self._choose(case), forecast)
+                features[case.row.key] = features_of(self._choose(case), forecast)
             elif self.draft is not None and case.draft is not None:  # in service no source is searched for
-                marks[case.row.key] = marks_of(self.draft.choice(case.draft), case.draft)
-        return marks
+                features[case.row.key] = features_of(self.draft.choice(case.draft), case.draft)
+        return features
 
     def lookup_s(self, trial: HoldoutOutcome, chosen: OperatingPoint | None, search_s: float) -> float:
         """Return the mean seconds of looking a request of C up at an operating point, drafts included."""

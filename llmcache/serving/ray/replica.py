@@ -41,7 +41,7 @@ class Replica:
         served = load_served(settings.model, settings.models_dir)
         saves = Saves(settings.saved, is_kept=True)  # replicas would overwrite each other's saves
         config = settings.cache_config if settings.saved is None else None
-        self.server = Server(settings.server_settings, served, saves.hang_cache(served, config), saves)
+        self.server = Server(settings.server_settings, served, saves.attach_cache(served, config), saves)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Ray shuts it, and with it the server, down once no request is in progress."""

@@ -1,4 +1,4 @@
-"""Caches facts about the trunk's present state and about the forms of calls. Each is worked out once."""
+"""Caches facts about the trunk's present state and about the signatures of calls. Each is worked out once."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +29,8 @@ from llmcache.request.rows import Scope
 
 _ID_DTYPES = (torch.int64, torch.int32)  # embeddings reject others
 _MOST_STATES = 16  # states kept
-_MOST_FORMS = 64  # forms kept for each state
-_OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that do not follow from the form alone
+_MOST_FORMS = 64  # signatures kept for each state
+_OF_SHAPES = ("input_shape", "mask_4d", "traced")  # reasons that do not follow from the signature alone
 _PLAIN = {Tensor, type(None), bool, int, float, str}
 # Read in every call.
 _is_within_mode: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -42,8 +42,8 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Facts about all calls whose arguments have the same form, valid for one `State`."""
+class CallSignature:
+    """Facts about all calls whose arguments have the same signature, valid for one `TrunkState`."""
 
     names: tuple[str, ...]  # of the arguments, positional ones first
     reason: str | None = None  # for a bypass
@@ -53,7 +53,7 @@ class Form:
 
 
 @dataclass(slots=True)
-class State:
+class TrunkState:
     """Facts about the trunk, valid while its weights, settings and modules are unchanged."""
 
     digest: str
@@ -67,22 +67,22 @@ class State:
     flags: Callable[[], Iterable[Any]]  # reads the config values that act like arguments
     #: By whether the caller passes the K/V cache: why its K/V is not kept, "" if it is; absent until it was seen.
     kv_refusals: dict[bool, str] = field(default_factory=dict)
-    forms: dict[tuple[Any, ...], Form] = field(default_factory=dict)
+    signatures: dict[tuple[Any, ...], CallSignature] = field(default_factory=dict)
     scopes: dict[tuple[str, ...], Scope] = field(default_factory=dict)  # by the fields of `Scope`
 
 
 class Opened(NamedTuple):
     """What is known of a call before its rows are read."""
 
-    state: State
-    form: Form
+    state: TrunkState
+    signature: CallSignature
     arguments: Mapping[str, Any]  # by name
     mask_4d: Tensor | None  # the mask as passed, if 4-D; `arguments` holds the equivalent 2-D mask
     autocast: str  # its dtype; "" without
 
 
-class Forms:
-    """States and forms of one trunk. Thread-safe."""
+class CallSignatures:
+    """States and signatures of one trunk. Thread-safe."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class Forms:
         self._flags = (*trunk.more_outputs, "return_dict", "use_cache", "_attn_implementation")
         # Functions and mask functions of attention implementations, by name.
         self._attends, self._masks = ALL_ATTENTION_FUNCTIONS.get, ALL_MASK_ATTENTION_FUNCTIONS.get
-        self._states: OrderedDict[str, State] = OrderedDict()  # by digest, newest last
+        self._states: OrderedDict[str, TrunkState] = OrderedDict()  # by digest, newest last
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Opened | str:
         """Return what is known of a call before its rows are read, or the reason for a bypass."""
         state = self.state(look.digest, look.modules)
-        form, arguments, mask_4d = self.find(args, kwargs, state)
-        if reason := form.reason or state.reason:
+        signature, arguments, mask_4d = self.find(args, kwargs, state)
+        if reason := signature.reason or state.reason:
             return reason
         is_observed_anew = self._observed is not None and self._observed.has_changed(look.digest)
         if is_observed_anew or (self._pooled is not None and self._pooled.has_changed()):
@@ -127,9 +127,9 @@ class Forms:
         if torch._C._is_any_autocast_enabled():
             device = arguments["input_ids"].device.type
             autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        return Opened(state, form, arguments, mask_4d, autocast)
+        return Opened(state, signature, arguments, mask_4d, autocast)
 
-    def state(self, digest: str, modules: Sequence[Any]) -> State:
+    def state(self, digest: str, modules: Sequence[Any]) -> TrunkState:
         """Return the state of the trunk, given the digest and modules of its present weights."""
         known = self._states.get(digest)
         if known is not None and known.modules is modules:
@@ -144,16 +144,16 @@ class Forms:
         flags = (
             partial(map, setting, repeat(config), self._flags) if keys is None else partial(map, vars(config).get, keys)
         )
-        state = State(digest, modules, reason, coupling, hooks, -1, False in directions, tables, flags)
+        state = TrunkState(digest, modules, reason, coupling, hooks, -1, False in directions, tables, flags)
         self._states[digest] = state
         while len(self._states) > _MOST_STATES:
             self._states.popitem(last=False)
         return state
 
     def find(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State
-    ) -> tuple[Form, Mapping[str, Any], Tensor | None]:
-        """Return the form of a call, its arguments by name, and its mask if that is 4-D: they hold the 2-D one."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: TrunkState
+    ) -> tuple[CallSignature, Mapping[str, Any], Tensor | None]:
+        """Return the signature of a call, its arguments by name, and its mask if that is 4-D: they hold the 2-D one."""
         values = (*args, *kwargs.values())
         types = tuple(map(type, values))
         key: tuple[Any, ...] = ()
@@ -164,29 +164,29 @@ class Forms:
             flags = tuple(state.flags())
             attends = self._attends(flags[-1]), self._masks(flags[-1])  # functions may be registered at any time
             key = len(args), tuple(kwargs), types, rest, tuple(map(_DTYPE, tensors)), flags, attends
-            form = state.forms.get(key)
+            signature = state.signatures.get(key)
             # A hit must not become part of a CUDA graph: reread the arguments, which gives the reason `traced`.
             is_captured = bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-            if form is not None and not is_captured:
-                arguments = dict(zip(form.names, values, strict=True))
-                if form.reason is not None or _fit_together(arguments, tensors):
-                    return form, arguments, None
+            if signature is not None and not is_captured:
+                arguments = dict(zip(signature.names, values, strict=True))
+                if signature.reason is not None or _fit_together(arguments, tensors):
+                    return signature, arguments, None
         names = tuple(self._arguments.bind(args, kwargs))
         arguments, mask_4d = flatten(dict(zip(names, values, strict=True)))
-        form = self._make(names, arguments)
-        if key and form.reason not in _OF_SHAPES:
-            if len(state.forms) >= _MOST_FORMS:
-                state.forms.clear()
-            state.forms[key] = form
-        return form, arguments, mask_4d
+        signature = self._make(names, arguments)
+        if key and signature.reason not in _OF_SHAPES:
+            if len(state.signatures) >= _MOST_FORMS:
+                state.signatures.clear()
+            state.signatures[key] = signature
+        return signature, arguments, mask_4d
 
-    def notice_kv(self, arguments: Mapping[str, Any], state: State) -> None:
-        """Record that the trunk returns K/V for calls like this one, and forget the state's forms."""
+    def notice_kv(self, arguments: Mapping[str, Any], state: TrunkState) -> None:
+        """Record that the trunk returns K/V for calls like this one, and forget the state's signatures."""
         assert self.returning is not None
         self.returning.add(self._use_cache(arguments))
-        state.forms.clear()
+        state.signatures.clear()
 
-    def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Form:
+    def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> CallSignature:
         config = self._trunk.config
         reason = "traced" if are_strange(arguments.values()) else None
         reason = reason or find_reason_of(arguments, self._trunk, self._arguments.defaults)
@@ -195,13 +195,13 @@ class Forms:
         if reason is None and arguments["input_ids"].dtype not in _ID_DTYPES:
             reason = "input_shape"
         if reason is not None:
-            return Form(names, reason)
+            return CallSignature(names, reason)
         attention = self._trunk.attention
         # The trunk may reject an unusual dtype, so a call with new dtypes must run once before hits are served.
         dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
         kind = arguments.get("return_dict"), setting(config, "return_dict"), arguments.get("use_cache"), *dtypes
         keeps_kv = self._trunk.makes_kv and not self.keeps_no_kv and self._is_kv_kept(arguments)
-        return Form(names, None, attention, keeps_kv, kind)
+        return CallSignature(names, None, attention, keeps_kv, kind)
 
     def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the caller keeps the K/V of a call."""

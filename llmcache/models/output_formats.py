@@ -12,7 +12,7 @@ T = TypeVar("T")
 _MOST = 64
 
 
-class Kinds(dict[tuple[Any, ...], T | None], Generic[T]):
+class OutputFormats(dict[tuple[Any, ...], T | None], Generic[T]):
     """Output forms by kind; None if calls of that kind cannot be served."""
 
     def __init__(self, describe: Callable[[T], Any], read: Callable[[Any], T | None]) -> None:

@@ -12,7 +12,7 @@ from llmcache.reuse.call import Bypass, Call
 DISABLE = "LLMCACHE_DISABLE"  # environment variable: any value but "" and "0" turns caches off
 
 
-class Switches:
+class ContextFlags:
     """The variables behind `namespace(...)`, `disabled()` and `only_if_cached()` of one cache, and of its swaps."""
 
     def __init__(self, namespace: ContextVar[str] | None = None) -> None:
