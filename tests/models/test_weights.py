@@ -157,7 +157,7 @@ def test_an_edit_that_is_taken_back_is_seen_of_a_tensor_and_where_another_call_s
         norm.eps = eps
 
     for act in edit_and_restore, edit_beside_another_call:
-        mark = weights.mark_of(digest)
+        mark = weights.snapshot_of(digest)
         act()
         assert not weights.stayed(mark, digest)
         assert weights.digest() == digest
