@@ -324,9 +324,8 @@ class CachedForward(Swap, ContextFlags):
         self.prepared = PreparedCalls()
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
+        #: How many of the last columns a language-model head reads, while it runs; None: unknown.
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
-        #: Called around a language-model head: how many of the last columns it reads. None: unknown, or it has run.
-        self.reads_last = self.n_read.set
         #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         self.rows = Rows(self, wrapped, bank, tier, rungs)

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.engines.compiled import CompiledTrunk, make_buckets
 from llmcache.engines.graphs import GraphEngine, GraphTwin
 from llmcache.engines.onnx import OnnxTrunk, Precision, engine_name, find_missing, is_faster
-from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
+from llmcache.errors import ConfigError
 from llmcache.memory.bank import Bank
 from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.policies import POLICIES
@@ -30,17 +29,13 @@ from llmcache.memory.stores import MEMORY, STORES
 from llmcache.memory.stores.base import Memory
 from llmcache.memory.stores.seal import SECRET, Seal
 from llmcache.memory.stores.tier import Tier
-from llmcache.models.adapters import Trunk, device_of, find_others, locate, vocabulary_size
+from llmcache.models.adapters import Trunk, device_of, find_others
 from llmcache.models.callables import CallableTrunk
-from llmcache.models.coupling import Coupling
-from llmcache.models.heads import Head, find_head
-from llmcache.models.hooks import HeadSwap, Installed, Listener, Passed, Swap, find_lm_head, is_wrapped
+from llmcache.models.hooks import HeadSwap, Installed, Listener, Passed, Swap, find_lm_head
 from llmcache.models.output_formats import OutputFormats
-from llmcache.models.packing import PAYLOADS, Payload
+from llmcache.models.packing import Payload
 from llmcache.models.sentences import SentenceSwap
-from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
-from llmcache.request.counters import Counters
 from llmcache.request.rows import Scope
 from llmcache.reuse.answers import Reading
 from llmcache.reuse.approximate import Approximate
@@ -66,22 +61,10 @@ class Core:
         rungs: Sequence[Callable[[Bank], Rung]],
     ) -> None:
         """Wrap a model; see `LLMCache.wrap`."""
-        trunk, head, payload = inspect_model(model, config)
-        if is_wrapped(trunk):
-            raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
+        self.wrapped = wrapped = Wrapped.of(model, config, tokenizer, answer_of)
+        trunk, head = wrapped.trunk, wrapped.head
         if config.draft is not None and config.draft.engine == "model":
             check_model(config.draft.model, model, trunk, answer_of)
-        weights, counters = Weights(trunk.module), Counters(model=trunk.module)
-        coupling = Coupling(trunk, weights)
-        with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
-            digest = weights.digest()  # hashed now, not in the first request
-            if head.observed is not None:
-                head.observed.add_digest(digest)
-            if weights.unreadable is None:
-                coupling.reason(digest)
-        self.wrapped = wrapped = Wrapped(
-            model, trunk, head, payload, config, tokenizer, answer_of, weights, coupling, counters
-        )
         self.tier = _open_tier(wrapped, self)
         # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
         purges = Purges()
@@ -98,7 +81,7 @@ class Core:
         self.installed.add(self.forward.remove)
         try:
             if self.blocks is not None and (lm_head := find_lm_head(model, trunk)) is not None:
-                self.installed.add(HeadSwap(lm_head, self.forward).remove)
+                self.installed.add(HeadSwap(lm_head, self.forward, self.forward.n_read.set).remove)
             if head.pooled is not None and not wrapped.keeps_tokens:
                 swap = SentenceSwap(head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
@@ -396,20 +379,6 @@ def _open_tier(wrapped: Wrapped, memory: Memory) -> Tier | None:
     )
 
 
-def inspect_model(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
-    """Return a model's trunk, its head, and the payload: the hidden states that entries keep for the head."""
-    trunk = locate(model, config.adapter)
-    vocabulary_size(trunk)  # raises early if unknown: every call needs it
-    head = find_head(model, trunk)
-    payload = choose_payload(trunk, head, config)
-    if len(set(trunk.layers)) < trunk.depth and trunk.makes_kv and not payload.fits_any_length:
-        raise UnsupportedModelError(
-            f"{type(trunk.module).__name__}: one layer is run at several places, so its K/V cannot be told apart; "
-            "encoders that share layers, and classifiers, can be wrapped"
-        )
-    return trunk, head, payload
-
-
 def pass_others(model: nn.Module, trunk: Trunk, cache: Listener, installed: Installed) -> None:
     """Have the calls of a model's further encoders counted, which are not cached; a warning names them."""
     others = find_others(model, trunk).items()
@@ -418,24 +387,6 @@ def pass_others(model: nn.Module, trunk: Trunk, cache: Listener, installed: Inst
         installed.add(Passed(model.get_submodule(name), cache).remove)
     if names:
         logger.warning("llmcache: %s: not cached, but counted: %s", ", ".join(names), CURES["other_encoder"])
-
-
-def choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
-    """Return the payload of the setting; `auto`: the states that the head reads."""
-    name: str = config.payload
-    if name == "auto":
-        name = "sequence" if trunk.adapter.is_guess and head.payload != "row" else head.payload
-    if name == "mean" and trunk.adapter.is_guess:
-        raise ConfigError(
-            f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "
-            "last layer is unknown; register an adapter for it, or use payload='sequence'"
-        )
-    is_enough = name in ("sequence", head.payload) or head.reads == "states" or config.allow_unsafe
-    if not is_enough:
-        raise ConfigError(
-            f"payload={name!r}: this model's {head.name} reads more; use payload={head.payload!r}, 'sequence' or 'auto'"
-        )
-    return PAYLOADS[name]()
 
 
 def _make_own(make: Callable[[Bank], Rung], bank: Bank) -> Rung:

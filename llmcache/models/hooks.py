@@ -43,13 +43,6 @@ class Listener(Protocol):
         """The outcome of each row of this thread's last call."""
 
 
-class Reader(Listener, Protocol):
-    """A listener that needs to know what a head reads."""
-
-    def reads_last(self, n_columns: int | None, /) -> object:
-        """Take the number of last columns that a head is about to read (None: maybe all); after it, None."""
-
-
 class Watcher(Listener, Protocol):
     """A listener that replaces a trunk's forward and shows its calls to an observer."""
 
@@ -241,18 +234,18 @@ class Passed(Swap):
 class HeadSwap(Swap):
     """Replaces a language-model head's forward: reports how many of the last columns it reads."""
 
-    def __init__(self, module: nn.Module, reader: Reader) -> None:
-        """Replace the forward, and report to `reader`."""
-        super().__init__(module, reader)
-        self._reader = reader
+    def __init__(self, module: nn.Module, listener: Listener, reads_last: Callable[[int | None], object]) -> None:
+        """Replace the forward; `reads_last` takes the number (None: maybe all), and after the head has run None."""
+        super().__init__(module, listener)
+        self._reads_last = reads_last
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         n_kept = self.arguments.get(args, kwargs, _LOGITS_TO_KEEP)
-        self._reader.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
+        self._reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
         try:
             return self.original(*args, **kwargs)
         finally:
-            self._reader.reads_last(None)
+            self._reads_last(None)
 
 
 class ModelForward(Swap):

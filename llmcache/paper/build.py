@@ -4,26 +4,23 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
-from llmcache.calls.core import inspect_model, pass_others
+from llmcache.calls.core import pass_others
+from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError
 from llmcache.memory.index import INDEXES
 from llmcache.memory.policies import POLICIES
-from llmcache.models.adapters import Trunk, device_of, locate
-from llmcache.models.coupling import Coupling
+from llmcache.models.adapters import Trunk, locate
 from llmcache.models.heads import refuse_unsafe
 from llmcache.models.packing import Payload
-from llmcache.models.weights import Weights
 from llmcache.paper.bank import LayerBank
 from llmcache.paper.banks import Banks
 from llmcache.paper.codecs import CODECS
 from llmcache.paper.fingerprints import FINGERPRINTS
 from llmcache.paper.layerwise import Layerwise
-from llmcache.paper.opening import Opener
-from llmcache.request.reading import RequestReader
+from llmcache.reuse.answers import read_logits
 
 
 def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layerwise:
@@ -43,8 +40,9 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
     last = locate(model, config.adapter).depth - 1
     if config.payload == "auto" and config.layers not in ("last", [-1], [last]):
         config = config.model_copy(update={"payload": "sequence"})  # later layers are computed from it
-    trunk, head, payload = inspect_model(model, config)
-    refuse_unsafe(head, config)
+    wrapped = Wrapped.of(model, config, tokenizer, read_logits)
+    trunk, payload = wrapped.trunk, wrapped.payload
+    refuse_unsafe(wrapped.head, config)
     tau = _choose_layers(trunk, payload, config)
     is_ahead = config.layers not in ("auto", "all")
     fingerprint = config.fingerprint_component.build(FINGERPRINTS)
@@ -53,13 +51,9 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
             f"layers={config.layers} with a fingerprint per layer: these banks are searched before layer 0; leave "
             "layers out, or per_layer"
         )
-    weights = Weights(trunk.module)
-    coupling = Coupling(trunk, weights)
     with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
-        digest = weights.digest()  # computed now, so that the first request does not wait for it
-        if head.observed is not None:
-            head.observed.add_digest(digest)
-        if weights.unreadable is None and (reason := coupling.reason(digest)):
+        digest = wrapped.weights.digest()
+        if wrapped.weights.unreadable is None and (reason := wrapped.coupling.reason(digest)):
             raise ConfigError(
                 f"tau={config.tau} with a model in which requests of a batch affect each other: {reason}. A stored "
                 "answer depends on the rest of its batch: leave tau out (repeats of whole calls are still served)"
@@ -76,11 +70,8 @@ def build(model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> Layer
             config.max_entries,
         )
 
-    device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
-    banks = Banks({layer: make_bank() for layer in tau}, tau, fingerprint, device)
-    reader = RequestReader(trunk, head, payload, tokenizer)
-    opener = Opener(trunk, head, payload, fingerprint, weights, coupling, reader)
-    made = Layerwise(trunk, head, payload, fingerprint, banks, is_ahead, weights, opener)
+    banks = Banks({layer: make_bank() for layer in tau}, tau, fingerprint, wrapped.device)
+    made = Layerwise(wrapped, fingerprint, banks, is_ahead)
     pass_others(model, trunk, made, made.installed)
     return made
 

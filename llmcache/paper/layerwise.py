@@ -17,22 +17,19 @@ from torch import Tensor, nn
 
 from llmcache.calls.context_flags import ContextFlags
 from llmcache.calls.save import Saved, save
+from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig
 from llmcache.errors import NotCachedError
-from llmcache.models.adapters import CACHE, Trunk, first_attention, repack, unpack
+from llmcache.models.adapters import CACHE, first_attention, repack, unpack
 from llmcache.models.arguments import can_select_rows, count_rows
-from llmcache.models.heads import Head
 from llmcache.models.hooks import Installed, Swap, listen
-from llmcache.models.packing import Payload
 from llmcache.models.sentences import Compute, SentenceSwap, deferred
-from llmcache.models.weights import Weights
 from llmcache.paper.bank import State
 from llmcache.paper.banks import Banks, Check
 from llmcache.paper.call import Call, Reuse
 from llmcache.paper.fingerprints import Fingerprint
 from llmcache.paper.forwards import LayerForward, Runner, TrunkForward, copy_kv, install
 from llmcache.paper.opening import Opener
-from llmcache.request.counters import Counters
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row
 from llmcache.stats import Stats
@@ -44,17 +41,7 @@ RUNG = "paper"
 class Layerwise(ContextFlags):
     """The layer-wise cache of one model. Thread-safe."""
 
-    def __init__(
-        self,
-        trunk: Trunk,
-        head: Head,
-        payload: Payload,
-        fingerprint: Fingerprint,
-        banks: Banks,
-        is_ahead: bool,
-        weights: Weights,
-        opener: Opener,
-    ) -> None:
+    def __init__(self, wrapped: Wrapped, fingerprint: Fingerprint, banks: Banks, is_ahead: bool) -> None:
         """Replace the forwards of the trunk and of its layers.
 
         With `is_ahead` all banks are searched before layer 0, the deepest first; otherwise each when its layer is
@@ -64,14 +51,15 @@ class Layerwise(ContextFlags):
             WrapError: The trunk is already wrapped.
         """
         super().__init__()
+        trunk, head, payload = wrapped.trunk, wrapped.head, wrapped.payload
         attention = first_attention(trunk) if fingerprint.reads_attention else None  # first: raises if there is none
         self._fingerprint, self.payload, self._banks, self._is_ahead = fingerprint, payload, banks, is_ahead
-        self._weights, self._opener, self._depth = weights, opener, trunk.depth
+        self._weights, self._opener, self._depth = wrapped.weights, Opener(wrapped, fingerprint), trunk.depth
         #: The banks to search at each layer.
         self._searched = {0: [*reversed(banks)]} if is_ahead else {layer: [layer] for layer in banks}
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken and inserted there
-        self.counters, self.trunk = Counters(model=trunk.module), trunk
+        self.counters, self.trunk = wrapped.counters, trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0

@@ -9,13 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.models.adapters import Trunk
+from llmcache.calls.wrapped import Wrapped
 from llmcache.models.arguments import Arguments
-from llmcache.models.coupling import Coupling
-from llmcache.models.heads import Head
 from llmcache.models.intact import find_reason_of_layers
-from llmcache.models.packing import Payload
-from llmcache.models.weights import Weights
 from llmcache.paper.bank import Kind
 from llmcache.paper.call import Call
 from llmcache.paper.fingerprints import Fingerprint, View
@@ -28,20 +24,14 @@ from llmcache.request.rows import Row, Scope
 class Opener:
     """Reads calls of one trunk. Thread-safe."""
 
-    def __init__(
-        self,
-        trunk: Trunk,
-        head: Head,
-        payload: Payload,
-        fingerprint: Fingerprint,
-        weights: Weights,
-        coupling: Coupling,
-        reader: RequestReader,
-    ) -> None:
-        self._trunk, self._payload, self._reader = trunk, payload, reader
-        self._fingerprint, self._weights = fingerprint, weights
-        arguments = Arguments(getattr(trunk.module, "_orig_mod", trunk.module).forward)  # as `Swap.arguments`
-        self._signatures = CallSignatures(trunk, arguments, coupling, reader, head, not payload.fits_any_length)
+    def __init__(self, wrapped: Wrapped, fingerprint: Fingerprint) -> None:
+        self._trunk, self._payload, self._weights = wrapped.trunk, wrapped.payload, wrapped.weights
+        self._reader = RequestReader(wrapped.trunk, wrapped.head, wrapped.payload, wrapped.tokenizer)
+        self._fingerprint, module = fingerprint, wrapped.trunk.module
+        arguments = Arguments(getattr(module, "_orig_mod", module).forward)  # as `Swap.arguments`
+        self._signatures = CallSignatures(
+            wrapped.trunk, arguments, wrapped.coupling, self._reader, wrapped.head, wrapped.keeps_tokens
+        )
         #: Whether the model would make K/V that its head never reads and entries do not hold.
         self.keeps_no_kv = self._signatures.keeps_no_kv
 
