@@ -143,7 +143,7 @@ class Rows(Path):
 
     def look_up(self, call: Call) -> None:
         """Ask each rung, safest first, for the rows without a hit."""
-        reuse = self._forward.reuse
+        reuse, beside, n_coupled = self._forward.reuse, self._forward.beside.get(), call.is_coupled * len(call.rows)
         is_known = call.kind in self.packings or self.packings.knows(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
@@ -151,7 +151,7 @@ class Rows(Path):
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if not rung.is_lossless and self.needs_own(call.arguments, call.is_coupled * len(call.rows)):
+            if (beside or n_coupled > 1) and not rung.is_lossless and self.needs_own(call.arguments, n_coupled):
                 continue
             if rung.is_lossless or rung is reuse.draft:  # a calibration decides if a draft pays
                 rung.look_up(call, rows)
@@ -404,14 +404,8 @@ class CachedForward(Swap, ContextFlags):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], n_read: int | None, is_collected: bool
     ) -> Call | str:
         """Return an opened call, or the reason for a bypass."""
-        if torch.is_grad_enabled():
-            self._weights.suspect()  # an optimizer may write to them from now on
-        if self.is_disabled.get():
-            return "disabled"
-        if reason := find_reason_now(self._trunk):
+        if reason := self._find_reason_now(is_collected):
             return reason
-        if self._is_pooled and self.pooled.get() is None and not is_collected:
-            return "token_states"
         namespace, since, epoch = self.namespace.get(), "", 0
         if self._tier is not None:
             since = self._tier.follow()  # apply purges by other processes first
@@ -478,6 +472,16 @@ class CachedForward(Swap, ContextFlags):
             known.resume(call)
             return call
         return self._keep_kv(call) or call if signature.keeps_kv else call
+
+    def _find_reason_now(self, is_collected: bool) -> str | None:
+        """Return the reason for a bypass that needs no look at the arguments, or None."""
+        if torch.is_grad_enabled():
+            self._weights.suspect()  # an optimizer may write to them from now on
+        if self.is_disabled.get():
+            return "disabled"
+        if reason := find_reason_now(self._trunk):
+            return reason
+        return "token_states" if self._is_pooled and self.pooled.get() is None and not is_collected else None
 
     def _may_serve(self, known: Prepared, arguments: Mapping[str, Any], is_coupled: bool) -> bool:
         """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
