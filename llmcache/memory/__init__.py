@@ -5,4 +5,5 @@ policies   which entry to evict
 blocks     K/V and states of prompts, in blocks
 index      nearest vectors, by FAISS
 stores     values outside memory, on disk or Redis
+purges     what was purged or forgotten while calls were under way
 """

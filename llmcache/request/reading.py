@@ -197,7 +197,7 @@ class RequestReader:
         """Return the requests of a call, with the bypass reason of each row.
 
         Args:
-            arguments: The trunk's, by name; checked by `Forms.find`.
+            arguments: The trunk's, by name; checked by `CallSignatures.find`.
             mask_4d: The 4-D mask as passed, or None; `arguments` holds the equivalent 2-D mask.
             scope: Scope of the call.
             tables: See `tables`.

@@ -143,11 +143,11 @@ def test_the_thread_computes_with_one_thread_and_others_as_before() -> None:
 
 def test_the_more_waits_the_less_is_to_be_added() -> None:
     owner = Owner(idle_s=1e6, max_jobs=40)
-    eases = []
+    scales = []
     for _ in range(40):
-        eases.append(owner.worker.scale)
+        scales.append(owner.worker.scale)
         owner.add()
-    assert eases[:20] == [1.0] * 20 and eases[20:26] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
+    assert scales[:20] == [1.0] * 20 and scales[20:26] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
     assert owner.worker.scale == 0.5**10
 
 

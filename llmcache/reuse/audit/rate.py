@@ -68,7 +68,7 @@ class Rate:
 
     def lower(self, alpha: float) -> float:
         """Return a lower limit of the rate; all lower limits over time hold with probability 1 - `alpha`."""
-        weights, eases, counts = _columns(self._found)
+        weights, scales, counts = _columns(self._found)
 
         def lost(scale: float | Doubles) -> Doubles:
             """Return the log factors (J,) of a request without an event."""
@@ -79,14 +79,14 @@ class Rate:
 
         def is_possible(rate: float) -> bool:
             """Whether bets that the true rate is larger stay below 1 / alpha."""
-            won = np.log1p(_STAKES * self._floor * eases * (weights / rate - 1))
-            return mixed(idle + (counts * (won - lost(eases))).sum(axis=0)) < log(1 / alpha)
+            won = np.log1p(_STAKES * self._floor * scales * (weights / rate - 1))
+            return mixed(idle + (counts * (won - lost(scales))).sum(axis=0)) < log(1 / alpha)
 
         return edge(is_possible, 0.0, 1.0) if self._found.total() else 0.0
 
     def upper(self, alpha: float) -> float:
         """Return an upper limit of the rate; all upper limits over time hold with probability 1 - `alpha`."""
-        weights, eases, counts = _columns(self._found + self._open)
+        weights, scales, counts = _columns(self._found + self._open)
 
         def is_refuted(rate: float) -> bool:
             """Whether bets that the true rate is smaller reach 1 / alpha."""
@@ -94,7 +94,7 @@ class Rate:
                 (n * self._kept(rate, 0.0, scale) for scale, n in self._by_scale.items()),
                 np.zeros(len(_STAKES)),
             )
-            kept = self._kept(rate, weights, eases) - self._kept(rate, 0.0, eases)
+            kept = self._kept(rate, weights, scales) - self._kept(rate, 0.0, scales)
             return mixed(wealth + (counts * kept).sum(axis=0)) >= log(1 / alpha)
 
         return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
@@ -106,6 +106,6 @@ class Rate:
 
 
 def _columns(samples: Counter[tuple[float, float]]) -> tuple[Doubles, Doubles, Doubles]:
-    """Return the weights, eases and numbers of samples, each (K, 1)."""
+    """Return the weights, scales and numbers of samples, each (K, 1)."""
     pairs = np.array([pair for pair, n in samples.items() if n], np.float64).reshape(-1, 2)
     return pairs[:, :1], pairs[:, 1:], np.array([[n] for n in samples.values() if n], np.float64).reshape(-1, 1)
