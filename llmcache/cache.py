@@ -202,7 +202,7 @@ class LLMCache:
         Raises:
             StoreError: Writing failed, or the folder has another program's `manifest.json`. An earlier save is intact.
         """
-        self._backend.save(folder, self.model, self.config, self._tokenizer)
+        self._backend.save(folder, self.config)
 
     def calibrate(
         self,

@@ -256,21 +256,11 @@ class Core:
         """Return the namespaces with entries or blocks in memory."""
         return {*self.bank.namespaces(), *(() if self.blocks is None else self.blocks.namespaces())}
 
-    def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
+    def save(self, folder: str | Path, config: CacheConfig) -> None:
         """See `LLMCache.save`."""
         numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
-        save(
-            folder,
-            model,
-            self.wrapped.trunk,
-            self.wrapped.weights,
-            config,
-            tokenizer,
-            self.wrapped.payload.name,
-            numbers,
-            {name: kinds.state() for name, kinds in self._kinds().items()},
-            self._sections(),
-        )
+        kinds = {name: kinds.state() for name, kinds in self._kinds().items()}
+        save(folder, self.wrapped, config, self._sections(), kinds, numbers)
 
     def restore(self, saved: Saved) -> None:
         """Fill the empty cache from a save, except namespaces purged in its store since."""

@@ -92,7 +92,7 @@ class Prefix:
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
         has_chains = not (call.is_activated or call.is_coupled or call.state.sees_later)
-        return Prefill(self, kv_cache, call.scope, call.rows, has_chains)
+        return Prefill(self, kv_cache, has_chains)
 
     def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
@@ -115,23 +115,23 @@ class Prefix:
         if prefill.kv_cache is None:
             return  # its kind is learned from this call
         tried = [
-            (row, key) for row in prefill.rows if not row.bypass_reason for key in (row.key, row.duplicate_key) if key
+            (row, key) for row in call.rows if not row.bypass_reason for key in (row.key, row.duplicate_key) if key
         ]
         if self._is_exact and self.kinds.knows(call.kind):
             prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
         if self._stored is not None and self._stored.tier.has_dropped:
             for number, (key, held) in prefill.whole.items():
-                keys = [link.key for link in self._chain(prefill, prefill.rows[number])[: len(held) - 1]]
+                keys = [link.key for link in self._chain(call, prefill, call.rows[number])[: len(held) - 1]]
                 self._stored.offer_again(call, [*keys, key], held, self.kinds.describe(call.kind))
-        if len(prefill.whole) == len(prefill.rows):
+        if len(prefill.whole) == len(call.rows):
             return
         if call.is_coupled:
             prefill.whole = {}
-        is_mixed = any(row.bypass_reason or row.start is None for row in prefill.rows)
+        is_mixed = any(row.bypass_reason or row.start is None for row in call.rows)
         if self._cuts and prefill.has_chains and not is_mixed:
             self._find_cut(call, prefill)
         else:
-            known = [row for row in prefill.rows if self.blocks.n_held(self._chain(prefill, row))]
+            known = [row for row in call.rows if self.blocks.n_held(self._chain(call, prefill, row))]
             prefill.missed = {row.number: "batch" if self._cuts else "whole_prompts" for row in known}
         if prefill.served_tokens:
             prefill.whole = {}
@@ -141,15 +141,15 @@ class Prefix:
 
         Looks in the call's own namespace (None) for blocks and tails, in the namespace that it shares for blocks alone.
         """
-        shared = {None, call.prefixes_from} - {prefill.scope.namespace}
+        shared = {None, call.prefixes_from} - {call.scope.namespace}
         wanted = []
-        for row in prefill.rows:
+        for row in call.rows:
             tails = [key for key in (row.duplicate_key, row.key) if key]
             if row.bypass_reason or any(key in self.blocks for key in tails):
                 continue
             for name in shared:
-                chain = self._chain(prefill, row, name) if self._cuts or name is None else ()
-                scope = prefill.scope if name is None else replace(prefill.scope, namespace=name)
+                chain = self._chain(call, prefill, row, name) if self._cuts or name is None else ()
+                scope = call.scope if name is None else replace(call.scope, namespace=name)
                 own_tails = tails if name is None else []
                 if chain or own_tails:
                     wanted.append(Wanted(scope, row, chain, self.blocks.n_held(chain), own_tails))
@@ -160,22 +160,22 @@ class Prefix:
         """Whether the first block of a request is held."""
         return bool(row.start is not None and row.n_valid and self.blocks.n_held(links(scope, row, self.blocks.size)))
 
-    def keys_of(self, prefill: "Prefill") -> list[str]:
+    def keys_of(self, call: Call, prefill: "Prefill") -> list[str]:
         """Return the keys of all blocks and tails that may have served a call."""
-        rows = [row for row in prefill.rows if not row.bypass_reason]
-        chains = [link.key for row in rows for link in self._chain(prefill, row)]
+        rows = [row for row in call.rows if not row.bypass_reason]
+        chains = [link.key for row in rows for link in self._chain(call, prefill, row)]
         return [*chains, *(key for row in rows for key in (row.key, row.duplicate_key) if key)]
 
     def _find_cut(self, call: Call, prefill: "Prefill") -> None:
         ids = call.arguments["input_ids"]
-        reached = [self._reach(prefill, row, call.prefixes_from) for row in prefill.rows]
+        reached = [self._reach(call, prefill, row) for row in call.rows]
         prefill.matched, n_known = zip(*reached, strict=True)
-        n_cut = n_free = cut_column(prefill.rows, n_known, ids.shape[1])
+        n_cut = n_free = cut_column(call.rows, n_known, ids.shape[1])
         if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._trunk.module]):
-            n_cut = min(n_cut, _first_padding(prefill.rows))  # the states at padding are unknown
+            n_cut = min(n_cut, _first_padding(call.rows))  # the states at padding are unknown
 
         def used(n_cut: int) -> list[int]:
-            return [max(0, min(n, n_cut - _first(row))) for row, n in zip(prefill.rows, n_known, strict=True)]
+            return [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
 
         if sum(served := used(n_cut)) >= self.blocks.size:
             prefill.n_cut = n_cut
@@ -184,20 +184,21 @@ class Prefix:
             why = "padding" if is_padded else "batch"
             prefill.missed = {number: why for number, n in enumerate(n_known) if n >= self.blocks.size}
 
-    def _reach(self, prefill: "Prefill", row: Row, shared: str | None) -> tuple[list[Block], int]:
-        """Return `BlockPool.reach` of a row in its namespace, or in the namespace `shared` if that reaches further."""
-        own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
-        if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
+    def _reach(self, call: Call, prefill: "Prefill", row: Row) -> tuple[list[Block], int]:
+        """Return `BlockPool.reach` of a row in its namespace, or in `call.prefixes_from` if that reaches further."""
+        shared = call.prefixes_from
+        own = self.blocks.reach(self._chain(call, prefill, row), row.ids, _id_width(row))
+        if shared in (None, call.scope.namespace) or own[1] == row.n_valid:
             return own
-        chain = self._chain(prefill, row, shared)
+        chain = self._chain(call, prefill, row, shared)
         return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda one: one[1])
 
-    def _chain(self, prefill: "Prefill", row: Row, shared: str | None = None) -> tuple[Link, ...]:
+    def _chain(self, call: Call, prefill: "Prefill", row: Row, shared: str | None = None) -> tuple[Link, ...]:
         """Return the full blocks of a row, in its namespace or in the namespace `shared`."""
         if not prefill.has_chains or row.start is None:  # gaps between tokens, or positions that are not consecutive
             return ()
         if (row.number, shared) not in prefill.chains:
-            scope = prefill.scope if shared is None else replace(prefill.scope, namespace=shared)
+            scope = call.scope if shared is None else replace(call.scope, namespace=shared)
             prefill.chains[row.number, shared] = links(scope, row, self.blocks.size)
         return prefill.chains[row.number, shared]
 
@@ -238,7 +239,7 @@ class Prefix:
             prefill.whole = {}
             if not prefill.served_tokens:
                 return run(args, kwargs)
-            states = self._fill(prefill, call.arguments["input_ids"].device)
+            states = self._fill(call, prefill, call.arguments["input_ids"].device)
             output = run(*self._cut(call, prefill.n_cut, args, kwargs))
             whole = join([*(piece.to(output[0].dtype) for piece in states), output[0]])
             return with_states(output, whole)
@@ -262,9 +263,9 @@ class Prefix:
             args, kwargs = arguments.replace(args, kwargs, "attention_mask", None)
         return args, kwargs
 
-    def _fill(self, prefill: "Prefill", device: torch.device) -> Pieces:
+    def _fill(self, call: Call, prefill: "Prefill", device: torch.device) -> Pieces:
         """Fill the K/V cache with C columns; return their states as pieces of (B, C, D)."""
-        rows = prefill.rows
+        rows = call.rows
         held = {
             row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True))
             for row, n in prefill.served_tokens.items()
@@ -282,7 +283,7 @@ class Prefix:
         """Return the output of a call with rows that are held in full; the trunk runs on the other rows."""
         ids = call.arguments["input_ids"]
         n_rows, n_tokens = ids.shape
-        rest = [row.number for row in prefill.rows if row.number not in prefill.whole]
+        rest = [row.number for row in call.rows if row.number not in prefill.whole]
         output, kv_cache = self._run_rows(call, rest, run) if rest else (None, None)
         held = {number: _gather(blocks) for number, (_, blocks) in prefill.whole.items()}
 
@@ -294,7 +295,7 @@ class Prefix:
             if rest:
                 laid[rest] = computed
             for number, tensor in own.items():
-                row, tail = prefill.rows[number], prefill.whole[number][1][-1]
+                row, tail = call.rows[number], prefill.whole[number][1][-1]
                 valid = row.valid if isinstance(row.valid, slice) else torch.from_numpy(row.valid)
                 laid[number][..., valid, :] = tensor.to(ids.device)
                 if tail.padding and tail.layout == row.layout:
@@ -341,7 +342,7 @@ class Prefix:
         if reason:
             return reason
         self.kinds.learn(call.kind, (type(output), names, state.kv_refusals.get(False) == ""))
-        for row in prefill.rows:
+        for row in call.rows:
             if row.number not in prefill.whole and not row.bypass_reason:
                 self._store(call, prefill, row, states[row.number])
         return None
@@ -372,19 +373,19 @@ class Prefix:
         A row computed in full is stored bit for bit. If held blocks of another request differ from it in the last
         bits, its tail begins before them.
         """
-        blocks, chain = self.blocks, self._chain(prefill, row)
+        blocks, chain = self.blocks, self._chain(call, prefill, row)
         held = blocks.match(chain)
         is_whole = not prefill.served_tokens  # a cut call has no states at padding
         if not is_whole and len(held) == len(chain):
             return
         n_before = 0 if is_whole else len(held)
-        made = self._make_blocks(prefill, row, states, n_before)
+        made = self._make_blocks(call, prefill, row, states, n_before)
         new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
         if not is_whole:
             self._put(call, prefill, chain, new)
             return
         n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
-        tail = self._make_tail(prefill, row, states, n_own * blocks.size)
+        tail = self._make_tail(call, prefill, row, states, n_own * blocks.size)
         first = blocks.whole(row.key, row.ids) if row.duplicate_key else []
         if first and n_own == len(chain) and first[-1].is_equal(tail):
             return  # equal to a duplicate earlier in the call
@@ -394,18 +395,18 @@ class Prefix:
         if not self._put(call, prefill, (*chain[:n_own], link), {**new, link.key: tail}):
             self._counters.too_large(1)
 
-    def _make_blocks(self, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> list[Block]:
+    def _make_blocks(self, call: Call, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> list[Block]:
         """Make the full blocks of a row after the first `n_before`, in slabs."""
-        chain, size = self._chain(prefill, row), self.blocks.size
+        chain, size = self._chain(call, prefill, row), self.blocks.size
         made = []
         for first in range(n_before, len(chain), slab_blocks(size)):
             held = chain[first : first + slab_blocks(size)]
             begin = _first(row) + first * size
             slab = self._take(prefill, row, states, slice(begin, begin + len(held) * size))
-            made += [Block(link.ids, prefill.scope, slab, i * size, (i + 1) * size) for i, link in enumerate(held)]
+            made += [Block(link.ids, call.scope, slab, i * size, (i + 1) * size) for i, link in enumerate(held)]
         return made
 
-    def _make_tail(self, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> Block:
+    def _make_tail(self, call: Call, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> Block:
         """Make the tail of a row after `n_before` tokens, with its padding if that is served as well."""
         places = row.valid if row.start is None else slice(_first(row) + n_before, _valid(row).stop)
         rest = self._take(prefill, row, states, places)
@@ -414,7 +415,7 @@ class Prefix:
             taken = self._take(prefill, row, states, padding_of(row.valid, len(states)))
             padding = dict(zip(NAMES, taken.cut(0, taken.n_tokens), strict=True))
         ids = row.ids[n_before * _id_width(row) :]
-        return Block(ids, prefill.scope, rest, 0, rest.n_tokens, is_tail=True, padding=padding, layout=row.layout)
+        return Block(ids, call.scope, rest, 0, rest.n_tokens, is_tail=True, padding=padding, layout=row.layout)
 
     def _take(self, prefill: "Prefill", row: Row, states: Tensor, places: Positions) -> Slab:
         """Copy the K/V and states at some positions of a row to the pool's device, as normal tensors."""
@@ -430,33 +431,17 @@ class Prefix:
 
 @dataclass(slots=True)
 class Prefill(Path):
-    """The path of one call that keeps K/V.
+    """The path of one call that keeps K/V. Rows are named by their number."""
 
-    Attributes:
-        prefix: Serves and stores it.
-        kv_cache: The caller's K/V cache, which the call fills.
-        scope: The scope of the call.
-        rows: The rows of the call.
-        has_chains: Its rows may share prefixes with other requests.
-        chains: The full blocks of rows, by row number and namespace (None: the call's own).
-        whole: Key and blocks of each row that is stored whole, by row number; empty if prefixes are served.
-        served_tokens: Number of tokens that a stored prefix serves, at least 1, by row number.
-        matched: The stored blocks that each row begins with.
-        n_cut: C.
-        missed: Why stored prefixes of rows are not served, a key of `MISSES`, by row number.
-    """
-
-    prefix: Prefix
-    kv_cache: Any
-    scope: Scope
-    rows: Sequence[Row]
-    has_chains: bool
-    chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)
-    whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)
-    served_tokens: Mapping[int, int] = field(default_factory=dict)
-    matched: Sequence[Any] = ()
-    n_cut: int = 0
-    missed: Mapping[int, str] = field(default_factory=dict)
+    prefix: Prefix  # serves and stores it
+    kv_cache: Any  # the caller's, which the call fills
+    has_chains: bool  # its rows may share prefixes with other requests
+    chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)  # and by namespace, None: own
+    whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)  # key and blocks of rows that are stored whole
+    served_tokens: Mapping[int, int] = field(default_factory=dict)  # how many a stored prefix serves; `whole` is empty
+    matched: Sequence[Any] = ()  # the stored blocks that each row begins with
+    n_cut: int = 0  # C
+    missed: Mapping[int, str] = field(default_factory=dict)  # why a stored prefix does not serve, a key of `MISSES`
     keeps_kv = True
 
     def look_up(self, call: Call) -> None:
@@ -484,14 +469,14 @@ class Prefill(Path):
         return Outcome(row.key, missed="coupled" if call.is_coupled else self.missed.get(row.number))
 
     def names(self, call: Call) -> list[str]:
-        keys = [row.key for row in self.rows if row.key]
-        return [*map(entry_name, keys), *map(block_name, self.prefix.keys_of(self))]
+        keys = [row.key for row in call.rows if row.key]
+        return [*map(entry_name, keys), *map(block_name, self.prefix.keys_of(call, self))]
 
     def n_computed(self, call: Call) -> int:
         return self.n_prompt(call) - sum(self.served_tokens.values())
 
     def n_prompt(self, call: Call) -> int:
-        return sum(row.n_valid for row in self.rows if row.number not in self.whole)
+        return sum(row.n_valid for row in call.rows if row.number not in self.whole)
 
 
 def _read_kind(described: Any) -> Kind | None:

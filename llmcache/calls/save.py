@@ -18,9 +18,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, ConfigError, StoreError, UnfitBankError
-from llmcache.models.adapters import Trunk, locate, special_ids
+from llmcache.models.adapters import locate, special_ids
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 from llmcache.support.folder import MANIFEST, is_data_name, locked, replace, sha256, why_untrusted
@@ -64,15 +65,11 @@ class Manifest(BaseModel):
 
 def save(
     folder: str | Path,
-    model: nn.Module,
-    trunk: Trunk,
-    watched: Weights,
+    wrapped: Wrapped,
     config: CacheConfig,
-    tokenizer: Any,
-    payload: str,
-    numbers: Mapping[str, tuple[int, int]] | None,
-    kinds: Mapping[str, list[Any]],
     sections: Mapping[str, Section],
+    kinds: Mapping[str, list[Any]],
+    numbers: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
     """Save a cache atomically. `numbers` must be read before the sections are, as a purge may come in between.
 
@@ -82,8 +79,8 @@ def save(
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    weights = watched.digest(is_kept=True)
-    if reason := watched.unreadable:
+    weights = wrapped.weights.digest(is_kept=True)
+    if reason := wrapped.weights.unreadable:
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     is_approximate = config.tau is not None or config.learn is not None or CALIBRATED in sections
     try:
@@ -91,11 +88,11 @@ def save(
             manifest = Manifest(
                 format=FORMAT,
                 written_by=__version__,
-                payload=payload,
+                payload=wrapped.payload.name,
                 config=config.model_dump(mode="json", exclude_unset=True),
                 weights=weights,
-                head=Weights(model, without=trunk.module).digest() if is_approximate else "",
-                special_ids=list(special_ids(trunk, tokenizer)),
+                head=Weights(wrapped.model, without=wrapped.trunk.module).digest() if is_approximate else "",
+                special_ids=list(special_ids(wrapped.trunk, wrapped.tokenizer)),
                 numbers=None if numbers is None else dict(numbers),
                 kinds=dict(kinds),
             )

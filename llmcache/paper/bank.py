@@ -33,21 +33,13 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The stored output of one layer for one request.
+    """The stored output of one layer for one request."""
 
-    Attributes:
-        key: Key of the request; see `Row.key`.
-        kind: Kind of the request; only requests of the same kind find the entry.
-        tensors: Packed tensors: `hidden` (R, D); for a decoder that keeps K/V, also `keys` and `values` (S, H, n, D_h).
-        dtypes: Dtypes before packing, by name; under autocast those of K/V differ.
-        number: Id of its fingerprint in the index; None until the fingerprint is fitted.
-    """
-
-    key: str
+    key: str  # of the request, see `Row.key`
     kind: Kind
-    tensors: dict[str, Tensor]
-    dtypes: dict[str, torch.dtype]
-    number: int | None = None
+    tensors: dict[str, Tensor]  # packed: `hidden` (R, D); where K/V is kept, also `keys` and `values` (S, H, n, D_h)
+    dtypes: dict[str, torch.dtype]  # before packing; under autocast those of K/V differ
+    number: int | None = None  # id of its fingerprint in the index; None until the fingerprint is fitted
 
     @property
     def nbytes(self) -> int:
@@ -55,21 +47,14 @@ class Entry:
 
 
 class State(NamedTuple):
-    """The output that one layer computed for one request, to be stored.
-
-    Attributes:
-        layer: Layer number.
-        key, kind, tensors: See `Entry`; the tensors are not packed.
-        vector: Fingerprint (F,); None until the fingerprint is fitted.
-        features: Features (F0,) of the fingerprint; None once it is fitted.
-    """
+    """The output that one layer computed for one request, to be stored."""
 
     layer: int
     key: str
     kind: Kind
-    tensors: dict[str, Tensor]
-    vector: Floats | None
-    features: Floats | None
+    tensors: dict[str, Tensor]  # as `Entry.tensors`, not packed
+    vector: Floats | None  # fingerprint (F,); None until the fingerprint is fitted
+    features: Floats | None  # features (F0,) of the fingerprint; None once it is fitted
 
 
 class LayerBank:
@@ -83,11 +68,7 @@ class LayerBank:
         max_bytes: int,
         max_entries: int | None,
     ) -> None:
-        """Create an empty bank.
-
-        `policy` serves only this bank. `make_codec` returns a new codec, one per state of the weights; `make_index`
-        returns an index for fingerprints of a given width. `max_bytes` is the budget for the tensors of all entries.
-        """
+        """Create an empty bank. `make_codec` is called once for each state of the weights, `make_index` with F."""
         self.policy = policy
         self.max_bytes, self.max_entries = max_bytes, max_entries
         self._make_codec, self._make_index = make_codec, make_index

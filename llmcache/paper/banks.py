@@ -21,19 +21,12 @@ from llmcache.support.threads import forkable
 
 
 class Near(NamedTuple):
-    """The nearest entry of a request.
-
-    Attributes:
-        entry: The entry.
-        similarity: Similarity of the two fingerprints.
-        may_serve: Whether the similarity is at least `tau`.
-        is_checked: Whether the request is computed anyway and compared instead of served.
-    """
+    """The nearest entry of a request."""
 
     entry: Entry
-    similarity: float
-    may_serve: bool
-    is_checked: bool
+    similarity: float  # of the two fingerprints
+    may_serve: bool  # the similarity is at least `tau`
+    is_checked: bool  # the request is computed anyway and compared instead of served
 
 
 class Check(NamedTuple):

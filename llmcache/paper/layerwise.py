@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcache.calls.context_flags import ContextFlags
 from llmcache.calls.save import Saved, save
@@ -59,7 +59,7 @@ class Layerwise(ContextFlags):
         self._searched = {0: [*reversed(banks)]} if is_ahead else {layer: [layer] for layer in banks}
         self._runner = Runner(payload, trunk.adapter)
         self._is_after_norm = payload.after_norm and trunk.norm is not None  # states are taken and inserted there
-        self.counters, self.trunk = wrapped.counters, trunk
+        self._wrapped, self.counters, self.trunk = wrapped, wrapped.counters, trunk
         self._counting = forkable(threading.RLock())
         self._hits_by_layer, self._reuses_by_layer = Counter[int](), Counter[int]()
         self._n_skipped = self._n_checked = 0
@@ -387,19 +387,8 @@ class Layerwise(ContextFlags):
         self._is_retired = True  # first: later calls bypass the cache
         self.installed.remove()
 
-    def save(self, folder: str | Path, model: nn.Module, config: CacheConfig, tokenizer: Any) -> None:
-        save(
-            folder,
-            model,
-            self.trunk,
-            self._weights,
-            config,
-            tokenizer,
-            self.payload.name,
-            None,
-            {},
-            {"layers": self._banks},
-        )
+    def save(self, folder: str | Path, config: CacheConfig) -> None:
+        save(folder, self._wrapped, config, {"layers": self._banks}, {})
 
     def restore(self, saved: Saved) -> None:
         """Load a save into the empty cache."""

@@ -114,11 +114,11 @@ class Approximate:
 
     def check_engine(self, engine: str) -> None:
         """End a calibration whose sources another engine computed: none of them would be found."""
-        made = self.calibrated.calibration
-        if made is not None and made.engine != engine:
+        calibration = self.calibrated.calibration
+        if calibration is not None and calibration.engine != engine:
             self.calibrated.end()
             logger.warning(
                 "llmcache: a calibration with the engine %r is left out, since it is %r now: call calibrate()",
-                made.engine or "eager",
+                calibration.engine or "eager",
                 engine or "eager",
             )

@@ -38,17 +38,11 @@ _ANSWER, _IS_MISREAD = attrgetter("answer"), attrgetter("is_misread")
 
 
 class Evidence(NamedTuple):
-    """Similarities and answers of one request's neighbours.
+    """Similarities and answers of one request's neighbours."""
 
-    Attributes:
-        similarity: Similarity of each neighbour, best first (n,).
-        agree: Whether two neighbours have the same answer (n, n).
-        closeness: How well each neighbour's answer fits the request's forecast (n,); larger is better.
-    """
-
-    similarity: Sequence[float]
-    agree: Sequence[Sequence[bool]] = ()
-    closeness: Sequence[float] = ()
+    similarity: Sequence[float]  # of each neighbour, best first (n,)
+    agree: Sequence[Sequence[bool]] = ()  # whether two neighbours have the same answer (n, n)
+    closeness: Sequence[float] = ()  # how well each neighbour's answer fits the request's forecast (n,)
 
 
 class Risk:
@@ -181,17 +175,22 @@ class Semantic:
 
         Also None while the cache itself fails: the audit cannot be relied on then.
         """
-        made = self._in_force.calibration
-        if made is None or made.weights != weights or made.limit is None or self._counters.is_failing:
+        calibration = self._in_force.calibration
+        if (
+            calibration is None
+            or calibration.weights != weights
+            or calibration.limit is None
+            or self._counters.is_failing
+        ):
             return None
-        return made if made.head == self._head.digest() else None
+        return calibration if calibration.head == self._head.digest() else None
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         """Search for these rows; record fingerprints, forecasts and choices in the call, and hits within the limit."""
-        made = self.serving(call.scope.weights)
+        calibration = self.serving(call.scope.weights)
         if any(map(_IS_MISREAD, rows)):
             rows = [row for row in rows if not row.is_misread]
-        if made is None or (limit := made.limits.get(self.name)) is None or not rows:
+        if calibration is None or (limit := calibration.limits.get(self.name)) is None or not rows:
             call.n_searched = 0
             return
         if call.requests.may_be_refused() or not call.requests.are_usual():  # a fingerprint reads tokens only
@@ -203,9 +202,9 @@ class Semantic:
         if not rows:
             return
         chosen = self.chooser.choose(call.scope, rows, vectors, forecasts)
-        if self._in_force.calibration is not made:  # the sources searched may belong to another calibration
+        if self._in_force.calibration is not calibration:  # the sources searched may belong to another calibration
             return
-        call.calibration, used = made, []
+        call.calibration, used = calibration, []
         for row, choice, vector, forecast in zip(rows, chosen, vectors, forecasts, strict=True):
             call.vectors[row.number], call.forecasts[row.number] = vector, forecast
             if choice is None:

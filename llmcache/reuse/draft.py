@@ -43,7 +43,7 @@ _MOST_RECENT = 256  # proposals kept, since one request may be looked up several
 class Proposal(NamedTuple):
     """A draft's answer to one request."""
 
-    made: Any  # what the drafter makes states of
+    raw: Any  # what the drafter makes states of
     output: Floats  # (C,)
     answer: Floats  # signature (S,)
     by: str  # name of the drafter
@@ -120,8 +120,8 @@ class Draft:
         """
         if self.drafter is not None and self.drafter.head not in ("", head):  # it was edited or replaced
             self.refresh()
-        made = [self._propose(call, row) for row in rows]
-        return [(None, 0.0) if one is None else (one.output, one.seconds) for one in made]
+        proposals = [self._propose(call, row) for row in rows]
+        return [(None, 0.0) if one is None else (one.output, one.seconds) for one in proposals]
 
     def fit(self, outputs: Sequence[Floats | None], answers: Sequence[Floats]) -> None:
         """Learn from the draft's outputs for N requests and the model's own answers how likely they differ."""
@@ -161,35 +161,41 @@ class Draft:
         The bound was not calibrated for some rows, which are left to the model: rows that were not searched, and rows
         whose source would serve if it were not quarantined.
         """
-        made = call.calibration or self._serving(call.scope.weights)
+        calibration = call.calibration or self._serving(call.scope.weights)
         packing, drafter = self._packings.get(call.kind), self.drafter
-        limit = None if made is None else made.limits.get(self.name)
-        if made is None or limit is None or packing is None or drafter is None or made.draft != drafter.name:
+        limit = None if calibration is None else calibration.limits.get(self.name)
+        if (
+            calibration is None
+            or limit is None
+            or packing is None
+            or drafter is None
+            or calibration.draft != drafter.name
+        ):
             return
         if not drafter.makes_states and self._seen.get() is None:  # the trunk is called alone
             return
-        if drafter.head not in ("", made.head):
+        if drafter.head not in ("", calibration.head):
             return
         if self._answers.reads_payload and chance(self._weights, [0.0]) > limit:  # the risk of all requests
             return
         found = {}
         for row in rows:
             if (choice := call.choices.get(row.number)) is None:
-                if SEMANTIC in made.shares:  # it was not searched
+                if SEMANTIC in calibration.shares:  # it was not searched
                     continue
-            elif choice.risk_unquarantined <= made.limits[SEMANTIC]:  # its source is quarantined
+            elif choice.risk_unquarantined <= calibration.limits[SEMANTIC]:  # its source is quarantined
                 continue
-            if (proposal := self._propose(call, row)) is not None and proposal.by == made.draft:
+            if (proposal := self._propose(call, row)) is not None and proposal.by == calibration.draft:
                 found[row.number] = proposal, self.choice(proposal.output)
-        if self._serving(call.scope.weights) is not made:
+        if self._serving(call.scope.weights) is not calibration:
             return
-        call.calibration = made
+        call.calibration = calibration
         for number, (proposal, choice) in found.items():
             call.choices.setdefault(number, choice)
             call.forecasts.setdefault(number, proposal.output)
             if choice.risk > limit:
                 continue
-            row, states = call.rows[number], drafter.states(proposal.made, call.arguments)
+            row, states = call.rows[number], drafter.states(proposal.raw, call.arguments)
             if states is None:
                 fields, logits = packing.blank(row.n_valid, self._device), proposal.output
             elif packing.fits(states, 1, row.n_valid):
@@ -243,14 +249,14 @@ class Draft:
         started = perf_counter()
         try:
             with torch.inference_mode():
-                made, output = drafter.run(inputs)
+                raw, output = drafter.run(inputs)
         except Exception as error:  # whatever a provider or a model raises
             drafter.close()
             self._counters.error("run the draft, which is not used again before a calibration", error)
             return None
         if not np.isfinite(output).all():
             return None
-        proposal = Proposal(made, output, self.sign(output[None])[0], by, perf_counter() - started)
+        proposal = Proposal(raw, output, self.sign(output[None])[0], by, perf_counter() - started)
         recent = self._recent
         recent[row.key] = proposal
         if len(recent) > _MOST_RECENT:

@@ -24,7 +24,7 @@ class SearchCost:
 
     def __init__(self) -> None:
         """Start without times: all calls are searched."""
-        self._made: object = None  # the calibration that the times belong to
+        self._calibration: object = None  # the calibration that the times belong to
         self._lock = forkable(threading.Lock())
         self._restart()
 
@@ -42,8 +42,10 @@ class SearchCost:
             return
         length = _length_of(call)
         with self._lock:
-            if call.calibration is not None and call.calibration is not self._made:  # the times belong to other sources
-                self._made = call.calibration
+            if (
+                call.calibration is not None and call.calibration is not self._calibration
+            ):  # the times belong to other sources
+                self._calibration = call.calibration
                 self._restart()
             was_off = self._times.of(length).is_off
             if call.n_searched:

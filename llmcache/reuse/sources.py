@@ -22,19 +22,12 @@ _AT_ONCE = 4096  # vectors added to an index at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A stored request that may serve others.
+    """A stored request that may serve others."""
 
-    Attributes:
-        entry: Its stored output. Never written to.
-        ids: Its valid token ids, packed.
-        answer: Signature of its answer (S,), float32.
-        length: Its number of valid tokens, if only requests of this length may find it; else 0.
-    """
-
-    entry: Entry
-    ids: bytes
-    answer: Floats
-    length: int = 0
+    entry: Entry  # its stored output, never written to
+    ids: bytes  # its valid token ids, packed
+    answer: Floats  # signature of its answer (S,), float32
+    length: int = 0  # its number of valid tokens, if only requests of this length may find it; else 0
 
     @property
     def key(self) -> str:

@@ -44,9 +44,9 @@ class Audit:
         self._floor = config.audit.rate
         self.is_on = bool(config.audit)  # else nothing is drawn, and the worker gets no jobs
         self._renewal = RenewalBuffer(config.recalibrate)
-        self._made: Calibration | None = None  # that `_account` and `_detector` belong to
+        self._calibration: Calibration | None = None  # that `_account` and `_detector` belong to
         self._account: AuditAccount | None = None
-        self._detector: DriftDetector | None = None  # while `_made` is certified
+        self._detector: DriftDetector | None = None  # while `_calibration` is certified
         self._known_features = KnownFeatures(semantic)
         self._batch: dict[str, Features] = {}  # not compared yet, by key
         self._is_renewing = False
@@ -142,10 +142,10 @@ class Audit:
             if number in seen:
                 self._settle(drawn, seen[number])
 
-    def alarm(self, made: Calibration) -> None:
+    def alarm(self, calibration: Calibration) -> None:
         """React to an alarm of this cache, or of another cache with the same calibration."""
         self._n_alarms += 1
-        self._calibrated.alarm(made)
+        self._calibrated.alarm(calibration)
 
     # -- maintenance ---------------------------------------------------------------------------------------------------
 
@@ -166,18 +166,20 @@ class Audit:
                 self._detector.forget()
 
     def stats(self) -> AuditStats:
-        made, status = self._calibrated.in_force.calibration, self._calibrated.status(self._weights.digest())
+        calibration, status = self._calibrated.in_force.calibration, self._calibrated.status(self._weights.digest())
         n_quarantined = len(self._semantic.sources.quarantined)
         with self._lock:
             n_waiting = len(self._recomputer.queue) + self._is_renewing
-            account = self._account if made is not None and self._sync_account(made.weights) else None
+            account = self._account if calibration is not None and self._sync_account(calibration.weights) else None
             return AuditStats(
                 status=status,
                 n_waiting=n_waiting,
                 n_alarms=self._n_alarms,
                 n_quarantined=n_quarantined,
-                bound=made.chosen.bound if made is not None and made.chosen is not None and made.is_certified else None,
-                allowed=None if made is None else made.max_drop,
+                bound=calibration.chosen.bound
+                if calibration is not None and calibration.chosen is not None and calibration.is_certified
+                else None,
+                allowed=None if calibration is None else calibration.max_drop,
                 **({} if account is None else account.figures()),
             )
 
@@ -209,9 +211,9 @@ class Audit:
             assert drawn.answer is not None
             account, is_changed = drawn.sample.account, not self._answers.agree(case.answer, drawn.answer)
             with self._lock:
-                made = self._made
+                calibration = self._calibration
                 self._on_alarm(account, account.settle(drawn.sample, is_changed))
-            if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
+            if is_changed and drawn.source and calibration is not None and calibration.metric in get_args(MetricName):
                 self._semantic.sources.quarantine(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._keep_for_renewal(case)
@@ -225,8 +227,8 @@ class Audit:
 
     def _on_alarm(self, account: AuditAccount, rings: bool) -> None:
         """React if the alarm of an account rings, unless the account was closed."""
-        if rings and account is self._account and self._made is not None:
-            self.alarm(self._made)
+        if rings and account is self._account and self._calibration is not None:
+            self.alarm(self._calibration)
 
     def _keep_for_renewal(self, case: Observation) -> None:
         """Keep a request for the next renewal; queue the renewal when it is due."""
@@ -242,11 +244,11 @@ class Audit:
     def _renew(self) -> None:
         """Calibrate from the kept requests, unless the calibration that they renew has ended."""
         with self._lock:
-            made, cases = self._made, self._renewal.cases
+            calibration, cases = self._calibration, self._renewal.cases
         try:
             with self._counters.guard("renew the calibration"):
-                if made is not None and self._is_current():
-                    self._calibrated.renew(made, cases)
+                if calibration is not None and self._is_current():
+                    self._calibrated.renew(calibration, cases)
         finally:
             self._is_renewing = False
 
@@ -255,8 +257,8 @@ class Audit:
 
     def _are_alike(self, call: Call, detector: DriftDetector) -> bool:
         """Compare a call's requests with the calibration's; if they are unlike, void it and return False."""
-        made, scope = self._made, call.scope
-        assert scope is not None and made is not None
+        calibration, scope = self._calibration, call.scope
+        assert scope is not None and calibration is not None
         if scope.namespace not in self._calibrated.namespaces:
             return True
         if (
@@ -269,14 +271,14 @@ class Audit:
             choice = call.choices.get(row.number)
             if choice is not None and not self._semantic.bank.is_pinned(row.key):
                 self._batch[row.key] = features_of(choice, call.forecasts[row.number])
-            elif (features := self._known_features.find(call, row, SEMANTIC in made.shares)) is not None:
+            elif (features := self._known_features.find(call, row, SEMANTIC in calibration.shares)) is not None:
                 self._batch[row.key] = features
             if len(self._batch) < BATCH:
                 continue
             self._known_features.keep(self._batch)
             batch, self._batch = self._batch, {}
             if detector.see(batch):
-                self._made, self._detector = self._calibrated.drifted(made), None
+                self._calibration, self._detector = self._calibrated.drifted(calibration), None
                 self._renewal.forget(None)  # requests before the drift must not enter the next calibration
                 return False
         return True
@@ -286,17 +288,24 @@ class Audit:
 
         Each calibration has its own account, and a new one after an alarm.
         """
-        made = self._calibrated.in_force.calibration
-        if made is None or made.watch is None or made.chosen is None or made.weights != weights:
+        calibration = self._calibrated.in_force.calibration
+        if (
+            calibration is None
+            or calibration.watch is None
+            or calibration.chosen is None
+            or calibration.weights != weights
+        ):
             return False
-        if made is not self._made or self._process != os.getpid():  # a forked process has its own account
+        if calibration is not self._calibration or self._process != os.getpid():  # a forked process has its own account
             self._batch = {}
-            self._made, self._n_accounts, self._process = made, self._n_accounts + 1, os.getpid()
+            self._calibration, self._n_accounts, self._process = calibration, self._n_accounts + 1, os.getpid()
             self._account = self._detector = None
             if self._floor:
-                self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, self._n_accounts)
-            if made.is_certified and made.watch.profile is not None:
-                self._detector = DriftDetector(made.watch.profile)
+                self._account = AuditAccount(
+                    calibration.watch.most_changed, self._floor, calibration.delta, self._n_accounts
+                )
+            if calibration.is_certified and calibration.watch.profile is not None:
+                self._detector = DriftDetector(calibration.watch.profile)
             self._known_features.forget()
-            self._renewal.begin(made)
+            self._renewal.begin(calibration)
         return True

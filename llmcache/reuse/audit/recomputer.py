@@ -131,10 +131,10 @@ class Recomputer:
 
     def _store(self, case: Observation) -> None:
         """Store a computed request; if sources grow, make it one."""
-        made, fitter = self.calibrated.calibration, self.calibrated.fitter
+        calibration, fitter = self.calibrated.calibration, self.calibrated.fitter
         fitter.bank.put([case.entry], case.generation)
         if self.calibrated.is_growing:
-            self.calibrated.grow(made, {0: case}, {0: fitter.fingerprint.project([case.tokens])[0][0]})
+            self.calibrated.grow(calibration, {0: case}, {0: fitter.fingerprint.project([case.tokens])[0][0]})
 
     def _origin(self) -> Origin:
         return Origin(self.weights.digest(), self.calibrated.head_digest(), self.trunk.attention)
@@ -146,8 +146,8 @@ class Recomputer:
 
     def _has_ended(self, origin: Origin) -> bool:
         """Whether the calibration that served hits of an origin has ended, so that they need no audit."""
-        made = self.calibrated.calibration
-        return made is None or (made.weights, made.head) != (origin.weights, origin.head)
+        calibration = self.calibrated.calibration
+        return calibration is None or (calibration.weights, calibration.head) != (origin.weights, origin.head)
 
 
 def _remove(task: Recompute, left: list[Recompute]) -> None:

@@ -19,12 +19,12 @@ class RenewalBuffer:
         self._cases: deque[Observation] = deque()
         self._needed = 0
 
-    def begin(self, made: Calibration) -> None:
+    def begin(self, calibration: Calibration) -> None:
         """Start over for a calibration, after an alarm with the kept requests; keep up to twice what the next needs."""
         if self.every is None:
             return
-        self._needed = size_needed(made.max_drop, made.delta)
-        self._cases = deque(self._cases if made.n_alarms else (), maxlen=2 * self._needed)
+        self._needed = size_needed(calibration.max_drop, calibration.delta)
+        self._cases = deque(self._cases if calibration.n_alarms else (), maxlen=2 * self._needed)
 
     def add(self, case: Observation) -> None:
         """Keep a request with its entry, unless it has a `flaw`."""

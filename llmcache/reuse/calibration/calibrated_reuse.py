@@ -93,13 +93,13 @@ class CalibratedReuse:
     @property
     def is_growing(self) -> bool:
         """Whether misses become sources."""
-        made = self.calibration
-        return made is not None and made.limit is not None and made.sources == "growing"
+        calibration = self.calibration
+        return calibration is not None and calibration.limit is not None and calibration.sources == "growing"
 
     def is_made_for(self, weights: str) -> bool:
         """Whether the calibration was made for these weights of the trunk and the present weights of the head."""
-        made = self.calibration
-        return made is not None and made.weights == weights and made.head == self.head_digest()
+        calibration = self.calibration
+        return calibration is not None and calibration.weights == weights and calibration.head == self.head_digest()
 
     @property
     def draft_name(self) -> str:
@@ -206,37 +206,37 @@ class CalibratedReuse:
                 self._is_calibrating = False
                 self.fitter.forget()
 
-    def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
-        """Calibrate again with the claim of `made`, unless it has ended; it stays if there are too few requests."""
+    def renew(self, calibration: Calibration, observed: Sequence[Observation]) -> None:
+        """Calibrate again with the claim of a calibration, unless it has ended; if requests are too few, it stays."""
         with self._lock:
-            if self.calibration is made:
+            if self.calibration is calibration:
                 observed = self.remaining(observed)
-                risk_target = RiskTarget(made.max_drop, made.delta, "changed", made.sources, 0)
+                risk_target = RiskTarget(calibration.max_drop, calibration.delta, "changed", calibration.sources, 0)
                 self._divide(observed, risk_target)
                 self.calibrate(observed, risk_target)
 
-    def alarm(self, made: Calibration) -> None:
+    def alarm(self, calibration: Calibration) -> None:
         """React to an alarm: the first lowers the limit to half of the hits, the second ends the calibration."""
         with self._lock:
-            if self.calibration is not made:
+            if self.calibration is not calibration:
                 return
-            updated = replace(made, n_alarms=made.n_alarms + 1)
-            if made.n_alarms:
+            updated = replace(calibration, n_alarms=calibration.n_alarms + 1)
+            if calibration.n_alarms:
                 self.end()
             else:
                 self.in_force.calibration = updated
             self.latest = updated
-        logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
+        logger.warning(_ALARM, calibration.max_drop, "nothing" if calibration.n_alarms else "half as much")
 
-    def drifted(self, made: Calibration) -> Calibration:
+    def drifted(self, calibration: Calibration) -> Calibration:
         """Declare a calibration as void because requests are unlike those it was made with; return it.
 
         The rate of changed answers is then unknown, and with `audit=0` not measured. So approximate reuse stops until
         the next calibration: by `calibrate`, a renewal, or `learn`.
         """
         with self._lock:
-            updated = replace(made, has_drifted=True)
-            if self.calibration is made:
+            updated = replace(calibration, has_drifted=True)
+            if self.calibration is calibration:
                 self.in_force.calibration = updated
                 if self._learn is not None:
                     self.end()
@@ -246,18 +246,18 @@ class CalibratedReuse:
 
     def status(self, weights: str) -> Status:
         """Return the status of approximate reuse for weights with this digest."""
-        made = self.calibration
-        if made is None or made.chosen is None:
+        calibration = self.calibration
+        if calibration is None or calibration.chosen is None:
             return "learning" if self.is_learning or self._is_calibrating else "off"
         if not self.is_made_for(weights):
             return "other weights"
-        if made.has_drifted:
+        if calibration.has_drifted:
             return "drifted"
         if self._counters.is_failing:
             return "failing"
-        if made.n_alarms:
+        if calibration.n_alarms:
             return "tightened"
-        if made.sources == "growing":
+        if calibration.sources == "growing":
             return "growing"
         return "certified" if self._is_watched else "unwatched"
 
@@ -321,8 +321,8 @@ class CalibratedReuse:
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
         """Return the calibration for these weights, to be saved: result, fitted arrays and all sources."""
         with self._lock:
-            made, sources = self.calibration, list(self.fitter.sources)
-            if made is None or made.weights != weights or not sources:
+            calibration, sources = self.calibration, list(self.fitter.sources)
+            if calibration is None or calibration.weights != weights or not sources:
                 return None, {}
             descriptions = [(*_describe(one), one.ids.hex(), one.length) for one in sources]
             meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, descriptions, strict=True)])
@@ -335,14 +335,16 @@ class CalibratedReuse:
                 "answers": np.stack([s.answer for s in sources]),
             }
             about = {
-                "calibration": _CALIBRATION.dump_python(made, mode="json"),
+                "calibration": _CALIBRATION.dump_python(calibration, mode="json"),
                 "namespaces": sorted(self.namespaces),
                 "quarantined": dict(self.fitter.sources.quarantined),
                 "sources": meta,
             }
             return about, tensors | {name: torch.from_numpy(array.copy()) for name, array in learned.items()}
 
-    def grow(self, made: Calibration | None, cases: Mapping[int, Observation], vectors: Mapping[int, Floats]) -> None:
+    def grow(
+        self, calibration: Calibration | None, cases: Mapping[int, Observation], vectors: Mapping[int, Floats]
+    ) -> None:
         """Make computed requests sources, if the calibration in force has growing sources.
 
         Args:
@@ -354,7 +356,7 @@ class CalibratedReuse:
         fresh = {n: case for n, case in cases.items() if n in vectors and case.entry.key == case.row.key}
         pairs = [(self.fitter.source_of(case), vectors[n]) for n, case in fresh.items()]  # each request once
         with sources.lock:  # `end` resets `calibration` before it clears the sources
-            if made is not self.calibration or not self.is_growing:
+            if calibration is not self.calibration or not self.is_growing:
                 return
             if pairs:
                 sources.add([one for one, _ in pairs], np.stack([vector for _, vector in pairs]))
@@ -374,9 +376,9 @@ class CalibratedReuse:
         """
         if meta is None:
             return
-        made = _CALIBRATION.validate_python(meta["calibration"])
-        if made.draft not in ("", self.draft_name):
-            logger.warning("llmcache: a calibration with the draft %r is left out: call calibrate()", made.draft)
+        calibration = _CALIBRATION.validate_python(meta["calibration"])
+        if calibration.draft not in ("", self.draft_name):
+            logger.warning("llmcache: a calibration with the draft %r is left out: call calibrate()", calibration.draft)
             return
         arrays = {name: one.numpy() for name, one in tensors.items() if "/" not in name}
         sources = []
@@ -390,10 +392,10 @@ class CalibratedReuse:
             self.chooser.restore(below("chooser.", arrays))
             if self._draft is not None:
                 self._draft.restore(below("draft.", arrays))
-            self.fitter.shares = made.shares
+            self.fitter.shares = calibration.shares
             self.fitter.forget()
             entries = [one.entry for one in sources if one.entry.fields]
-            if made.sources == "growing":
+            if calibration.sources == "growing":
                 for entry in entries:
                     self._bank.put([entry], self._bank.purges.generation)
             elif not self._bank.pin(entries):
@@ -405,7 +407,7 @@ class CalibratedReuse:
                 if source.key in gone:
                     self.fitter.sources.bury(source.key, source.entry.scope.namespace)
             self.namespaces = set(meta["namespaces"])
-            self.in_force.calibration = self.latest = made
+            self.in_force.calibration = self.latest = calibration
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Divide requests into those to learn from and those to test on; refuse too few, or unfit labels."""

@@ -70,7 +70,7 @@ class SharedCalibration:
         self._version = 0  # the latest that was seen
         self._body = ""  # digest of the body in force here; "" without one
         self._place: Place | None = None  # of this body
-        self._made: Calibration | None = None  # in force at the latest check
+        self._calibration: Calibration | None = None  # in force at the latest check
         self._call_place: Place | None = None  # of the latest call
         self._unusable = 0, ""  # version and digest of a body that cannot be adopted
         self._next_check_s = 0.0
@@ -80,7 +80,7 @@ class SharedCalibration:
     def step(self, scope: Scope, number: int) -> None:
         """Publish a new local calibration, and follow other caches once a second; runs in each call."""
         self._call_place = Place(scope, number)
-        if self._made is not self._calibrated.calibration or monotonic() >= self._next_check_s:
+        if self._calibration is not self._calibrated.calibration or monotonic() >= self._next_check_s:
             with self._lock:
                 self._step()
 
@@ -97,32 +97,41 @@ class SharedCalibration:
     def _step(self) -> None:
         if self._thread is not None:
             return
-        if (made := self._calibrated.calibration) is not self._made:
-            self._publish_changes(made)
+        if (calibration := self._calibrated.calibration) is not self._calibration:
+            self._publish_changes(calibration)
         if monotonic() >= self._next_check_s and (place := self._place or self._call_place) is not None:
             self._next_check_s = monotonic() + _CHECK_EVERY_S
             self._check(place)
 
-    def _publish_changes(self, made: Calibration | None) -> None:
+    def _publish_changes(self, calibration: Calibration | None) -> None:
         """Publish a change of the calibration in force here: a new one, an alarm, or drift."""
-        before, latest = self._made, self._calibrated.latest  # `latest` is kept when it ends
-        self._made = made
+        before, latest = self._calibration, self._calibrated.latest  # `latest` is kept when it ends
+        self._calibration = calibration
         if self._place is not None and before is not None and latest is not None and latest.is_of(before):
             for note, holds in (("a1", latest.n_alarms > 0), ("a2", latest.n_alarms > 1), ("d", latest.has_drifted)):
                 if holds:
                     self._write(self._place, f"n.{self._group()}.{self._body}.{note}", {}, {"is": note})
-        if made is not None and not (before is not None and made.is_of(before)):
+        if calibration is not None and not (before is not None and calibration.is_of(before)):
             self._body, self._place = "", None
             scopes = {one.entry.scope for one in self._calibrated.fitter.sources}
-            if len(scopes) == 1 and self._is_shareable(made):
+            if len(scopes) == 1 and self._is_shareable(calibration):
                 scope = scopes.pop()
                 self._publish(Place(scope, self._tier.number(scope.namespace)))
 
-    def _is_shareable(self, made: Calibration) -> bool:
+    def _is_shareable(self, calibration: Calibration) -> bool:
         """Whether a calibration meets the settings' claim, so that caches with the same settings may use it."""
         config = self._config
-        shows = made.metric == "changed" and made.max_drop <= config.max_drop and made.delta <= config.delta
-        return shows and made.watch is not None and made.sources == config.sources and not made.n_alarms
+        shows = (
+            calibration.metric == "changed"
+            and calibration.max_drop <= config.max_drop
+            and calibration.delta <= config.delta
+        )
+        return (
+            shows
+            and calibration.watch is not None
+            and calibration.sources == config.sources
+            and not calibration.n_alarms
+        )
 
     def _publish(self, place: Place) -> None:
         now = self._tier.now(place.scope.namespace)
@@ -158,13 +167,13 @@ class SharedCalibration:
     def _follow(self, has_alarm: bool, has_second: bool, has_drifted: bool) -> None:
         """Apply alarms and drift that other caches noted."""
         for n, is_noted in enumerate((has_alarm, has_second)):
-            made = self._calibrated.calibration
-            if is_noted and made is not None and made.n_alarms <= n:
-                self._alarm(made)
-        made = self._calibrated.calibration
-        if has_drifted and made is not None and not made.has_drifted:
-            self._calibrated.drifted(made)
-        self._made = self._calibrated.calibration
+            calibration = self._calibrated.calibration
+            if is_noted and calibration is not None and calibration.n_alarms <= n:
+                self._alarm(calibration)
+        calibration = self._calibrated.calibration
+        if has_drifted and calibration is not None and not calibration.has_drifted:
+            self._calibrated.drifted(calibration)
+        self._calibration = self._calibrated.calibration
 
     def _adopt(self, body: str, place: Place) -> None:
         """Adopt a body, unless its namespace was purged meanwhile; notes on it are read at the next check."""
@@ -186,17 +195,17 @@ class SharedCalibration:
                         self._unusable = 0, ""
                         return
                 self._tier.follow()  # a purge elsewhere drops the restored sources and ends the calibration
-                made = self._calibrated.calibration
-                if made is not None and made.head != self._calibrated.head_digest():
+                calibration = self._calibrated.calibration
+                if calibration is not None and calibration.head != self._calibrated.head_digest():
                     self._calibrated.end()
-                    made = None
-                if made is None:
+                    calibration = None
+                if calibration is None:
                     return
-                self._made, self._body, self._place, self._next_check_s = made, body, place, 0.0
+                self._calibration, self._body, self._place, self._next_check_s = calibration, body, place, 0.0
                 self._unusable = 0, ""
-                logger.info("llmcache: adopted a calibration from the store, with %d sources", made.n_sources)
+                logger.info("llmcache: adopted a calibration from the store, with %d sources", calibration.n_sources)
         finally:
-            self._made = self._calibrated.calibration
+            self._calibration = self._calibrated.calibration
             self._thread = None
 
     def _write(self, place: Place, name: str, tensors: dict[str, Any], about: dict[str, Any]) -> None:
