@@ -109,7 +109,6 @@ class Calibrator:
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(trunk, self._weights, calibrated, self._observer, counters, self._compute_again, queue)
         audit = Audit(recomputer, semantic, config)
-        self._observer.pass_to(audit)
         sharing = None
         if config.share_calibration and tier is not None:
             special = special_ids(trunk, wrapped.tokenizer)
@@ -117,7 +116,7 @@ class Calibrator:
         if not (answers.reads_payload and (model is trunk.module or takes_dict(model))):
             self._watch(model, trunk, forward)
         search_cost = SearchCost() if config.auto_bypass else None
-        self.reuse = Approximate(calibrated, semantic, draft, self._observer, audit, sharing, search_cost)
+        self.reuse = Approximate(calibrated, semantic, draft, audit, sharing, search_cost)
         forward.use(self.reuse)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
@@ -137,7 +136,7 @@ class Calibrator:
             reuse.calibrated.check(first[0], known, risk_target)
             observed = self._observe_all(inputs)
             if reuse.draft is not None:  # rungs are weighed by times of single calls
-                alone = [collect(self._compute, self._observer, [one])[0].seconds for one in inputs[:N_TIMED]]
+                alone = [collect(self._compute, self._observer, [request])[0].seconds for request in inputs[:N_TIMED]]
                 reuse.calibrated.fitter.model_s = median(alone)
             with reuse.held():  # no purge in between
                 made = reuse.calibrated.calibrate(reuse.calibrated.remaining(_labelled(observed, known)), risk_target)
@@ -151,7 +150,7 @@ class Calibrator:
         digest = self._weights.digest()
         coupling = self._wrapped.coupling.reason(digest) if self._weights.unreadable is None else ""
         refuse_coupled(coupling, inputs)
-        return [dict(one) for one in inputs] if coupling else inputs  # `batches` joins `Tokenised` alone
+        return [dict(request) for request in inputs] if coupling else inputs  # `batches` joins `Tokenised` alone
 
     def _observe_all(self, inputs: Sequence[Mapping[str, Any]]) -> list[Observation]:
         """Compute requests, and return their observations in order, with the model's own where an engine computes."""

@@ -170,7 +170,7 @@ class Rows(Path):
             return True
         if not (beside := self._forward.beside.get()):
             return False
-        tensors = [one for one in arguments.values() if isinstance(one, torch.Tensor)]
+        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         return not all(any(map(is_, tensors, repeat(value))) for value in beside)
 
     def served(self, call: Call) -> Collection[int]:

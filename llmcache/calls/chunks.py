@@ -56,5 +56,5 @@ class Chunks:
         except BaseException:
             empty(arguments.get(args, kwargs, CACHE))
             raise
-        known = [one for one in states if one is not None]
+        known = [columns for columns in states if columns is not None]
         return output if len(known) < len(states) else with_states(output, torch.cat(known, dim=1))

@@ -217,9 +217,9 @@ class Core:
         """
         named: dict[Scope, list[str]] = {}
         for call in calls:
-            one = self.forward.prepared.look_up(call)
-            if isinstance(one, Call):
-                named.setdefault(one.scope, []).extend(self._names_of(one))
+            opened = self.forward.prepared.look_up(call)
+            if isinstance(opened, Call):
+                named.setdefault(opened.scope, []).extend(self._names_of(opened))
         if not named:
             return 0
         namespace = next(iter(named)).namespace
@@ -269,8 +269,8 @@ class Core:
             sections[CALIBRATED] = self.learn().reuse.calibrated
         saved.restore(self.wrapped.payload.name, sections)
         for name, kinds in self._kinds().items():
-            for one in saved.manifest.kinds.get(name, ()):
-                kinds.add_described(*one)
+            for described in saved.manifest.kinds.get(name, ()):
+                kinds.add_described(*described)
         if self.reuse.calibrated is not None:
             self._keep_engine_of(self.reuse.calibrated.calibration)
             self.reuse.check_engine(self.forward.engine.name)

@@ -69,16 +69,16 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return one sentence."""
-        one, risk = self.outcome, ""
-        if one.bypassed:
-            return f"bypassed ({one.bypassed}): {self.cure}"
-        if one.risk is not None and self.limit is not None:
-            near = "" if one.similarity is None else f"similarity {one.similarity:.3f} to the chosen source, "
-            risk = f"{near}risk {one.risk:.3g}, limit {self.limit:.3g}"
-        if one.rung == "prefix":
-            return f"served by prefix: the first {one.n_prefix:,} tokens; the rest is computed"
-        if one.rung is not None:
-            return f"served by {one.rung}" + (f": {risk}" if risk else "")
+        outcome, risk = self.outcome, ""
+        if outcome.bypassed:
+            return f"bypassed ({outcome.bypassed}): {self.cure}"
+        if outcome.risk is not None and self.limit is not None:
+            near = "" if outcome.similarity is None else f"similarity {outcome.similarity:.3f} to the chosen source, "
+            risk = f"{near}risk {outcome.risk:.3g}, limit {self.limit:.3g}"
+        if outcome.rung == "prefix":
+            return f"served by prefix: the first {outcome.n_prefix:,} tokens; the rest is computed"
+        if outcome.rung is not None:
+            return f"served by {outcome.rung}" + (f": {risk}" if risk else "")
         return f"computed: {self.cure or 'nothing stored serves it'}" + (f"; {risk}" if risk else "")
 
 
@@ -93,12 +93,16 @@ def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanat
     limits = {} if call.calibration is None else call.calibration.limits
     found = []
     for row in call.rows:
-        one = call.path.outcome(call, row)
-        rung = one.rung or (DRAFT if one.similarity is None else SEMANTIC)  # a source's risk comes with a similarity
-        is_miss = not (one.rung or one.bypassed or one.missed) and not call.path.keeps_kv
+        outcome = call.path.outcome(call, row)
+        rung = outcome.rung or (
+            DRAFT if outcome.similarity is None else SEMANTIC
+        )  # a source's risk comes with a similarity
+        is_miss = not (outcome.rung or outcome.bypassed or outcome.missed) and not call.path.keeps_kv
         if is_miss and forward.prefix and forward.prefix.holds(row, call.scope):
-            one = replace(one, missed="no_kv")
-        found.append(Explanation(one, limits.get(rung), CURES.get(one.bypassed or "", MISSES.get(one.missed or ""))))
+            outcome = replace(outcome, missed="no_kv")
+        found.append(
+            Explanation(outcome, limits.get(rung), CURES.get(outcome.bypassed or "", MISSES.get(outcome.missed or "")))
+        )
     return tuple(found)
 
 

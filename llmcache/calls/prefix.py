@@ -191,7 +191,7 @@ class Prefix:
         if shared in (None, call.scope.namespace) or own[1] == row.n_valid:
             return own
         chain = self._chain(call, prefill, row, shared)
-        return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda one: one[1])
+        return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda reached: reached[1])
 
     def _chain(self, call: Call, prefill: "Prefill", row: Row, shared: str | None = None) -> tuple[Link, ...]:
         """Return the full blocks of a row, in its namespace or in the namespace `shared`."""

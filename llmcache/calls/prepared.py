@@ -73,7 +73,7 @@ class PreparedCalls:
         place = {number: new for new, number in enumerate(numbers)}
 
         def take(found: Mapping[int, T]) -> dict[int, T]:
-            return {place[number]: one for number, one in found.items() if number in place}
+            return {place[number]: value for number, value in found.items() if number in place}
 
         kept = Prepared(
             inputs,
@@ -111,4 +111,6 @@ class _LookedUp(BaseException):
 
 def _versions(inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the version counters of tensors; tensors made in inference mode have none."""
-    return tuple(one._version for one in inputs.values() if isinstance(one, Tensor) and not one.is_inference())
+    return tuple(
+        tensor._version for tensor in inputs.values() if isinstance(tensor, Tensor) and not tensor.is_inference()
+    )

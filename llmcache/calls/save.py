@@ -100,7 +100,7 @@ def save(
             for name, section in sections.items():
                 meta, tensors = section.state(weights)
                 meta_bytes = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
-                parts[name] = {_META: meta_bytes} | {key: one.cpu().contiguous() for key, one in tensors.items()}
+                parts[name] = {_META: meta_bytes} | {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
     except (OSError, ValueError, SafetensorError) as error:
         raise StoreError(f"{folder}: could not save: {error}") from error

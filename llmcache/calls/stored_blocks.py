@@ -43,14 +43,14 @@ class StoredBlocks:
 
     def recall(self, wanted: Sequence[Wanted], generation: int) -> list[Any]:
         """Read the blocks and tails of rows in one read and put them into the pool; return the tails' output kinds."""
-        asked = [[link.key for link in one.chain[one.n_held :]] + [*one.tails] for one in wanted]
-        n_tokens = sum(one.row.n_valid - one.n_held * self._pool.size for one in wanted)
-        names = [(one.scope, block_name(key)) for one, keys in zip(wanted, asked, strict=True) for key in keys]
+        asked = [[link.key for link in want.chain[want.n_held :]] + [*want.tails] for want in wanted]
+        n_tokens = sum(want.row.n_valid - want.n_held * self._pool.size for want in wanted)
+        names = [(want.scope, block_name(key)) for want, keys in zip(wanted, asked, strict=True) for key in keys]
         values = iter(self.tier.read(names, n_tokens))
         kinds = []
-        for one, keys in zip(wanted, asked, strict=True):
+        for want, keys in zip(wanted, asked, strict=True):
             found = [next(values) for _ in keys]
-            kinds += self._add_to_pool(one, found, generation)
+            kinds += self._add_to_pool(want, found, generation)
         return kinds
 
     def _add_to_pool(self, wanted: Wanted, found: Sequence[Opened | None], generation: int) -> list[Any]:
@@ -61,9 +61,9 @@ class StoredBlocks:
                 break
             blocks.append(self._block(scope, value, is_tail=False))
         n = slab_blocks(size)
-        laid = [one for i in range(0, len(blocks), n) for one in lay_together(blocks[i : i + n])]
+        laid = [block for i in range(0, len(blocks), n) for block in lay_together(blocks[i : i + n])]
         held = wanted.chain[: wanted.n_held + len(laid)]
-        made = {link.key: one for link, one in zip(held[wanted.n_held :], laid, strict=True)}
+        made = {link.key: block for link, block in zip(held[wanted.n_held :], laid, strict=True)}
         self._pool.put(held, made, generation)
         ends = {None: 0} | {link.key: i + 1 for i, link in enumerate(held)}
         kinds = []

@@ -34,14 +34,14 @@ class StoredEntries:
     def put(self, call: Call, entries: Iterable[Entry]) -> None:
         """Queue entries of a call to be written."""
         kind = self._packings.describe(call.kind)
-        for one in entries:
-            about = {"layout": one.layout.hex(), "kind": kind}
-            self.tier.write(one.scope, entry_name(one.key), one.tensors, about, call.epoch, call.since)
+        for entry in entries:
+            about = {"layout": entry.layout.hex(), "kind": kind}
+            self.tier.write(entry.scope, entry_name(entry.key), entry.tensors, about, call.epoch, call.since)
 
     def offer_again(self, call: Call, entries: Iterable[Entry]) -> None:
         """Queue those entries that serve this call and were dropped when they were first queued."""
         if self.tier.has_dropped and self._packings.knows(call.kind):
-            self.put(call, [one for one in entries if self.tier.lacks(one.scope, entry_name(one.key))])
+            self.put(call, [entry for entry in entries if self.tier.lacks(entry.scope, entry_name(entry.key))])
 
 
 def entry_name(key: str) -> str:

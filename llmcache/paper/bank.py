@@ -159,10 +159,10 @@ class LayerBank:
 
     def clear(self, namespace: str | None = None) -> None:
         """Remove the entries of a namespace, or all (None), and its rows that codecs wait for. Fitted codecs stay."""
-        for key in [key for key, one in self.entries.items() if namespace in (None, one.kind.scope.namespace)]:
+        for key in [key for key, entry in self.entries.items() if namespace in (None, entry.kind.scope.namespace)]:
             self.remove(key)
         for packer in self.packers.values():
-            packer.waiting = {k: one for k, one in packer.waiting.items() if namespace not in (None, one[0])}
+            packer.waiting = {k: rows for k, rows in packer.waiting.items() if namespace not in (None, rows[0])}
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
         """Return the entries for these weights, for `restore`: JSON data, and tensors by name."""
@@ -177,18 +177,18 @@ class LayerBank:
                 records.append((tensors, [entry.key, astuple(scope), length, has_kv, dtypes]))
         codec = {} if weights not in self.packers else self.packers[weights].codec.state()
         notes, packed = pack(records)
-        return notes, packed | {f"codec.{name}": one.cpu() for name, one in codec.items()}
+        return notes, packed | {f"codec.{name}": tensor.cpu() for name, tensor in codec.items()}
 
     def restore(self, weights: str, notes: Sequence[Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Load what `state` returned, with tensors on `device`."""
         self._packer(weights).codec.restore(below("codec.", tensors))
-        packed = {name: one for name, one in tensors.items() if "/" in name}
+        packed = {name: tensor for name, tensor in tensors.items() if "/" in name}
         for held, (key, scope, length, has_kv, dtypes) in unpack(notes, packed):
             vector = held.pop("vector", None)
             entry = Entry(
                 key,
                 Kind(Scope(*scope), length, has_kv),
-                {name: one.to(device) for name, one in held.items()},
+                {name: tensor.to(device) for name, tensor in held.items()},
                 {name: getattr(torch, dtype) for name, dtype in dtypes.items()},
             )
             self._hold(entry, None if vector is None else vector.numpy())

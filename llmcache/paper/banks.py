@@ -79,7 +79,7 @@ class Banks(dict[int, LayerBank]):
 
     def put(self, states: Sequence[State], checks: Sequence[Check], generation: int) -> int:
         """Store the states of a call that were not purged since `generation`; return how many are too large."""
-        computed = [one for state in states for one in state.tensors.values()]
+        computed = [tensor for state in states for tensor in state.tensors.values()]
         moved = _move([*computed, *(check.fresh for check in checks)], self._device)
         n_too_large, seen = 0, set[tuple[int, str]]()
         with self._lock:
@@ -114,7 +114,9 @@ class Banks(dict[int, LayerBank]):
             before = self._keys()
             for bank in self.values():
                 bank.clear(namespace)
-            self._waiting = {key: one for key, one in self._waiting.items() if namespace not in (None, one[0])}
+            self._waiting = {
+                key: features for key, features in self._waiting.items() if namespace not in (None, features[0])
+            }
             return len(before - self._keys())
 
     def forget(self, keys: Iterable[str]) -> int:
@@ -196,7 +198,7 @@ class Banks(dict[int, LayerBank]):
 def _move(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Move tensors to a device with one synchronisation; tensors already there are not copied."""
     with torch.inference_mode(False), torch.no_grad():
-        moved = [one.to(device, non_blocking=one.is_cuda) for one in tensors]
+        moved = [tensor.to(device, non_blocking=tensor.is_cuda) for tensor in tensors]
     if tensors and tensors[0].is_cuda and device.type == "cpu":
         torch.cuda.current_stream(tensors[0].device).synchronize()
     return iter(moved)

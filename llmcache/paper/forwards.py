@@ -150,7 +150,7 @@ def copy_kv(kv_cache: Any, row: Row, first: int, last: int) -> dict[str, Tensor]
     """Copy a row's `keys` and `values` (S, H, n, D_h) of the layers `first` to `last`, both included."""
     layers = kv_cache.layers[first : last + 1]
     return {
-        name: torch.stack([getattr(one, name)[row.number][:, row.valid] for one in layers])
+        name: torch.stack([getattr(layer, name)[row.number][:, row.valid] for layer in layers])
         for name in ("keys", "values")
     }
 

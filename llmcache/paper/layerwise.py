@@ -298,7 +298,9 @@ class Layerwise(ContextFlags):
             self._reuses_by_layer.update(call.reuses)
             self._n_skipped += call.n_skipped
             self._n_checked += len(call.checked)
-        counted = tuple(one for one, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked)
+        counted = tuple(
+            outcome for outcome, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked
+        )
         self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started, 0)
 
     def _report_costs(self, call: Call, took_s: float) -> None:
@@ -371,7 +373,7 @@ class Layerwise(ContextFlags):
         keys = set[str]()
         for call in calls:
             call()
-            keys |= {key for one in self.last for key in (one.key, one.source) if key}
+            keys |= {key for outcome in self.last for key in (outcome.key, outcome.source) if key}
         return self._banks.forget(keys)
 
     def drain(self) -> int:

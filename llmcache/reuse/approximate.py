@@ -8,7 +8,6 @@ from typing import Any
 from llmcache.request.rows import Scope
 from llmcache.reuse.audit.audit import Audit
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.reuse.calibration.observer import Observer
 from llmcache.reuse.calibration.sharing import SharedCalibration
 from llmcache.reuse.call import Call, Rung
 from llmcache.reuse.decide import Semantic
@@ -27,18 +26,17 @@ class Approximate:
         calibrated: CalibratedReuse,
         semantic: Semantic,
         draft: Draft | None,
-        observer: Observer,
         audit: Audit,
         sharing: SharedCalibration | None,
         search_cost: SearchCost | None,
     ) -> None:
         """Join the parts. `search_cost`: None: search in every call."""
         self.calibrated, self.semantic, self.draft, self.audit = calibrated, semantic, draft, audit
-        self.sharing, self.search_cost, self.collected = sharing, search_cost, observer.collected
+        self.sharing, self.search_cost, self.collected = sharing, search_cost, audit.observer.collected
         self.rungs: Sequence[Rung] = (semantic,) if draft is None else (semantic, draft)
         self.worker: AbstractContextManager[object] = audit.worker if audit.is_on else nullcontext()
         # Bound here, so that a call enters no function in between.
-        self.draw, self.served, self.withdraw, self.observe = audit.draw, audit.served, audit.withdraw, observer.see
+        self.draw, self.served, self.withdraw, self.observe = audit.draw, audit.served, audit.withdraw, audit.observe
         self.is_current = semantic.is_current
         self.step: Callable[[Scope, int], None] = (lambda scope, number: None) if sharing is None else sharing.step
         self.join: Callable[[Sequence[Any], Any], bool] = (lambda calls, output: True) if draft is None else draft.join

@@ -88,9 +88,9 @@ class ContentGate:
         self._idf = dict(zip(state["tokens"].astype(int).tolist(), state["idf"].tolist(), strict=True))
         self._unseen = float(state["unseen"][0])
 
-    def refuses(self, one: bytes, other: bytes) -> str:
+    def refuses(self, request: bytes, other: bytes) -> str:
         """Return why a request must not serve another, given the packed token ids of both, or ""."""
-        mine, its = self._tokens(one), self._tokens(other)
+        mine, its = self._tokens(request), self._tokens(other)
         differing = mine ^ its
         if not differing:
             return ""

@@ -63,8 +63,8 @@ class Risk:
         """Fit to the evidence of N requests; `is_right`: which neighbours of each (n,) have the model's own answer."""
         examples = [
             (features, not right[number])
-            for one, right in zip(seen, is_right, strict=True)
-            for number, features in _describe(one)
+            for evidence, right in zip(seen, is_right, strict=True)
+            for number, features in _describe(evidence)
         ]
         if examples:
             self._weights = fit_odds([features for features, _ in examples], [changed for _, changed in examples])
@@ -113,7 +113,7 @@ class NeighbourChooser:
         (near,) = self._sources.search(case.scope, [case.row], vector[None], K)
         if not near.sources:
             return Evidence(()), []
-        signatures = np.stack([one.answer for one in near.sources])
+        signatures = np.stack([source.answer for source in near.sources])
         return self._see(near, forecast), self._answers.agree(signatures, case.answer).tolist()
 
     def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> tuple[Doubles, Doubles]:
@@ -121,20 +121,22 @@ class NeighbourChooser:
 
         Returns the risk of each (N,), and whether its chosen source has another answer (N,), 0 or 1.
         """
-        seen = [one for one, _ in looks]
+        seen = [evidence for evidence, _ in looks]
         self._risk.fit(seen, [is_right for _, is_right in looks])
-        chosen = [self._risk.choose(one) if one.similarity else (0, inf) for one in seen]
+        chosen = [self._risk.choose(evidence) if evidence.similarity else (0, inf) for evidence in seen]
         is_changed = [not (is_right and is_right[n]) for (n, _), (_, is_right) in zip(chosen, looks, strict=True)]
         return np.array([risk for _, risk in chosen], np.float64), np.array(is_changed, np.float64)
 
     def state(self) -> dict[str, Floats]:
         """Return the fitted arrays of risk model, answers and gate, by name."""
-        return {f"{part}.{name}": array for part, one in self._fitted_parts() for name, array in one.state().items()}
+        return {
+            f"{part}.{name}": array for part, fitted in self._fitted_parts() for name, array in fitted.state().items()
+        }
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         """Restore the arrays that `state` returned."""
-        for part, one in self._fitted_parts():
-            one.restore(below(f"{part}.", state))
+        for part, fitted in self._fitted_parts():
+            fitted.restore(below(f"{part}.", state))
 
     def _fitted_parts(self) -> Iterator[tuple[str, Risk | Answers | ContentGate]]:
         yield from (("decision", self._risk), ("answers", self._answers))
@@ -146,7 +148,7 @@ class NeighbourChooser:
         agree = self._answers.agree(signatures[:, None], signatures).tolist()
         closeness = self._answers.closeness(forecast, signatures).tolist()
         if isnan(sum(closeness)):
-            closeness = [0.0 if isnan(one) else one for one in closeness]
+            closeness = [0.0 if isnan(value) else value for value in closeness]
         return Evidence(near.similarity, agree, closeness)
 
 
@@ -232,8 +234,8 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
         return
     nearest, last = similarity[0], similarity[-1]
     votes = []
-    for one in similarity:  # a loop: in Python 3.11 a comprehension is a function call
-        votes.append(exp((one - nearest) / _WIDTH))
+    for similar in similarity:  # a loop: in Python 3.11 a comprehension is a function call
+        votes.append(exp((similar - nearest) / _WIDTH))
     n_votes, mean = sum(votes), sum(similarity) / n
     for number, agrees in enumerate(seen.agree):
         if not agrees[number] or any(agrees[:number]):

@@ -121,7 +121,7 @@ class Draft:
         if self.drafter is not None and self.drafter.head not in ("", head):  # it was edited or replaced
             self.refresh()
         proposals = [self._propose(call, row) for row in rows]
-        return [(None, 0.0) if one is None else (one.output, one.seconds) for one in proposals]
+        return [(None, 0.0) if proposal is None else (proposal.output, proposal.seconds) for proposal in proposals]
 
     def fit(self, outputs: Sequence[Floats | None], answers: Sequence[Floats]) -> None:
         """Learn from the draft's outputs for N requests and the model's own answers how likely they differ."""
@@ -133,7 +133,7 @@ class Draft:
 
     def risks(self, outputs: Sequence[Floats | None]) -> Doubles:
         """Return how likely each answer differs from the model's (N,); infinite where the draft does not apply."""
-        return np.array([inf if one is None else self._risk(one) for one in outputs], np.float64)
+        return np.array([inf if output is None else self._risk(output) for output in outputs], np.float64)
 
     def choice(self, output: Floats) -> Choice:
         """Return a draft's output (C,) as what is chosen for a request."""
@@ -219,7 +219,7 @@ class Draft:
         if not self.has_part_in(calls):
             return True
         with self._counters.guard("put a draft's logits into the model's output") as tried:
-            (call,) = (one for one in calls if isinstance(one, Call))
+            (call,) = (call for call in calls if isinstance(call, Call))
             logits = self._read(output)
             if len(parts_of(output)) > 1 or len(logits) != len(call.rows):
                 raise TypeError(f"the model returns more than a row of logits for each request: {type(output)}")

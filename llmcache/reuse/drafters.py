@@ -256,13 +256,13 @@ def _run(model: nn.Module, is_dict: bool, names: Collection[str] | None, inputs:
     """Return a model's output; `is_dict`: it takes one dict; `names`: of its arguments, None: any."""
     if is_dict:
         return model(dict(inputs))
-    return model(**{name: one for name, one in inputs.items() if names is None or name in names})
+    return model(**{name: value for name, value in inputs.items() if names is None or name in names})
 
 
 def _answer(draft: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return a model's logits (1, C) for a row. Token types go only to a forward that names them."""
     names = Arguments(draft.forward).names
-    return read_logits(draft(**{name: one for name, one in inputs.items() if name in names or not names}))
+    return read_logits(draft(**{name: value for name, value in inputs.items() if name in names or not names}))
 
 
 def _longest(model: nn.Module) -> float:

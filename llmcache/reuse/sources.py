@@ -110,7 +110,7 @@ class Sources:
 
     def __iter__(self) -> Iterator[Source]:
         with self.lock:
-            held = [one for part in self._partitions.values() for one in part.sources if one is not None]
+            held = [source for part in self._partitions.values() for source in part.sources if source is not None]
         return iter(held)
 
     def __contains__(self, key: object) -> bool:
@@ -164,7 +164,7 @@ class Sources:
     def vectors(self, sources: Iterable[Source]) -> Floats:
         """Return fingerprints (N, F) of held sources, as a search compares them."""
         with self.lock:
-            parts = [(self._where[one.key], one.key) for one in sources]
+            parts = [(self._where[source.key], source.key) for source in sources]
             return np.concatenate([part.index.vectors(np.array([part.slots[key]])) for part, key in parts])
 
     def remove(self, key: str) -> None:

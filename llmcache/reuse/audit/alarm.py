@@ -82,7 +82,7 @@ class Alarm:
         found = np.array([(*kind, n) for kind, n in self._found.items()], np.float64).reshape(-1, 3)
         won = np.log(1 - self._stakes + self._stakes * found[:, 1:2] / self._limit) - self._lost
         np.add.at(gained, found[:, 0].astype(np.int64), found[:, 2:] * won)
-        n_bets, gained = (np.cumsum(one[::-1], axis=0)[::-1] for one in (n_bets, gained))  # from each epoch on
+        n_bets, gained = (np.cumsum(counts[::-1], axis=0)[::-1] for counts in (n_bets, gained))  # from each epoch on
         e = np.arange(1, n_epochs + 1)[:, None]
         wealth: Doubles = gained + n_bets * self._lost - np.log(e * (e + 1.0))
         return wealth[[epoch > latest - _RECENT or epoch % _THINNED == 0 for epoch in range(n_epochs)]]

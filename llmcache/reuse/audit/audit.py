@@ -11,8 +11,8 @@ Once requests are unlike, the calibration is void.
 
 import os
 import threading
-from collections.abc import Collection, Mapping
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from llmcache.config import CacheConfig
 from llmcache.reuse.audit.account import MOST_WAITING, AuditAccount, Audited
@@ -40,7 +40,8 @@ class Audit:
         self._calibrated = recomputer.calibrated
         self._weights = recomputer.weights
         self._counters = recomputer.counters
-        self._answers = recomputer.observer.answers
+        self.observer = recomputer.observer
+        self._answers = self.observer.answers
         self._floor = config.audit.rate
         self.is_on = bool(config.audit)  # else nothing is drawn, and the worker gets no jobs
         self._renewal = RenewalBuffer(config.recalibrate)
@@ -123,24 +124,24 @@ class Audit:
                     drawn.sample.account.withdraw(drawn.sample)
         call.audited.clear()
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether requests in service may be calibrated on, at first or for a renewal."""
-        return self._calibrated.is_learning or self._renewal.every is not None
-
-    def wanted(self, call: Call) -> Collection[int]:
-        """Return the numbers of the rows to observe if they are computed."""
-        return range(len(call.rows)) if self._calibrated.is_learning or self._calibrated.is_growing else call.audited
-
-    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
-        """Use computed rows as growing sources, to learn from, and as verdicts on drawn rows."""
-        if self._calibrated.is_growing:
-            self._calibrated.grow(call.calibration, seen, call.vectors)
-        if self._calibrated.is_learning:
-            self._calibrated.observe(list(seen.values()))
-        for number, drawn in call.audited.items():
-            if number in seen:
-                self._settle(drawn, seen[number])
+    def observe(self, call: Call, output: Any) -> None:
+        """Use computed rows as growing sources, to learn from, and as verdicts on drawn rows; see `Observer.read`."""
+        calibrated = self._calibrated
+        if self.observer.collected.get() is not None:
+            self.observer.see(call, output)
+            return
+        with self._counters.guard("observe an answer"):
+            wanted = range(len(call.rows)) if calibrated.is_learning or calibrated.is_growing else call.audited
+            seen = self.observer.read(call, output, wanted, calibrated.may_learn)
+            if not seen:
+                return
+            if calibrated.is_growing:
+                calibrated.grow(call.calibration, seen, call.vectors)
+            if calibrated.is_learning:
+                calibrated.observe(list(seen.values()))
+            for number, drawn in call.audited.items():
+                if number in seen:
+                    self._settle(drawn, seen[number])
 
     def alarm(self, calibration: Calibration) -> None:
         """React to an alarm of this cache, or of another cache with the same calibration."""

@@ -78,7 +78,7 @@ class RecomputeQueue:
                 alike = [task for task in self._waiting if self._kind(task) == kind]
                 taken = sorted(alike, key=lambda task: abs(_length(task) - _length(taken[0])))[:n_most]  # less padding
                 self._max_batch = min(2 * self._max_batch, _MAX_BATCH)
-            self._waiting = [task for task in self._waiting if not any(task is one for one in taken)]
+            self._waiting = [task for task in self._waiting if not any(task is other for other in taken)]
             return taken
 
     def put_back(self, tasks: Sequence[Recompute]) -> None:
@@ -155,7 +155,7 @@ def copy_row(call: Call, row: Row, drawn: Audited, origin: Origin) -> Recompute:
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
     end = call.arguments["input_ids"].shape[1] if row.has_layout or call.is_coupled else end  # its key covers padding
     given = {name: call.arguments.get(name) for name in DECIDING}
-    inputs = {name: take_row(one, row.number, end).clone() for name, one in given.items() if one is not None}
+    inputs = {name: take_row(value, row.number, end).clone() for name, value in given.items() if value is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     engine = call.engine.name

@@ -115,7 +115,8 @@ class Recomputer:
     def _run(self, task: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
         device, dtype, is_on = task.autocast
         with torch.autocast(device, dtype=dtype, enabled=is_on):
-            return collect(partial(self.compute, task.namespace, task.engine), self.observer, [inputs])
+            compute = partial(self.compute, task.namespace, task.engine)
+            return collect(compute, self.observer, [inputs], is_drafted=self.calibrated.may_learn)
 
     def _match_alone(self, tasks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
         """Whether a padded batch gives the same outputs as each row alone, but for rounding, and the same keys."""
@@ -124,9 +125,9 @@ class Recomputer:
         except Exception:  # the model may not take batches
             return False
         return all(
-            one.row.key == other.row.key
-            and np.abs(one.output - other.output).max() <= _ROUNDING * np.abs(other.output).max()
-            for one, other in zip(together, alone, strict=True)
+            batched.row.key == other.row.key
+            and np.abs(batched.output - other.output).max() <= _ROUNDING * np.abs(other.output).max()
+            for batched, other in zip(together, alone, strict=True)
         )
 
     def _store(self, case: Observation) -> None:

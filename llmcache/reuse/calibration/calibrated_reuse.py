@@ -70,6 +70,7 @@ class CalibratedReuse:
         self.head = head
         self._counters = counters
         self._learn = config.learn  # requests after which it calibrates by itself; None: never
+        self._renews = config.recalibrate is not None
         self._risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
         self._is_watched = bool(config.audit)  # else no status says `certified`
         #: Of the sources; forgetting one of them ends the calibration.
@@ -89,6 +90,11 @@ class CalibratedReuse:
     def is_learning(self) -> bool:
         """Whether computed requests are collected for a calibration."""
         return self._learn is not None and self.calibration is None and not self._is_calibrating
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether requests in service may be calibrated on, at first or for a renewal."""
+        return self.is_learning or self._renews
 
     @property
     def is_growing(self) -> bool:
@@ -324,8 +330,10 @@ class CalibratedReuse:
             calibration, sources = self.calibration, list(self.fitter.sources)
             if calibration is None or calibration.weights != weights or not sources:
                 return None, {}
-            descriptions = [(*_describe(one), one.ids.hex(), one.length) for one in sources]
-            meta, tensors = pack([(one.entry.tensors, about) for one, about in zip(sources, descriptions, strict=True)])
+            descriptions = [(*_describe(source), source.ids.hex(), source.length) for source in sources]
+            meta, tensors = pack(
+                [(source.entry.tensors, about) for source, about in zip(sources, descriptions, strict=True)]
+            )
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"chooser.{name}": array for name, array in self.chooser.state().items()}
             if self._draft is not None:
@@ -359,10 +367,10 @@ class CalibratedReuse:
             if calibration is not self.calibration or not self.is_growing:
                 return
             if pairs:
-                sources.add([one for one, _ in pairs], np.stack([vector for _, vector in pairs]))
-            for one, _ in pairs:
-                if one.key not in self._bank:  # too large, or evicted meanwhile
-                    sources.remove(one.key)
+                sources.add([source for source, _ in pairs], np.stack([vector for _, vector in pairs]))
+            for source, _ in pairs:
+                if source.key not in self._bank:  # too large, or evicted meanwhile
+                    sources.remove(source.key)
 
     def held(self) -> AbstractContextManager[object]:
         """Return a context in which no calibration begins or ends."""
@@ -380,9 +388,9 @@ class CalibratedReuse:
         if calibration.draft not in ("", self.draft_name):
             logger.warning("llmcache: a calibration with the draft %r is left out: call calibrate()", calibration.draft)
             return
-        arrays = {name: one.numpy() for name, one in tensors.items() if "/" not in name}
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items() if "/" not in name}
         sources = []
-        records = unpack(meta["sources"], {name: one for name, one in tensors.items() if "/" in name})
+        records = unpack(meta["sources"], {name: tensor for name, tensor in tensors.items() if "/" in name})
         for (own, (key, scope, layout, ids, length)), answer in zip(records, arrays["answers"], strict=True):
             held = {} if key in gone else own
             sources.append(Source(Entry.of(key, Scope(*scope), held, layout), bytes.fromhex(ids), answer, length))
@@ -394,7 +402,7 @@ class CalibratedReuse:
                 self._draft.restore(below("draft.", arrays))
             self.fitter.shares = calibration.shares
             self.fitter.forget()
-            entries = [one.entry for one in sources if one.entry.fields]
+            entries = [source.entry for source in sources if source.entry.fields]
             if calibration.sources == "growing":
                 for entry in entries:
                     self._bank.put([entry], self._bank.purges.generation)

@@ -354,7 +354,9 @@ def choose_shares(
 def combined(alone: Mapping[str, HoldoutOutcome], shares: Mapping[str, float]) -> HoldoutOutcome:
     """Return the outcome of several rungs together, in order, given each alone."""
     used = [replace(alone[rung], risk=alone[rung].risk / share) for rung, share in shares.items()]
-    return replace(used[0], risk=np.stack([one.risk for one in used]), loss=np.stack([one.loss for one in used]))
+    return replace(
+        used[0], risk=np.stack([outcome.risk for outcome in used]), loss=np.stack([outcome.loss for outcome in used])
+    )
 
 
 def _serve_at_most(shares: Mapping[str, float], alone: Mapping[str, HoldoutOutcome], most: float) -> Bools:

@@ -90,7 +90,7 @@ def profile(features: Mapping[str, Features], learned: Sequence[int], limit: flo
     # From `learned`: the order of classes must not depend on C.
     classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
     to_numbers = _FeatureNumbers(classes)
-    new = [to_numbers(one) for one in features.values() if not one.is_repeat]
+    new = [to_numbers(seen) for seen in features.values() if not seen.is_repeat]
     kinds = list(zip(*new, strict=True)) if new else [()] * to_numbers.n_kinds
     edges = tuple(_edges(kind, *((limit,) if i == 0 else ())) for i, kind in enumerate(kinds))
     counts = _Counts(edges)

@@ -31,9 +31,9 @@ def batches(inputs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], Ma
         The numbers of the requests, ascending, and their inputs; no row is padded.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, one in enumerate(inputs):
-        is_text = isinstance(one, Tokenised)
-        kind = tuple((name, tuple(tensor.shape)) for name, tensor in one.items()) if is_text else (number,)
+    for number, request in enumerate(inputs):
+        is_text = isinstance(request, Tokenised)
+        kind = tuple((name, tuple(tensor.shape)) for name, tensor in request.items()) if is_text else (number,)
         alike.setdefault(kind, []).append(number)
     for numbers in alike.values():
         for first in range(0, len(numbers), _BATCH):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from math import nan
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,59 +28,43 @@ from llmcache.support.context import scoped
 _MOST = 1e18  # the square of a larger value overflows float32
 
 
-class Learner(Protocol):
-    """Takes observations of computed requests."""
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether a calibration may be made from them."""
-
-    def wanted(self, call: Call) -> Collection[int]:
-        """Return the numbers of the rows to observe if they are computed."""
-
-    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
-        """Take the observations of a call, by row number."""
-
-
 class Observer:
-    """Reads the answers of finished calls, and passes computed requests to a learner."""
+    """Reads the answers of finished calls."""
 
     def __init__(self, answers: Answers, read: Reading, head: Weights, draft: Draft | None, counters: Counters) -> None:
         """Read answers by `read`; `head`: the weights outside the trunk; `draft` runs on what is learned from."""
         self.answers, self.draft, self._counters = answers, draft, counters
-        self.learner: Learner | None = None
-        self.is_learned_from: ContextVar[bool] = ContextVar("llmcache_is_learned_from", default=False)
         #: While set, rows are computed and appended to this list instead of being stored.
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
+        self.is_drafted: ContextVar[bool] = ContextVar("llmcache_is_drafted", default=False)  # of collected rows
         self._read, self._head = read, head
 
-    def pass_to(self, learner: Learner) -> None:
-        """Pass what is observed to a learner."""
-        self.learner = learner
-
     def see(self, call: Call, output: Any) -> None:
-        """Observe a closed call, with the whole model's output; None: if answers are read from payloads instead."""
-        if self.answers.reads_payload is (output is None):
+        """Collect the computed rows of a closed call; see `read`."""
+        if (collected := self.collected.get()) is not None:
             with self._counters.guard("observe an answer"):
-                self._see(call, output)
+                collected += self.read(call, output, call.entries, self.is_drafted.get()).values()
 
-    def _see(self, call: Call, output: Any) -> None:
-        collected, entries = self.collected.get(), call.entries
-        if not entries or (call.is_coupled and len(call.rows) > 1):
-            return
-        wanted = entries if collected is not None else () if self.learner is None else self.learner.wanted(call)
+    def read(self, call: Call, output: Any, wanted: Collection[int], is_drafted: bool) -> dict[int, Observation]:
+        """Return observations of the computed rows among `wanted`, by number; `is_drafted`: with the draft's answers.
+
+        `output` is the whole model's; None: of the trunk alone, where answers are read from payloads.
+        """
+        entries = call.entries
+        if self.answers.reads_payload is not (output is None) or (call.is_coupled and len(call.rows) > 1):
+            return {}
         numbers = [number for number in entries if number in wanted]
         if not numbers:
-            return
+            return {}
         signatures, outputs, targets = self._answers_of(call, output, numbers)
         head, seconds = self._head.digest(), (perf_counter() - call.started_s) / len(call.rows)
         rows = [call.rows[number] for number in numbers]
         tokens = call.requests.tokens(rows)
         drafts: Sequence[tuple[Floats | None, float]] = [(None, 0.0)] * len(rows)
         drafted_by = "" if self.draft is None else self.draft.drafter_name
-        if self.draft is not None and (self.is_learned_from.get() if collected is not None else self.learner_wants()):
+        if self.draft is not None and is_drafted:
             drafts = self.draft.observe(call, rows, head)
-        seen = {
+        return {
             number: Observation(
                 entries[number].scope,
                 call.rows[number],
@@ -98,14 +82,6 @@ class Observer:
             )
             for i, number in enumerate(numbers)
         }
-        if collected is not None:
-            collected += seen.values()
-        elif self.learner is not None:
-            self.learner.observe(call, seen)
-
-    def learner_wants(self) -> bool:
-        """Whether the learner may calibrate on what it observes."""
-        return self.learner is not None and self.learner.is_learning
 
     def _answers_of(self, call: Call, output: Any, numbers: Sequence[int]) -> list[Floats]:
         """Return signatures (n, S), outputs (n, C) and mean payloads (n, D) of computed rows."""
@@ -129,8 +105,9 @@ def collect(
     first: int = 0,
     *,
     is_learned_from: bool = False,
+    is_drafted: bool = False,
 ) -> list[Observation]:
-    """Compute requests, numbered from `first`, and return their observations in order.
+    """Compute requests, numbered from `first`, and return their observations in order; see `Observer.read`.
 
     Raises:
         CalibrationError: A request cannot be computed or observed, its states are not finite, or, with
@@ -142,7 +119,7 @@ def collect(
         try:
             with (
                 scoped(observer.collected, seen),
-                scoped(observer.is_learned_from, is_learned_from or observer.learner_wants()),
+                scoped(observer.is_drafted, is_learned_from or is_drafted),
             ):  # not while `requests` makes the next one: it may call the model
                 compute(inputs)
         except Exception as error:

@@ -13,7 +13,7 @@ from llmcache.reuse.calibration.inputs import n_rows
 
 def refuse_coupled(coupling: str, inputs: Sequence[Mapping[str, Any]]) -> None:
     """Refuse requests of several rows if rows of a call affect each other; `coupling` is the reason, or ""."""
-    number = next((number for number, one in enumerate(inputs) if n_rows(one) > 1), None) if coupling else None
+    number = next((number for number, batch in enumerate(inputs) if n_rows(batch) > 1), None) if coupling else None
     if number is not None:
         raise CalibrationError(
             f"request {number} has {n_rows(inputs[number])} rows, and rows of a call affect each other: {coupling}. So "

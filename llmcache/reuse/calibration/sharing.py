@@ -113,7 +113,7 @@ class SharedCalibration:
                     self._write(self._place, f"n.{self._group()}.{self._body}.{note}", {}, {"is": note})
         if calibration is not None and not (before is not None and calibration.is_of(before)):
             self._body, self._place = "", None
-            scopes = {one.entry.scope for one in self._calibrated.fitter.sources}
+            scopes = {source.entry.scope for source in self._calibrated.fitter.sources}
             if len(scopes) == 1 and self._is_shareable(calibration):
                 scope = scopes.pop()
                 self._publish(Place(scope, self._tier.number(scope.namespace)))
@@ -138,8 +138,8 @@ class SharedCalibration:
         meta, tensors = self._calibrated.state(place.scope.weights)
         packed = json.dumps(meta).encode()
         sha = hashlib.sha256(packed)
-        for name, one in sorted(tensors.items()):
-            sha.update(name.encode() + one.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in sorted(tensors.items()):
+            sha.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         self._body, self._version, self._place = sha.hexdigest()[:24], self._version + 1, place
         packed_meta = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         self._write(place, f"b.{self._group()}.{self._body}", {**tensors, _META: packed_meta}, now)
@@ -152,8 +152,8 @@ class SharedCalibration:
         notes = [f"n.{group}.{self._body}.{note}" for note in ("a1", "a2", "d")] if self._body else []
         names = [*notes, *(f"s.{group}.{version}" for version in versions)]
         found = self._tier.peek([(place.scope, name) for name in names], _CHECK_TIMEOUT_S)
-        are_noted, records = [one is not None for one in found[: len(notes)]], found[len(notes) :]
-        latest = max((v for v, one in zip(versions, records, strict=True) if one is not None), default=None)
+        are_noted, records = [record is not None for record in found[: len(notes)]], found[len(notes) :]
+        latest = max((v for v, record in zip(versions, records, strict=True) if record is not None), default=None)
         if latest is not None and (record := records[latest - versions.start]) is not None:
             body = str(record.about.get("body"))
             if body != self._body and (latest, body) != self._unusable:

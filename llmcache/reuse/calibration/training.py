@@ -122,8 +122,8 @@ class CalibrationFitter:
         assert self.draft is not None
         outputs = [case.draft for case in cases]
         served_by = [
-            None if one is None else replace(case, output=one, answer=self.draft.sign(one[None])[0])
-            for case, one in zip(cases, outputs, strict=True)
+            None if output is None else replace(case, output=output, answer=self.draft.sign(output[None])[0])
+            for case, output in zip(cases, outputs, strict=True)
         ]
         return self._outcome(self.draft.risks(outputs), cases, served_by, metric)
 
@@ -160,7 +160,7 @@ class CalibrationFitter:
     def risks(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
         """Return the risk (N,) of each request and the key of the source that would serve it; see `look_up`."""
         found = self.look_up(cases, repeated)
-        return np.array([one.risk for one in found], np.float64), [one.key for one in found]
+        return np.array([source.risk for source in found], np.float64), [source.key for source in found]
 
     def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
         """Return the profile of requests of C, with which later requests are compared."""
