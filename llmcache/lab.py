@@ -33,7 +33,7 @@ _NAMES = {
     "reuse.calibration.observer": ("outputs", "targets"),
     "reuse.calibration.training": ("N_TURNS", "Found"),
     "reuse.fingerprint": ("LearnedFingerprint",),
-    "reuse.calibration.risk_target": ("RiskTarget", "Sources"),
+    "reuse.calibration.risk_target": ("Growth", "RiskTarget"),
     "reuse.calibration.calibration": (
         *("HoldoutOutcome", "OperatingPoint", "candidate_limits", "check_size", "choose_limit", "n_tested", "split"),
         "try_limits",

@@ -13,7 +13,7 @@ from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
 from llmcache import CacheConfig, Calibration, CalibrationError, ConfigError, LLMCache
-from llmcache.lab import RiskTarget, Sources, check_size
+from llmcache.lab import Growth, RiskTarget, check_size
 
 
 class LearningExperiment(CacheExperiment):
@@ -35,7 +35,7 @@ class LearningExperiment(CacheExperiment):
     def config(self) -> CacheConfig:
         return CacheConfig.make(self.cache)
 
-    def risk_target(self, max_drop: float, sources: Sources = "frozen") -> RiskTarget:
+    def risk_target(self, max_drop: float, sources: Growth = "frozen") -> RiskTarget:
         return RiskTarget(max_drop, self.config.delta, "changed", sources, self.seed)
 
     @property

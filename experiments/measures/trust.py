@@ -37,7 +37,7 @@ from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
-from llmcache.lab import CalibratedReuse, Doubles, Observation, OperatingPoint, RiskTarget, Sources, split
+from llmcache.lab import CalibratedReuse, Doubles, Growth, Observation, OperatingPoint, RiskTarget, split
 
 #: Losses at which a frontier is reported.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
@@ -49,7 +49,7 @@ Figures = dict[str, Any]
 
 class Trust(LearningExperiment):
     # Sources after calibration: the calibration's requests only, or later misses as well.
-    sources: tuple[Sources, ...] = ("frozen", "growing")
+    sources: tuple[Growth, ...] = ("frozen", "growing")
     n_limits: int = Field(default=16, ge=2)  # risk limits at which reuse is replayed
     student: bool = True  # also measure the forecast alone, without neighbours, with frozen sources
     taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other methods

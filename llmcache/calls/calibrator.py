@@ -37,8 +37,7 @@ from llmcache.reuse.calibration.calibration import Calibration, InForce, check_s
 from llmcache.reuse.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
 from llmcache.reuse.calibration.observer import Observer, collect
 from llmcache.reuse.calibration.requirements import check_settings, refuse_coupled
-from llmcache.reuse.calibration.risk_target import Metric, MetricName, RiskTarget
-from llmcache.reuse.calibration.risk_target import Sources as Growth
+from llmcache.reuse.calibration.risk_target import Growth, Metric, MetricName, RiskTarget
 from llmcache.reuse.calibration.sharing import SharedCalibration
 from llmcache.reuse.calibration.token_vectors import TokenVectors
 from llmcache.reuse.calibration.training import CalibrationFitter

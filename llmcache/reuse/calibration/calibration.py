@@ -31,7 +31,7 @@ import numpy as np
 from llmcache.errors import CalibrationError
 from llmcache.reuse.calibration.bounds import draws_needed, mean_upper, share_upper
 from llmcache.reuse.calibration.drift import Profile
-from llmcache.reuse.calibration.risk_target import Metric, RiskTarget, Sources
+from llmcache.reuse.calibration.risk_target import Growth, Metric, RiskTarget
 from llmcache.support.arrays import Bools, Doubles
 
 SEMANTIC: Final = "semantic"  # the rung that serves from a source
@@ -110,7 +110,7 @@ class Calibration:
     delta: float
     n_sources: int
     n_tested: int
-    sources: Sources
+    sources: Growth
     weights: str
     head: str
     seconds: float = 0.0

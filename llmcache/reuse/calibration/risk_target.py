@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from llmcache.errors import ConfigError
 
-Sources = Literal["frozen", "growing"]
+Growth = Literal["frozen", "growing"]
 MetricName = Literal["changed", "accuracy"]
 
 
@@ -49,7 +49,7 @@ class RiskTarget:
     max_drop: float  # largest loss, a fraction of 1, or in units of the metric
     delta: float  # chance that the loss is larger than `max_drop`
     metric: MetricName | Metric
-    sources: Sources  # `growing`: later misses serve, too
+    sources: Growth  # `growing`: later misses serve, too
     seed: int  # of the draw of A, B and C
 
     def __post_init__(self) -> None:
@@ -60,8 +60,8 @@ class RiskTarget:
         if not isinstance(self.metric, Metric) and self.metric not in get_args(MetricName):
             names = " or ".join(map(repr, get_args(MetricName)))
             raise ConfigError(f"metric: give {names}, or llmcache.Metric(score, low=0, high=1) (got {self.metric!r})")
-        if self.sources not in get_args(Sources):
-            raise ConfigError(f"sources: give {' or '.join(map(repr, get_args(Sources)))} (got {self.sources!r})")
+        if self.sources not in get_args(Growth):
+            raise ConfigError(f"sources: give {' or '.join(map(repr, get_args(Growth)))} (got {self.sources!r})")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed: give a whole number, 0 or more (got {self.seed!r})")
 
