@@ -88,8 +88,7 @@ class Calibrator:
                 f"forward() does not take ({', '.join(sorted(names)) or 'nothing'}): rename its argument or set audit=0"
             )
         tokens = TokenVectors(trunk, wrapped.payload, partial(run_uncached, trunk.module))
-        fingerprint = LearnedFingerprint(**config.fingerprint_component.options)
-        fingerprint.bind(tokens.embed, tokens.contextual)
+        fingerprint = LearnedFingerprint(tokens.embed, tokens.contextual, **config.fingerprint_component.options)
         answers = find_answers(
             config.answer, wrapped.head, model, None if config.draft is None else config.draft.min_cosine
         )

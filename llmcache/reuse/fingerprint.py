@@ -33,28 +33,23 @@ _N_AXES = 64  # R at most
 class LearnedFingerprint:
     """Pooled token vectors through a fitted linear map. Usable once a calibration has fitted it. Thread-safe."""
 
-    def __init__(self, dim: int = 128, ridge: float = 1.0) -> None:
-        """Set the size.
+    def __init__(self, embed: Lookup, compute_static: Lookup, dim: int = 128, ridge: float = 1.0) -> None:
+        """Set the size, and functions from m token ids to vectors (m, D).
 
         Args:
+            embed: Input embeddings.
+            compute_static: Final states of each token alone.
             dim: F, 2 to 384; at most the sum of hidden width and number of logits is used.
             ridge: Penalty on weights, over 0. A larger value fits less closely.
         """
         if not 2 <= dim <= 384 or not ridge > 0:
             raise ValueError(f"dim={dim}, ridge={ridge}: dim must be from 2 to 384, ridge over 0")
-        self.dim = dim
-        self.ridge = ridge
-        self._embed: Lookup | None = None
-        self._compute_static: Lookup | None = None
-        self._fitted: _Fitted | None = None  # replaced as a whole: other threads may be reading it
-
-    def bind(self, embed: Lookup, compute_static: Lookup) -> None:
-        """Set functions from m token ids to vectors (m, D): input embeddings, and final states of each token alone."""
+        self.dim, self.ridge = dim, ridge
         self._embed, self._compute_static = embed, compute_static
+        self._fitted: _Fitted | None = None  # replaced as a whole: other threads may be reading it
 
     def fit(self, requests: Sequence[Sequence[int]], targets: Floats, outputs: Floats) -> None:
         """Fit the maps from content tokens of N requests to targets (N, T) and to the outputs (N, C) to forecast."""
-        assert self._compute_static is not None and self._embed is not None
         different = [np.unique(np.array(ids, np.int64)) for ids in requests]
         tokens, counts = np.unique(np.concatenate(different), return_counts=True)
         embedded, static = self._embed(tokens), self._compute_static(tokens)
@@ -97,7 +92,6 @@ class LearnedFingerprint:
         return {} if self._fitted is None else dict(self._fitted.learned)
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        assert self._embed is not None
         self._fitted = _Fitted(dict(state), self._embed) if state else None
 
 
@@ -141,7 +135,7 @@ class _Pool:
 
         Args:
             learned: The arrays that `LearnedFingerprint.fit` made.
-            embed: As for `LearnedFingerprint.bind`.
+            embed: As for `LearnedFingerprint`.
             maps: Linear maps of the mean of embeddings and the weighted mean of static vectors, (D, A) each; None:
                 identity, A = D.
         """

@@ -259,7 +259,7 @@ class Audit:
     def _are_alike(self, call: Call, detector: DriftDetector) -> bool:
         """Compare a call's requests with the calibration's; if they are unlike, void it and return False."""
         calibration, scope = self._calibration, call.scope
-        assert scope is not None and calibration is not None
+        assert calibration is not None
         if scope.namespace not in self._calibrated.namespaces:
             return True
         if (
