@@ -38,8 +38,8 @@ def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     assert str(health).startswith("failing: 0% of calls, ")
 
 
-@pytest.mark.parametrize("part", ["model", "key", "verdict"])
-def test_a_look_without_a_verdict_counts_as_changed(
+@pytest.mark.parametrize("part", ["model", "key", "verdict", "store"])
+def test_a_look_without_a_verdict_counts_as_changed_and_a_store_that_fails_costs_none(
     cache: LLMCache, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_hits, audit = n_hits_of(cache, fresh(8)), inside.audit(cache)
@@ -53,20 +53,15 @@ def test_a_look_without_a_verdict_counts_as_changed(
         "model": (recomputer, "compute", fail),
         "key": (recomputer, "_recompute", read_as_another),
         "verdict": (audit._answers, "agree", fail),
+        "store": (inside.bank(cache), "put", fail),
     }
     monkeypatch.setattr(*parts[part])
     assert cache.drain() == n_hits > 0
-    error = "RuntimeError" if part == "verdict" else "CalibrationError"
-    assert cache.stats().health.failures == {f"audit a hit: {error}": n_hits}
-    assert known(cache).n_recomputed == 0
-    assert known(cache).n_lost + known(cache).n_alarms > 0  # an alarm begins a new account
-
-
-def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    n_hits = n_hits_of(cache, fresh(40))
-    monkeypatch.setattr(inside.bank(cache), "put", fail)
-    cache.drain()
-    assert 0 < known(cache).n_recomputed == cache.stats().errors == n_hits
+    error = "CalibrationError" if part in ("model", "key") else "RuntimeError"
+    step = "store an audited request" if part == "store" else "audit a hit"
+    assert cache.stats().health.failures == {f"{step}: {error}": n_hits}
+    assert known(cache).n_recomputed == (n_hits if part == "store" else 0)
+    assert (known(cache).n_lost + known(cache).n_alarms > 0) == (part != "store")  # an alarm begins a new account
 
 
 def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() -> None:

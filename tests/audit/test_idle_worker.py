@@ -1,7 +1,5 @@
 """Jobs run in idle moments, after their patience or in `drain`; none is lost or done twice."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -151,14 +149,21 @@ def test_the_more_waits_the_less_is_to_be_added() -> None:
     assert owner.worker.scale == 0.5**10
 
 
-def test_draining_does_what_waits_here_and_in_order() -> None:
+def test_draining_does_what_waits_here_and_in_order_and_closing_ends_the_thread() -> None:
     owner, full = Owner(idle_s=1e6, patience_s=1e6, max_jobs=4), []
+    assert owner.worker._thread is None  # before the first job
     for n in range(5):
         full.append(owner.worker.is_full)
         owner.add(n)
     assert full == [False] * 4 + [True]
     assert owner.worker.drain() == 5  # jobs beyond the limit are not lost
     assert owner.done == [(n, threading.current_thread().name) for n in range(5)]
+    owner.add()
+    thread = owner.worker._thread
+    for _ in range(2):
+        owner.worker.close()
+    owner.add()
+    assert not thread.is_alive() and (len(owner.worker), len(owner.done)) == (0, 5)
 
 
 def test_draining_waits_for_the_job_under_way() -> None:
@@ -170,46 +175,12 @@ def test_draining_waits_for_the_job_under_way() -> None:
     assert owner.done == ["slow"]
 
 
-def test_no_thread_before_the_first_job_and_none_after_the_end() -> None:
-    owner = Owner(idle_s=1e6)
-    assert owner.worker._thread is None
-    owner.add()
-    thread = owner.worker._thread
-    owner.worker.close()
-    owner.worker.close()
-    owner.add()
-    assert not thread.is_alive() and (len(owner.worker), owner.done) == (0, [])
-
-
-def test_no_job_is_done_within_a_pause_but_by_who_made_it() -> None:
-    owner = Owner(idle_s=0.0)
-    with owner.worker.paused():
-        owner.add(1)
+def test_within_a_pause_and_without_a_background_only_draining_does_jobs() -> None:
+    paused, foreground = Owner(idle_s=0.0), Owner(in_background=False, idle_s=0.0, patience_s=0.0, max_jobs=0)
+    with paused.worker.paused():
+        for owner in (paused, foreground):
+            owner.add(1)
         time.sleep(0.05)
-        assert not owner.done and owner.worker.drain() == 1
-
-
-def test_without_a_background_only_draining_does_jobs() -> None:
-    owner = Owner(in_background=False, idle_s=0.0, patience_s=0.0, max_jobs=0)
-    owner.add(1)
-    time.sleep(0.05)
-    assert owner.worker._thread is None and not owner.done
-    assert owner.worker.scale == 1.0 and owner.worker.drain() == 1  # draining does all of them
-
-
-@pytest.mark.slow
-def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
-    script = """
-import time
-from llmcache.reuse.audit.idle_worker import IdleWorker, Job
-class Owner: pass
-owner = Owner()
-worker = IdleWorker(owner, idle_s=0.0)
-begun = []
-for _ in range(1000):
-    worker.add(Job(lambda owner: (begun.append(1), time.sleep(0.05))))
-while not begun:
-    time.sleep(0.001)
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stderr) == (0, "")
+        assert not (paused.done or foreground.done or foreground.worker._thread)
+        assert foreground.worker.scale == 1.0  # draining does all of them
+        assert paused.worker.drain() == foreground.worker.drain() == 1

@@ -11,7 +11,7 @@ from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate
 from llmcache.models.heads import find_head
 from llmcache.reuse.answers import ANSWERS, Scores, find_answers, read_logits
-from tests.tiny_models import BARE, CLASSIFIERS, build
+from tests.tiny_models import BARE, CLASSIFIERS, Make, build
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,12 @@ def test_what_is_the_same_answer(name: str, one: list[float], other: list[float]
 
 
 def test_scores_may_differ_by_a_twentieth_of_their_range() -> None:
-    scores = Scores()
+    scores, other = Scores(), Scores()
     scores.learn(np.float32([[-1.0], [3.0], [0.0]]))
-    assert scores.agree(np.float32([1.0]), np.float32([1.19]))
-    assert not scores.agree(np.float32([1.0]), np.float32([1.21]))
-    other = Scores()
     other.restore(scores.state())
-    assert other.agree(np.float32([1.0]), np.float32([1.19]))
+    for one in (scores, other):
+        assert one.agree(np.float32([1.0]), np.float32([1.19]))
+        assert not one.agree(np.float32([1.0]), np.float32([1.21]))
 
 
 @pytest.mark.parametrize("name", sorted(ANSWERS))
@@ -56,24 +55,21 @@ def test_all_pairs_are_compared_at_once_and_an_unknown_answer_agrees_with_nothin
 
 
 @pytest.mark.parametrize(
-    ("config", "kind"),
+    ("make", "config", "kind"),
     [
-        ({"num_labels": 1}, "score"),
-        ({"num_labels": 3, "problem_type": "regression"}, "score"),
+        (CLASSIFIERS["bert"], {"num_labels": 1}, "score"),
+        (CLASSIFIERS["bert"], {"num_labels": 3, "problem_type": "regression"}, "score"),
+        (BARE["bert"], {}, "embedding"),
     ],
 )
-def test_the_head_tells_the_kind(config: dict[str, Any], kind: str) -> None:
-    model = build(CLASSIFIERS["bert"])
+def test_the_model_tells_the_kind(make: Make, config: dict[str, Any], kind: str) -> None:
+    model = build(make)
     for name, value in config.items():
         setattr(model.config, name, value)
-    assert find_answers("auto", find_head(model, locate(model)), model).name == kind
-
-
-def test_what_is_not_known_counts_as_an_embedding() -> None:
-    model = build(BARE["bert"])
-    assert find_answers("auto", find_head(model, locate(model)), model).name == "embedding"
+    head = find_head(model, locate(model))
+    assert find_answers("auto", head, model).name == kind
     with pytest.raises(ConfigError, match="answer: unknown name 'colour'; known: auto, class"):
-        find_answers("colour", find_head(model, locate(model)), model)
+        find_answers("colour", head, model)
 
 
 def test_logits_are_found_in_what_models_return() -> None:

@@ -53,18 +53,13 @@ def test_sources_and_draft_serve_within_one_bound_in_any_batch(drafted: LLMCache
     assert cache.stats().errors == 0
 
 
-def test_a_loss_is_not_drafted(drafted: LLMCache) -> None:
-    row, labels = drafted_rows(drafted)[0], torch.tensor([3])
-    with torch.inference_mode():
-        found, expected = (model(input_ids=row, labels=labels).loss for model in (drafted.model, classifier()))
-    torch.testing.assert_close(found, expected)
-    assert drafted.last[0].rung is None
-
-
 def test_calls_unlike_the_calibrations_are_not_drafted(drafted: LLMCache, drafting: Any) -> None:
-    rows, own, positions = drafted_rows(drafted), classifier(), torch.arange(1, 9)[None]
-    left = batch([rows[0], rows[1][:, :4]], left=True)
+    rows, own, positions, draft = drafted_rows(drafted), classifier(), torch.arange(1, 9)[None], inside.draft(drafted)
+    left, labels = batch([rows[0], rows[1][:, :4]], left=True), torch.tensor([3])
     with torch.inference_mode():
+        found, expected = (model(input_ids=rows[6], labels=labels).loss for model in (drafted.model, own))
+        torch.testing.assert_close(found, expected)
+        assert drafted.last[0].rung is None
         found = drafted(**left).logits
         assert drafted.last[1].rung != "draft"
         torch.testing.assert_close(found[1], own(**left).logits[1])
@@ -77,6 +72,9 @@ def test_calls_unlike_the_calibrations_are_not_drafted(drafted: LLMCache, drafti
         long = torch.cat([rows[4], *[rows[4][:, 1:-1]] * 5], dim=1)  # longer than the other model takes
         assert ask(drafted, long) == [None]
     assert ask(drafted, rows[5]) == ["draft"] and drafted.stats().errors == 0
+    assert draft._recent
+    drafted.clear()
+    assert not draft._recent and ask(drafted, rows[5]) == [None]
 
 
 def test_a_draft_that_raises_is_counted_once_and_not_used_again(
@@ -243,11 +241,3 @@ def test_input_that_the_model_refuses_is_not_drafted(drafted: LLMCache, caplog: 
             drafted(**wrong)
     assert drafted.stats().errors == 0 and not caplog.records
     assert "draft" in ask(drafted, requests(40, seed=10)[0])
-
-
-@only_copy
-def test_clearing_forgets_drafts(drafted: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    row, draft = drafted_rows(drafted)[0], inside.draft(drafted)
-    assert draft._recent
-    drafted.clear()
-    assert not draft._recent and ask(drafted, row) == [None]

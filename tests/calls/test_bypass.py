@@ -17,7 +17,7 @@ from tests.contract.judge import ask, check_same
 from tests.contract.models import SIZES
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, Make, build, llama, padded, tokens
 
-Call = Callable[[nn.Module], Any]
+Call = Callable[[Any], Any]
 X = padded([6, 4, 5])
 
 
@@ -40,37 +40,27 @@ def embeddings(model: Any) -> torch.Tensor:
     return model.embeddings.word_embeddings(X["input_ids"])  # type: ignore[no-any-return]
 
 
-def in_training(kind: type[nn.Module]) -> Call:
-    """Return a call made while modules of a kind are in training mode."""
+def during(begin: Call, end: Call) -> Call:
+    """Return a call made between two edits of the model."""
 
     def call(model: nn.Module) -> Any:
-        for module in model.modules():
-            module.training = isinstance(module, kind)
+        begin(model)
         torch.manual_seed(5)
         output = ask(model, **X)
-        model.eval()
+        end(model)
         return output
 
     return call
+
+
+def in_training(kind: type[nn.Module]) -> Call:
+    """Return a call made while modules of a kind are in training mode."""
+    return during(lambda model: [part.train() for part in model.modules() if type(part) is kind], nn.Module.eval)
 
 
 def by_config(name: str) -> Call:
     """Return a call made while the config asks for more output."""
-
-    def call(model: nn.Module) -> Any:
-        setattr(model.config, name, True)
-        output = ask(model, **X)
-        setattr(model.config, name, False)
-        return output
-
-    return call
-
-
-def hooked(model: Any) -> Any:
-    handle = model.encoder.layer[1].register_forward_hook(lambda *_: None)
-    output = ask(model, **X)
-    handle.remove()
-    return output
+    return during(*(lambda model, is_on=is_on: setattr(model.config, name, is_on) for is_on in (True, False)))
 
 
 class QuantizedCache(tf.DynamicCache):
@@ -99,7 +89,7 @@ LLAMA = GENERATORS["llama"]
 RESTARTING = {"attention_mask": None, "position_ids": torch.arange(3).repeat(3, 2)}
 BYPASSES: dict[str, tuple[str, Make, Call]] = {
     "gradients": ("gradients", eager, lambda model: model(**X)),
-    "training": ("training", eager, in_training(nn.Module)),
+    "training": ("training", eager, in_training(tf.BertModel)),
     "Monte Carlo dropout": ("training", eager, in_training(nn.Dropout)),
     "attentions": ("output_attentions", eager, asking(output_attentions=True)),
     "hidden states": ("output_hidden_states", eager, asking(output_hidden_states=True)),
@@ -107,7 +97,14 @@ BYPASSES: dict[str, tuple[str, Make, Call]] = {
     "router logits by config": ("more_output", experts, by_config("output_router_logits")),
     "4-D mask": ("mask_4d", eager, asking(attention_mask=mask_4d)),
     "embeds": ("inputs_embeds", eager, asking(inputs_embeds=embeddings, input_ids=None)),
-    "hooks of others": ("hooked", eager, hooked),
+    "hooks of others": (
+        "hooked",
+        eager,
+        during(
+            lambda model: model.encoder.layer[1].register_forward_hook(lambda *_: None),
+            lambda model: model.encoder.layer[1]._forward_hooks.clear(),
+        ),
+    ),
     "unknown argument": ("unknown_argument", eager, asking(something_new=torch.ones(1))),
     "False, where None means True": ("unknown_argument", LLAMA, asking(is_causal=False)),
     "positions between integers": ("input_shape", LLAMA, asking(position_ids=torch.arange(6.0)[None] + 0.5)),

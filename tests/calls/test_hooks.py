@@ -12,23 +12,17 @@ from tests.contract.test_copies import attributes
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, states
 
 
-@pytest.mark.parametrize("inputs", [None, torch.full((1, 4), 10_000)], ids=["the body fails", "the model fails"])
-def test_the_context_manager_unwraps_after_an_error(inputs: torch.Tensor | None) -> None:
-    model = build(BARE["bert"])
-    before = attributes(model)
-    with pytest.raises((KeyError, IndexError)), LLMCache.wrap(model) as cache:
-        if inputs is None:
-            raise KeyError("mine")
-        cache(input_ids=inputs)
-    assert attributes(model) == before
-
-
-def test_an_install_that_fails_half_way_restores_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_restored_after_a_failed_install_and_an_error_within(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build(TOKEN_HEADS["causal"])
     before = attributes(model)
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
         broken.setattr("llmcache.calls.core.HeadSwap", lambda *_: 1 / 0)
         LLMCache.wrap(model)
+    assert attributes(model) == before
+    with pytest.raises(IndexError), LLMCache.wrap(model) as cache:
+        cache(input_ids=torch.full((1, 4), 10_000))
     assert attributes(model) == before
 
 

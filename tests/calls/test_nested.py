@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 from llmcache import LLMCache
-from tests.calls.helpers import X, agree, pair, rungs, wrapped
+from tests.calls.helpers import agree, pair, rungs, wrapped
 from tests.contract.judge import ask, check_same
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
@@ -152,24 +152,6 @@ def test_of_two_forwards_of_the_trunk_in_one_answer_nothing_is_learned() -> None
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
-
-
-def test_weights_that_change_while_threads_run_are_followed() -> None:
-    cache = wrapped(CLASSIFIERS["bert"])
-    barrier = threading.Barrier(8)
-
-    def work(_: int) -> Any:
-        barrier.wait()
-        return cache(**X)
-
-    for _ in range(3):
-        with torch.no_grad():
-            cache.model.bert.encoder.layer[0].output.dense.weight.mul_(1.1)
-        with cache.disabled():
-            expected = cache(**X)
-        with ThreadPoolExecutor(8) as pool:
-            for answer in pool.map(work, range(8)):
-                check_same(answer, expected)
 
 
 @pytest.mark.parametrize(("kind", "n_known"), [("dynamic", 0), ("dynamic", 4), ("dynamic", 6), ("static", 4)])

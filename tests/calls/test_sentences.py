@@ -1,6 +1,5 @@
 """Sentence-transformers with one stored vector per text: calls that need all token states, or another pooling."""
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,6 @@ def with_a_reader_of_tokens(model: Any) -> list[torch.Tensor]:
 
 
 EXTENSIONS = {
-    "none": lambda model: [],
     "a hook": with_hook,
     "tokens": with_tokens_of_its_own,
     "a reader": with_a_reader_of_tokens,
@@ -143,25 +141,11 @@ def test_no_vector_stands_for_states(model: Any, extension: str, near: str) -> N
             check_same(found["sentence_embedding"], expected["sentence_embedding"])
             seen.append(found["token_embeddings"])
         assert cache.stats().n_hits == len(TEXTS)
-    assert extension != "none" or "token_embeddings" not in given
     for states in seen[1:]:
         check_same(states[where], seen[0][where])
 
 
-@pytest.mark.slow
-def test_they_are_calibrated_on_texts_that_their_own_tokenizer_reads(model: Any) -> None:
-    texts = [f"w{number % 40} w{number % 31}" for number in range(500)]
+def test_texts_are_observed_as_their_own_tokenizer_reads_them(model: Any) -> None:
     with LLMCache.wrap(model, payload="mean") as cache:
-        found = cache.calibrate(texts, max_drop=0.05)
-        assert found.n_sources + found.n_tested == len(set(texts))
-
-
-def test_a_pool_of_processes_gets_the_plain_model_and_the_cache_stays(model: Any) -> None:
-    """docs/reuse.md: sentence-transformers' pools move the weights to shared memory, and pickle the model."""
-    plain = vectors(model)
-    with LLMCache.wrap(model) as cache:
-        vectors(model)
-        twin = pickle.loads(pickle.dumps(model.share_memory()))
-        check_same(vectors(twin), plain)
-        check_same(vectors(model), plain)
-        assert (cache.stats().n_hits, cache.stats().n_requests) == (len(TEXTS), 2 * len(TEXTS))
+        observed = cache.observe(TEXTS)
+        assert [case.row.n_valid for case in observed] == [len(ids) for ids in model.tokenizer(TEXTS)["input_ids"]]

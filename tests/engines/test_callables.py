@@ -295,12 +295,8 @@ def test_a_callable_that_fills_the_same_memory_again_is_tried_on_copies() -> Non
 
 
 def test_a_module_in_training_mode_is_computed() -> None:
-    class Model(nn.Module):
-        def forward(self, input_ids: Tensor) -> Tensor:
-            made: Tensor = CLASSIFY(input_ids=input_ids).logits
-            return made
-
-    model = Model().eval()
+    model = nn.Module().eval()
+    model.forward = lambda input_ids: CLASSIFY(input_ids=input_ids).logits
     cache = LLMCache.wrap(model, digest="one", tokenizer=tokenizer())
     for is_training, rung in ((False, None), (False, "exact"), (True, None)):
         model.train(is_training)
@@ -398,34 +394,18 @@ def test_a_callable_is_neither_compiled_nor_continues_a_text() -> None:
 # -- the rest of the cache ---------------------------------------------------------------------------------------------
 
 
-def test_namespaces_budget_look_up_and_forget() -> None:
-    counted = Counted(answer)
-    cache, inputs = counted.wrap(max_entries=4), padded([5, 9])
-    with cache.namespace("a"):
-        cache(**inputs)
-    cache(**inputs)
-    assert rungs(cache) == [None, None]
-    found = cache.look_up(inputs)
-    assert found.served is not None and found.missing is None
-    with cache.only_if_cached():
-        assert cache(**found.served.inputs).logits.shape == (2, 5)
-    assert (counted.n_rows, cache.forget(**inputs), cache.stats().n_evicted_total) == (4, 2, 0)
-    cache(**padded([3, 4, 5, 6], seed=4))
-    assert cache.stats().n_evicted_total == 2
-
-
 @pytest.mark.parametrize("has_table", [True, False])
 def test_calibrated_reuse_is_audited_by_the_same_callable_and_saved(tmp_path: Path, has_table: bool) -> None:
     more = {"embeddings": CLASSIFY.get_input_embeddings().weight if has_table else None}
     counted = Counted(arrays)
     cache = keep_quiet(counted.wrap(audit={"rate": 1.0, "share": 1.0}, **more))
-    ids, _ = requests(900, seed=1, noise=0.05)
-    made = cache.calibrate(batched(ids[:700]), max_drop=0.05)
+    ids, _ = requests(500, seed=1, noise=0.05)
+    made = cache.calibrate(batched(ids[:400]), max_drop=0.05)
     assert made.chosen is not None and made.chosen.hit_rate > 0.5
     counted.n_rows = 0
-    asked = ask(cache, ids[700:])
+    asked = ask(cache, ids[400:])
     n_served = asked.count("semantic")
-    assert n_served > 50 and counted.n_rows == len(asked) - n_served - asked.count("exact")
+    assert n_served > 25 and counted.n_rows == len(asked) - n_served - asked.count("exact")
     assert "semantic" in ask(cache, requests(40, seed=2, n_words=9, noise=0.0)[0])  # of another length
     cache.drain()
     audit = cache.stats().audit
@@ -436,7 +416,7 @@ def test_calibrated_reuse_is_audited_by_the_same_callable_and_saved(tmp_path: Pa
         with pytest.raises(UnfitBankError, match="other weights"):
             LLMCache.load(counted, tmp_path / "saved", tokenizer=tokenizer(), **other)
     with LLMCache.load(counted, tmp_path / "saved", tokenizer=tokenizer(), digest="one", **more) as loaded:
-        assert ask(loaded, ids[700:710]) == ["exact"] * 10
+        assert ask(loaded, ids[400:410]) == ["exact"] * 10
         assert "semantic" in ask(loaded, requests(20, seed=7, noise=0.05)[0])
 
 

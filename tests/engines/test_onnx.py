@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import pickle
 import shutil
 from contextlib import suppress
@@ -18,7 +17,9 @@ from llmcache import CacheConfig, CalibrationError, ConfigError, LLMCache, WrapE
 from llmcache.engines import onnx
 from tests.contract.models import fresh, plain
 from tests.contract.streams import ask, batched, classifier, requests
+from tests.contract.test_heads import Around
 from tests.engines.support import agree, figures
+from tests.forks import in_child, needs_fork
 from tests.tiny_models import padded, tokens
 
 EXPORT = onnx._export
@@ -206,19 +207,8 @@ def test_after_clear_an_edit_that_left_no_trace_runs_eagerly(wrap: Any) -> None:
     assert (figures(cache).eager, figures(cache).n_requests) == ({"weights": 1}, 1)
 
 
-class Mean(nn.Module):
-    """A user's own head, which reads states at padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert, self.head = fresh("bert", "bare"), nn.Linear(32, 5)
-
-    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
-        return self.head(self.bert(input_ids=input_ids, attention_mask=attention_mask)[0].mean(dim=1))
-
-
 def test_padded_rows_run_eagerly_where_a_head_may_read_their_padding(engine: dict[str, Any]) -> None:
-    model, calls = Mean().eval(), (padded([6, 3]), padded([6]))
+    model, calls = Around().eval(), (padded([6, 3]), padded([6]))
     with torch.inference_mode():
         expected = [model(**inputs) for inputs in calls]
         cache = LLMCache.wrap(model, engine=engine)
@@ -291,32 +281,24 @@ def test_copies_and_pickles_leave_the_engine_behind(wrap: Any) -> None:
     assert vars(model.bert).keys() == vars(fresh("bert", "classifier").bert).keys()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_opens_a_session_of_its_own(wrap: Any) -> None:
-    cache = wrap()
-    cache(**padded([6]))
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            agree(cache, **padded([5], seed=3))
-            status = 0 if figures(cache).n_requests == len(cache._core.forward.engine._sessions) == 2 else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_threads_follow_torch(wrap: Any) -> None:
+@needs_fork
+def test_a_forked_process_and_each_number_of_threads_have_a_session_of_their_own(wrap: Any) -> None:
     cache, before = wrap(), torch.get_num_threads()
     try:
-        for n_threads in (1, 2):
+        for n_threads in (2, 1):
             torch.set_num_threads(n_threads)
             agree(cache, **padded([6], seed=n_threads))
     finally:
         torch.set_num_threads(before)
     sessions = cache._core.forward.engine._sessions
     asked = {n: one.get_session_options().intra_op_num_threads for (_, n), one in sessions.items()}
-    assert asked[2] == 2 and asked[1] == 1
+    assert asked == {1: 1, 2: 2}
+
+    def compute() -> tuple[int, int]:
+        agree(cache, **padded([5], seed=3))
+        return figures(cache).n_requests, len(sessions)
+
+    assert in_child(compute) == (3, 3)
 
 
 # -- saves and calibrations --------------------------------------------------------------------------------------------

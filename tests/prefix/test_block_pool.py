@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from llmcache.memory import purges
-from llmcache.memory.blocks.block import Block, Link, links
+from llmcache.memory.blocks.block import NAMES, Block, Link, Slab, first_tokens, links, runs
 from llmcache.memory.blocks.block_pool import BlockPool
-from llmcache.memory.policies import FIFO, GDSF, LFU, LRU, S3FIFO, Policy, Staleness
+from llmcache.memory.blocks.slabs import SLAB_TOKENS, slab_blocks
+from llmcache.memory.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
 from llmcache.request.rows import Row, Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
@@ -138,13 +140,15 @@ def test_as_many_tokens_are_found_as_any_stored_request_shares(
     assert b"".join(one.ids for one in found)[: 2 * n_tokens] == row(ids).ids[: 2 * n_tokens]
 
 
-def test_the_least_recently_used_end_leaves_first() -> None:
-    blocks, old, new, third = pool(4), chain_of(0, 1), chain_of(2, 0), chain_of(1)
-    put(blocks, old, new)
-    blocks.match(old)
-    put(blocks, third)
-    assert n_found(blocks, old, new, third) == [2, 1, 1]
-    assert blocks.n_evicted == 1
+def test_the_end_of_the_chain_that_the_policy_names_leaves_first() -> None:
+    old, new, third = chain_of(0, 1), chain_of(2, 0), chain_of(1)
+    for policy, held in ((LRU, [2, 1, 1]), (FIFO, [1, 2, 1])):
+        blocks = pool(4, policy)
+        put(blocks, old, new)
+        blocks.match(old)
+        put(blocks, third)
+        assert n_found(blocks, old, new, third) == held
+        assert blocks.n_evicted == 1
 
 
 @pytest.mark.parametrize("policy", [LRU, LFU, FIFO, S3FIFO, GDSF, partial(Staleness, 60.0)])
@@ -164,49 +168,25 @@ def test_a_scan_of_prompts_asked_once_drives_out_no_prompt_that_is_asked_again()
     assert blocks.n_evicted > 9
 
 
-def test_of_a_chain_whose_beginning_the_policy_names_the_end_leaves() -> None:
-    blocks, old, new = pool(3, FIFO), chain_of(0, 1), chain_of(2, 0)
-    put(blocks, old, new)
-    assert n_found(blocks, old, new) == [1, 2]
-
-
-def test_what_follows_a_block_that_left_is_not_held() -> None:
-    """Another thread evicted the middle of a chain between a match and the put of the rest."""
-    blocks, chain = pool(), chain_of(0, 1, 2)
+def test_what_does_not_fit_is_not_held() -> None:
+    """Neither what follows a block that another thread evicted, nor what is too large, nor another's tokens."""
+    blocks, chain, (large,), (link,) = pool(1), chain_of(0, 1, 2), chain_of(1), chain_of(3)
     put(blocks, chain[:1])
     blocks.put(chain, {chain[2].key: block(chain[2])})
     assert len(blocks) == 1
-
-
-def test_what_is_larger_than_the_budget_sends_nobody_away() -> None:
-    blocks, held, (large,) = pool(1), chain_of(0), chain_of(1)
-    put(blocks, held)
     assert not blocks.put([large], {large.key: block(large, n_numbers=3)})
-    assert n_found(blocks, held, [large]) == [1, 0]
-
-
-def test_equal_keys_with_other_tokens_do_not_match() -> None:
-    blocks, (link,) = pool(), chain_of(0)
+    assert n_found(blocks, chain, [large]) == [1, 0]
     blocks.put([link], {link.key: block(Link(link.key, b"other"))})
     assert n_found(blocks, [link]) == [0]
-
-
-def test_forgetting() -> None:
-    blocks = pool()
-    scopes = [replace(SCOPE, namespace=name) for name in ("a", "b")]
-    mine, theirs = (chain_of(0, 1, scope=scope) for scope in scopes)
-    for scope, chain in zip(scopes, (mine, theirs), strict=True):
-        put(blocks, chain, scope=scope)
-    blocks.clear("a")
-    assert (n_found(blocks, mine, theirs), blocks.nbytes) == ([0, 2], 16)
-    blocks.clear()
-    assert (n_found(blocks, mine, theirs), blocks.nbytes) == ([0, 0], 0)
 
 
 def test_what_was_purged_since_a_call_began_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a call that began before a purge, a chain is refused if one of its blocks was purged."""
     monkeypatch.setattr(purges, "_MOST_FORGOTTEN", 2)
     blocks, (one, other) = pool(), (chain_of(1, 2), chain_of(3))
+    put(blocks, one, other)
+    assert (blocks.clear("another"), blocks.nbytes) == (0, 24)
+    assert (blocks.clear(SCOPE.namespace), blocks.nbytes) == (0, 0)
 
     def n_stored_after(purge: Callable[[], object]) -> list[int]:
         generation = blocks.purges.generation
@@ -221,3 +201,121 @@ def test_what_was_purged_since_a_call_began_is_refused(monkeypatch: pytest.Monke
     assert n_stored_after(lambda: blocks.clear("another")) == [2, 1]
     assert n_stored_after(lambda: blocks.clear(SCOPE.namespace)) == n_stored_after(blocks.clear) == [0, 0]
     assert n_stored_after(lambda: blocks.forget(["x", "y", "z"])) == [0, 0]  # too many to remember: all are refused
+
+
+# -- slabs -------------------------------------------------------------------------------------------------------------
+
+SIZE = 16
+NBYTES = SIZE * (2 * 2 * 2 + 4) * 4  # of a block of two layers, heads of two, and states of four
+PER_SLAB = SLAB_TOKENS // SIZE
+
+
+def numbers(n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.rand(2, 1, n_tokens, 2), torch.rand(2, 1, n_tokens, 2), torch.rand(1, n_tokens, 4)
+
+
+def chain_named(names: Sequence[int]) -> list[Link]:
+    return [Link(str([*names[: n + 1]]), bytes([name])) for n, name in enumerate(names)]
+
+
+def stored_together(chain: Sequence[Link]) -> dict[str, Block]:
+    """Blocks of a chain in one slab."""
+    slab = Slab(*numbers(SIZE * len(chain)))
+    return {link.key: Block(link.ids, SCOPE, slab, n * SIZE, (n + 1) * SIZE) for n, link in enumerate(chain)}
+
+
+def slabs_pool(n_blocks: int = 100) -> BlockPool:
+    return BlockPool(SIZE, n_blocks * NBYTES, torch.device("cpu"), LRU)
+
+
+def nbytes_kept(blocks: BlockPool) -> int:
+    """Return the bytes of all storages that blocks lie in."""
+    storages = [tensor.untyped_storage() for one in blocks._held.values() for tensor in one.tensors.values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def check_kept(blocks: BlockPool, made: dict[str, Block]) -> None:
+    """Assert that held blocks are as stored, and take as many bytes as counted."""
+    assert nbytes_kept(blocks) == blocks.nbytes == len(blocks) * NBYTES <= blocks.max_bytes
+    assert all(block.is_equal(made[key]) for key, block in blocks._held.items())
+    assert not any(block.slab.keys.is_inference() for block in blocks._held.values())
+
+
+def test_a_run_is_one_piece() -> None:
+    chain = chain_named(range(5))
+    made = [*stored_together(chain[:3]).values(), *stored_together(chain[3:]).values()]
+    whole = [torch.cat(pieces, dim=-2) for pieces in zip(*runs(made), strict=True)]
+    assert [piece[0].shape[-2] for piece in runs(made)] == [48, 32]
+    assert all(torch.equal(x, torch.cat([b.tensors[n] for b in made], -2)) for n, x in zip(NAMES, whole, strict=True))
+    assert [piece[0].shape[-2] for piece in runs([made[0], made[2], made[1]])] == [16, 16, 16]  # one by one
+    begun = runs(first_tokens(made, 41))
+    assert [piece[0].shape[-2] for piece in begun] == [41]
+    assert all(torch.equal(x, y[..., :41, :]) for x, y in zip(begun[0], whole, strict=True))
+
+
+@pytest.mark.parametrize("n_left", [1, 4])
+def test_blocks_that_leave_are_let_go(n_left: int) -> None:
+    blocks, old, new = slabs_pool(6), chain_named(range(6)), chain_named([9] * (6 - n_left))
+    made, added = stored_together(old), stored_together(new)
+    blocks.put(old, made)
+    with torch.inference_mode():
+        blocks.put(new, added)
+    check_kept(blocks, made | added)
+    assert all(block is added[link.key] for link, block in zip(new, blocks.match(new), strict=True))  # none is copied
+    assert len(runs(blocks.match(old))) == 1 == len(runs(blocks.match(new)))
+    assert len(blocks.match(old)) == n_left
+
+
+def test_bytes_are_let_go_however_blocks_leave() -> None:
+    now, spent, chain = [0.0], [0], chain_named(range(6))
+    blocks = BlockPool(SIZE, 6 * NBYTES, torch.device("cpu"), lambda: TTL(60.0, now=lambda: now[0]), lambda: spent[0])
+    made = stored_together(chain)
+    blocks.put(chain[:2], made)
+    now[0] = 10.0
+    blocks.put(chain, made)
+    check_kept(blocks, made)
+    spent[0] = NBYTES
+    blocks.make_way()
+    check_kept(blocks, made)
+    assert len(blocks) == 5
+    now[0] = 65.0  # the first two expire, and their successors leave with them
+    assert blocks.match(chain) == []
+    for let_go in (blocks.clear, lambda: blocks.clear("default")):
+        assert not blocks._slabs._keys and not blocks._slabs._changed
+        blocks.put(chain[:5], stored_together(chain[:5]))
+        assert len(blocks) == 5
+        let_go()
+    assert not blocks._slabs._keys and not blocks._slabs._changed
+
+
+def test_a_slab_has_one_block_at_least() -> None:
+    assert [slab_blocks(size) for size in (1, SIZE, 100, 1000)] == [SLAB_TOKENS, PER_SLAB, 1, 1]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=20))
+def test_bytes_counted_are_bytes_kept(steps: list[tuple[bool, list[int]]]) -> None:
+    blocks, made = slabs_pool(7), {}
+    for puts, names in steps:
+        chain = chain_named(names)
+        held = len(blocks.match(chain))
+        if puts and held < len(chain):
+            new = stored_together(chain[held:])
+            made |= {key: block for key, block in new.items() if key not in blocks}
+            blocks.put(chain, new)
+        check_kept(blocks, made)
+        assert blocks._before == {after: before for before, then in blocks._after.items() for after in then}
+
+
+def test_saved_blocks_are_laid_together_again() -> None:
+    blocks, again, stem, n = slabs_pool(), slabs_pool(), [0] * 3, PER_SLAB
+    chains = [chain_named([*stem, *range(1, n + 1)]), chain_named([*stem, 7, 8])]
+    made = {}
+    for chain in chains:
+        new = stored_together([link for link in chain if link.key not in blocks])
+        made |= new
+        blocks.put(chain, new)
+    again.restore(*blocks.state("weights"))
+    check_kept(again, made)
+    found = [again.match(chain) for chain in chains]
+    assert [[piece[0].shape[-2] // SIZE for piece in runs(one)] for one in found] == [[n, 3], [3, 2]]
+    assert all(a.slab is b.slab for a, b in pairwise(found[0][:n]))

@@ -76,17 +76,6 @@ def test_what_others_fail_with_ends_the_call_and_leaves_nothing(llama: Any, know
     close(asked(cache, LONG, lambda: None, kv_cache=kv_cache)[0], run(llama, LONG).logits[:, -1:])
 
 
-@pytest.mark.parametrize("forget", [lambda cache: cache.purge(namespace="default"), LLMCache.clear])
-def test_what_is_to_be_forgotten_meanwhile_is_not_stored(llama: Any, forget: Callable[[LLMCache], Any]) -> None:
-    plain = run(llama, LONG).logits[:, -1:]
-    cache = wrapped(llama, LONG[:, :8])
-    logits, _ = asked(cache, LONG, lambda: forget(cache))
-    close(logits, plain)
-    assert (cache.last[0].n_prefix, cache.stats().n_blocks, cache.stats().n_stored) == (8, 0, 0)
-    cache(LONG)
-    assert cache.stats().n_stored == 1
-
-
 def test_others_calls_between_two_chunks_are_calls_of_their_own(llama: Any) -> None:
     other = branch(LONG, 3, 12, 7)
     plain = [run(llama, ids).logits for ids in (LONG, other)]

@@ -100,16 +100,6 @@ def test_a_mask_that_is_not_causal_is_left_to_the_model(llama: Any) -> None:
     assert cache.last[0].rung == "exact"
 
 
-def test_positions_that_differ_do_not_share(gpt2: Any) -> None:
-    """Without position_ids a model counts columns, padding included."""
-    stem = tokens(1, 12)
-    cache = wrapped(gpt2, stem)
-    holes = torch.cat([torch.arange(6), torch.arange(7, 13)])[None]
-    for inputs in (batch([stem, tokens(1, 14, seed=1)], left=True), {"input_ids": stem, "position_ids": holes}):
-        assert torch.equal(cache(**inputs).logits, plainly(cache, **inputs).logits)
-        assert cache.stats().n_prefix_tokens == 0
-
-
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmcache import LLMCache
-from tests.prefix.prompts import BLOCK, CACHES, branch, close, plainly, run, wrapped
-from tests.tiny_models import GENERATORS, build, padded, tokens
+from tests.prefix.prompts import BLOCK, CACHES, close, plainly, run, wrapped
+from tests.tiny_models import padded, tokens
 
 LENGTHS = {"shorter than a block": 3, "full blocks": 8, "blocks and a tail": 10}
 PER_TOKEN = (2 * 4 * 2 * 8 + 32) * 4  # bytes in the Llama: keys and values of 4 layers and 2 heads, and a state
@@ -176,30 +175,3 @@ def test_a_prompt_whose_tail_or_blocks_have_left_is_served_what_is_held(llama: A
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
-
-
-SAVED = {
-    "one by one": [{"input_ids": tokens(1, n, seed=n)} for n in LENGTHS.values()],
-    "padded": [padded([10, 3, 8], left=True)],
-}
-
-
-@pytest.mark.parametrize("inputs", SAVED.values(), ids=SAVED)
-def test_repeats_and_prefixes_survive_a_restart(llama: Any, inputs: list[dict[str, Tensor]], tmp_path: Path) -> None:
-    with wrapped(llama) as cache:
-        first = [cache(**one) for one in inputs]
-        with cache.namespace("other"):
-            cache(tokens(1, 8))
-        before = cache.stats()
-        cache.save(tmp_path)
-    with LLMCache.load(build(GENERATORS["llama"]), tmp_path) as cache:
-        after = cache.stats()
-        for name in ("n_stored", "n_blocks", "held_nbytes"):
-            assert getattr(after, name) == getattr(before, name)
-        for one, expected in zip(inputs, first, strict=True):
-            assert same(cache(**one), expected)
-        assert cache.stats().hits == {"exact": 3}
-        if len(inputs) > 1:
-            cache(branch(tokens(1, 10, seed=10), 10, 14))
-            assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 10)
-        assert cache.purge(namespace="other") == 1
