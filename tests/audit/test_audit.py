@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmcache import LLMCache
+from llmcache import LLMCache, NotCachedError
 from llmcache.errors import ConfigError
 from llmcache.models.packing import Packing
 from llmcache.reuse.audit.account import AuditAccount
@@ -311,6 +311,37 @@ def test_who_handles_a_log_record_may_ask_for_the_stats(cache: LLMCache, reading
         assert not thread.is_alive() and "tightened" in seen  # no deadlock
     finally:
         logging.getLogger("llmcache").removeHandler(handler)
+
+
+@pytest.mark.slow
+def test_with_a_full_queue_drawn_hits_are_computed_and_are_errors_within_only_if_cached(cache: LLMCache) -> None:
+    """Within `only_if_cached` no layer may run."""
+    inside.audit(cache).worker._max_jobs = 0
+    for one in fresh(40):
+        with pytest.raises(NotCachedError) as refused, cache.only_if_cached():
+            cache(**one)
+        assert refused.value.rows == (0,)
+    assert known(cache).n_drawn == cache.stats().n_misses == 0
+    assert rungs_of(cache, fresh(40)) == [None] * 40
+    assert known(cache).n_drawn == known(cache).n_recomputed > 10
+    assert known(cache).n_waiting == cache.drain() == cache.stats().errors == 0
+
+
+def test_a_purge_while_hits_are_recomputed_leaves_nothing(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "semantic" in rungs_of(cache, fresh(40))
+    recomputer = inside.audit(cache)._recomputer
+    run = recomputer._recompute
+    monkeypatch.setattr(recomputer, "_recompute", lambda tasks: (run(tasks), cache.clear())[0])
+    cache.drain()
+    assert len(inside.bank(cache)) == 0
+
+
+def test_a_drawn_hit_that_is_forgotten_is_audited_and_not_stored(cache: LLMCache) -> None:
+    first, second, *others = served = [one for one in fresh(40) if n_hits_of(cache, [one])]
+    cache.forget(**first)
+    cache.drain()
+    assert others and known(cache).n_recomputed == len(served)
+    assert rungs_of(cache, [first]) != ["exact"] == rungs_of(cache, [second])
 
 
 def test_purged_and_cleared_requests_are_not_looked_into(cache: LLMCache) -> None:

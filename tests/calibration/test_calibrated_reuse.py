@@ -54,22 +54,9 @@ def fresh(n: int, seed: int = 7) -> list[Inputs]:
     return batched(requests(n, seed=seed)[0])
 
 
-def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
-    found = cache.calibrate(BATCHES, **LOOSE)
-    assert found is cache.calibration and found.is_certified
-    assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
-    assert found.n_sources + found.n_tested == N
-    assert not cache.calibrated.fitter._forecasts  # those of its requests are not kept
-    assert found.model_ms > 0 and found.lookup_ms > 0
-    assert 1 / found.speedup == pytest.approx(1 - found.chosen.hit_rate + found.lookup_ms / found.model_ms)
-    answers, rungs = ask(cache, fresh(400))
-    with cache.disabled():
-        own, _ = ask(cache, fresh(400))
-    assert rungs.count("semantic") > 100
-    assert sum(a != b for a, b in zip(answers, own, strict=True)) / 400 <= 0.1
-
-
-def test_it_is_computed_on_one_thread_of_numpys_blas(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrating_on_one_thread_of_numpys_blas_turns_reuse_on_within_the_bound(
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def n_threads() -> set[int]:
         return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
 
@@ -77,8 +64,19 @@ def test_it_is_computed_on_one_thread_of_numpys_blas(cache: LLMCache, monkeypatc
     fit, seen = fitter.fit, []
     monkeypatch.setattr(fitter, "fit", lambda *args: (seen.append(n_threads()), fit(*args))[1])
     with threadpool_limits(limits=2, user_api="blas"):
-        cache.calibrate(BATCHES, **LOOSE)
+        found = cache.calibrate(BATCHES, **LOOSE)
         assert seen == [{1}] and n_threads() == {2}
+    assert found is cache.calibration and found.is_certified
+    assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
+    assert found.n_sources + found.n_tested == N
+    assert not fitter._forecasts  # those of its requests are not kept
+    assert found.model_ms > 0 and found.lookup_ms > 0
+    assert 1 / found.speedup == pytest.approx(1 - found.chosen.hit_rate + found.lookup_ms / found.model_ms)
+    answers, rungs = ask(cache, fresh(200))
+    with cache.disabled():
+        own, _ = ask(cache, fresh(200))
+    assert rungs.count("semantic") > 50
+    assert sum(a != b for a, b in zip(answers, own, strict=True)) / 200 <= 0.1
 
 
 @pytest.mark.slow
@@ -216,6 +214,7 @@ def test_heads_that_answer_by_token_are_refused(head: str) -> None:
         (LEARNING | {"policy": {"name": "ttl", "ttl_s": 9}}, "ttl"),
         (LEARNING | {"policy": "divergence"}, "divergence"),
         (LEARNING | {"exact": False}, "exact"),
+        ({"share_calibration": True}, "share_calibration"),  # without a store
     ],
 )
 def test_settings_under_which_no_bound_holds_are_refused(
@@ -379,3 +378,54 @@ def test_a_request_that_comes_twice_in_a_batch_is_one_source(cache: LLMCache) ->
     keys = [case.row.key for case in observed[:5]]
     risks, sources = fitter.risks(observed, set(keys))
     assert np.isneginf(risks[:5]).all() and not np.isneginf(risks[5:]).any() and sources[:5] == keys
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+class Decimals:
+    """A tokenizer for texts of decimal token ids."""
+
+    model_max_length = 16
+    all_special_ids = (1, 2)
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[int(word) for word in text.split()]])}
+
+
+def texts(n: int) -> list[str]:
+    """Requests of five to eight tokens, as texts."""
+    ids = (one["input_ids"][0].tolist() for one in requests(n)[0])
+    return [" ".join(map(str, one[: 5 + i % 4])) for i, one in enumerate(ids)]
+
+
+def test_texts_are_computed_together_and_observed_in_order(model: nn.Module) -> None:
+    """Up to 32 texts of one length are one call of the model; each is observed as if alone."""
+    sizes: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    with LLMCache.wrap(model, tokenizer=Decimals()) as cache:
+        observed = cache.observe(texts(200))
+        together = list(sizes)
+        alone = [cache.observe([one])[0] for one in texts(200)[:40]]
+    assert max(together) == 32 and len(together) <= 8
+    assert [case.number for case in observed] == list(range(200))
+    for one, other in zip(observed, alone, strict=False):
+        assert one.row.key == other.row.key
+        assert torch.allclose(torch.from_numpy(one.output), torch.from_numpy(other.output), atol=1e-3)
+
+
+def test_the_text_that_cannot_be_computed_is_named(model: nn.Module) -> None:
+    """The error names the number of a text that the model refuses, even within a batch."""
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if (kwargs["input_ids"][:, 1] == 69).any():
+            raise ValueError("no")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    given = [one.replace(" 69 ", " 68 ") for one in texts(60)]
+    words = given[40].split()
+    given[40] = " ".join([words[0], "69", *words[2:]])
+    with LLMCache.wrap(model, tokenizer=Decimals()) as cache, pytest.raises(CalibrationError, match="request 40"):
+        cache.observe(given)

@@ -1,9 +1,9 @@
 """The rung `draft`, by an int8 copy of the trunk and by another model: what it serves, and what it leaves alone."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +114,19 @@ def test_threads_and_a_fork_get_the_same_drafts(drafted: LLMCache) -> None:
 # -- what ends it ------------------------------------------------------------------------------------------------------
 
 
+BIAS = torch.tensor([0.0, 99.0, 0.0, 0.0, 0.0])
+EDITS: dict[str, Callable[[Any], object]] = {
+    "hook": lambda model: model.classifier.register_forward_hook(lambda module, args, output: output + BIAS),
+    "weights": torch.no_grad()(lambda model: model.classifier.bias.add_(BIAS)),
+    "module": lambda model: setattr(model, "classifier", nn.Sequential(model.classifier)),
+}
+
+
 @only_copy
-@pytest.mark.parametrize("edit", ["hook", "weights", "module"])
+@pytest.mark.parametrize("edit", EDITS)
 def test_a_copy_serves_only_under_the_head_that_it_was_judged_with(drafted: LLMCache, edit: str) -> None:
-    rows, head, bias = drafted_rows(drafted), drafted.model.classifier, torch.tensor([0.0, 99.0, 0.0, 0.0, 0.0])
-    if edit == "hook":
-        head.register_forward_hook(lambda module, args, output: output + bias)
-    elif edit == "weights":
-        with torch.no_grad():
-            head.bias.add_(bias)
-    else:
-        drafted.model.classifier = nn.Sequential(head)
+    rows = drafted_rows(drafted)
+    EDITS[edit](drafted.model)
     for row in rows:
         found = drafted(input_ids=row).logits
         assert drafted.last[0].rung in (None, "exact")  # some rows come again
@@ -132,11 +134,15 @@ def test_a_copy_serves_only_under_the_head_that_it_was_judged_with(drafted: LLMC
     assert drafted.stats().errors == 0
 
 
-@contextmanager
-def hooked(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    yield
-    handle.remove()
+def until(end: Callable[[], object]) -> ExitStack:
+    """Return a context at whose end something is called."""
+    stack = ExitStack()
+    stack.callback(end)
+    return stack
+
+
+def hooked(module: nn.Module, hook: Callable[..., Any]) -> ExitStack:
+    return until(module.register_forward_hook(hook).remove)
 
 
 def see(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -144,19 +150,12 @@ def see(module: nn.Module, args: Any, output: Tensor) -> None:
     assert output.isfinite().all()
 
 
-@contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    model.train()
-    yield
-    model.eval()
-
-
 Otherwise = Callable[[Any, Any], AbstractContextManager[None]]
 OTHERWISE: dict[str, Otherwise] = {
     "a hook on the draft": lambda model, draft: hooked(draft.classifier, lambda module, args, output: -output),
     "a hook that would see placeholders": lambda model, draft: hooked(model.dropout, see),
     "other weights of the draft": lambda model, draft: edited(draft.classifier.bias),
-    "a draft in training mode": lambda model, draft: training(draft),
+    "a draft in training mode": lambda model, draft: until(draft.train().eval),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmcache import ConfigError, LLMCache
+from llmcache import LLMCache
 from llmcache.reuse.calibration import sharing
 from tests.contract.streams import batched, classifier, requests
 
@@ -56,7 +56,7 @@ def told(cache: LLMCache) -> list[tuple[str | None, float | None, str | None]]:
     return found
 
 
-def test_what_one_has_calibrated_all_decide_alike(folder: Path) -> None:
+def test_what_one_has_calibrated_all_of_its_settings_decide_alike(folder: Path) -> None:
     """A cache takes up the calibration that another one published, even if it was set to learn its own."""
     with begun(wrap(folder)) as first, begun(wrap(folder)) as second, begun(wrap(folder, learn=200)) as third:
         assert first.calibration == second.calibration == third.calibration is not None
@@ -65,13 +65,9 @@ def test_what_one_has_calibrated_all_decide_alike(folder: Path) -> None:
         for other in (second, third):
             for one, again in zip(decided, told(other), strict=True):
                 assert one == again or (one[0] is None and again[0] == "exact")  # stored by the first
-
-
-@pytest.mark.parametrize("settings", [{"max_drop": 0.2}, {"answer": "embedding"}])
-def test_other_settings_share_nothing(folder: Path, settings: dict[str, Any]) -> None:
-    """Caches with another risk target or kind of answer do not take up a calibration."""
-    with begun(wrap(folder, **settings)) as other:
-        assert other.calibration is None
+        for settings in ({"max_drop": 0.2}, {"answer": "embedding"}):  # another risk target or kind of answer
+            with begun(wrap(folder, **settings)) as other:
+                assert other.calibration is None
 
 
 def test_what_replaces_or_ends_it_does_so_for_all(folder: Path) -> None:
@@ -90,8 +86,3 @@ def test_what_replaces_or_ends_it_does_so_for_all(folder: Path) -> None:
         second(input_ids=STREAM[:1])
         with begun(wrap(folder)) as later:
             assert first.calibration is second.calibration is later.calibration is None
-
-
-def test_it_needs_a_store() -> None:
-    with pytest.raises(ConfigError, match="share_calibration"):
-        LLMCache.wrap(classifier(), share_calibration=True)

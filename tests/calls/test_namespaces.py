@@ -8,6 +8,7 @@ import pytest
 
 from llmcache import ConfigError, LLMCache
 from llmcache.request.rows import Scope
+from tests import inside
 from tests.calls.helpers import one_layer, rungs, wrapped
 from tests.contract.streams import classifier
 from tests.tiny_models import padded
@@ -82,6 +83,19 @@ def test_a_purge_leaves_no_key_of_the_namespace() -> None:
         with cache.namespace("other"):
             cache(**asked[0])
         assert rungs(cache) == ["exact"]
+
+
+@pytest.mark.parametrize("order", [("purge", "clear"), ("clear", "purge")])
+def test_nothing_is_stored_that_was_computed_before_the_latest_purge(
+    order: tuple[str, str], cache: LLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop = {"purge": lambda: cache.purge(namespace="default"), "clear": cache.clear}
+    drop[order[0]]()
+    engine = inside.eager(cache)
+    run = engine.run
+    monkeypatch.setattr(engine, "run", lambda *given: (run(*given), drop[order[1]]())[0])
+    cache(**ONE)
+    assert cache.stats().n_misses == 1 and len(inside.bank(cache)) == 0
 
 
 def test_namespaces_that_come_and_go_leave_nothing(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:

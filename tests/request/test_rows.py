@@ -1,9 +1,18 @@
-"""Exact keys cover all that a row's states depend on, and no more."""
+"""Exact keys cover all that a row's states depend on, and no more; outcomes of rows; values held for a block."""
+
+import logging
+from contextvars import ContextVar
 
 import numpy as np
+import pytest
+import torch
 
+from llmcache import Outcome
 from llmcache.request.reading import HostInputs, read_rows
 from llmcache.request.rows import Row, Scope, id_dtype
+from llmcache.support.context import scoped
+from tests.calls.helpers import wrapped
+from tests.tiny_models import CLASSIFIERS, tokens
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 
@@ -36,3 +45,31 @@ def test_gaps_are_part_of_a_key() -> None:
 
 def test_ids_are_packed_in_as_few_bytes_as_the_vocabulary_needs() -> None:
     assert id_dtype(2**16) == np.uint16 and id_dtype(2**16 + 1) == np.int32
+
+
+def test_last_has_the_outcome_of_each_row() -> None:
+    cache, (one, two) = wrapped(CLASSIFIERS["bert"]), (tokens(1, 6, seed=1), tokens(1, 6, seed=2))
+    assert cache.last == ()
+    cache(input_ids=one)
+    (stored,) = cache.last
+    assert stored == Outcome(key=stored.key)
+    assert len(stored.key) == 43
+    cache(input_ids=torch.cat([two, one]))
+    miss, hit = cache.last
+    assert hit == Outcome(stored.key, "exact", 3, stored.key, 1.0)
+    assert miss == Outcome(miss.key)
+    assert miss.key != stored.key
+
+
+def test_it_is_said_once_that_blocks_of_a_context_variable_overlapped(caplog: pytest.LogCaptureFixture) -> None:
+    variable: ContextVar[int] = ContextVar("overlapping", default=0)
+    with caplog.at_level(logging.WARNING):
+        with scoped(variable, 1), scoped(variable, 2):
+            assert not caplog.messages
+        for _ in range(2):
+            first, second = scoped(variable, 1), scoped(variable, 2)
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            second.__exit__(None, None, None)
+    assert len(caplog.messages) == 1 and "overlapping" in caplog.text
